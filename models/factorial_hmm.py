@@ -35,9 +35,9 @@ def difference_dictionary(
     if not len(rows):
         rows = y.double().flatten(0, 1)
     rows = first_rows(rows, generator)
-    is_seen = (~rows.isnan()).double()
+    is_observed = (~rows.isnan()).double()
     rows = rows.nan_to_num()
-    tries = [_ternary_code(rows, is_seen, num_latents, generator, num_steps) for _ in range(num_tries)]
+    tries = [_ternary_code(rows, is_observed, num_latents, generator, num_steps) for _ in range(num_tries)]
     _, weight, variance = min(tries, key=lambda one: float(one[0]))
     return weight, (variance / 2).sqrt()
 

@@ -142,8 +142,8 @@ def return_to_background(
     sums = dict(zip(parts, total(list(parts.values())), strict=True))
     background = {name: assign_to_background(sums[name], is_hidden)[:, -1:] for name in ("wins", "won")}
     common = within(_per_win(background), slice(None))
-    asked = within(_per_win(sums), slice(None)).maximum(common)
-    gains = (expected_losses(common, sums) - expected_losses(asked, sums)).masked_fill(~is_hidden, 0.0)
+    claims_per_win = within(_per_win(sums), slice(None)).maximum(common)
+    gains = (expected_losses(common, sums) - expected_losses(claims_per_win, sums)).masked_fill(~is_hidden, 0.0)
     most, first = gains.max(-1, keepdim=True)
     may_gain = most.squeeze(-1) > 0
     # On a device all dimensions are tried: to see which of them may gain would be to wait for it.

@@ -425,15 +425,15 @@ def _(kernel: kernels.Sum, inputs: SpikeSlabInputs, inducing: Tensor, per_datum:
 @closed_form.register(kernels.Product)
 def _(kernel: kernels.Product, inputs: SpikeSlabInputs, inducing: Tensor, per_datum: bool) -> PsiStatistics | None:
     blocks = [slice(None)] if per_datum else _row_blocks(inputs, len(inducing) ** 2 * 4)
-    found = []
+    products = []
     for rows in blocks:
         parts = _parts(kernel, inputs.rows(rows), inducing, per_datum=True)
         if parts is None:
             return None
         a, b = parts
         psi2 = a.psi2 * b.psi2
-        found.append(PsiStatistics(a.psi0 * b.psi0, a.psi1 * b.psi1, psi2 if per_datum else psi2.sum(0)))
-    return _join(found, per_datum)
+        products.append(PsiStatistics(a.psi0 * b.psi0, a.psi1 * b.psi1, psi2 if per_datum else psi2.sum(0)))
+    return _join(products, per_datum)
 
 
 def _parts(

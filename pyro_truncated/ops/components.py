@@ -234,11 +234,11 @@ def _means_by_entries(rows: Tensor, component: Tensor, loc: Tensor, factor: Tens
         above = values - loc[group]
         # Rows that see less than the last one are filled up with entries that nothing depends on.
         place = above.isnan().to(torch.uint8).argsort(dim=1, stable=True)[:, : max(1, int(numbers[-1]))]
-        is_seen = torch.arange(place.shape[1], device=place.device) < numbers.unsqueeze(1)
-        cross = covariance[group.unsqueeze(1), place] * is_seen.unsqueeze(2)
-        observed_cross = cross.gather(2, place.unsqueeze(1).expand(-1, place.shape[1], -1)) * is_seen.unsqueeze(1)
-        lower = cholesky(observed_cross + torch.where(is_seen, scale[group].square().unsqueeze(1), 1.0).diag_embed())
-        observed = torch.where(is_seen, above.gather(1, place), 0.0)
+        is_observed = torch.arange(place.shape[1], device=place.device) < numbers.unsqueeze(1)
+        cross = covariance[group.unsqueeze(1), place] * is_observed.unsqueeze(2)
+        observed_cross = cross.gather(2, place.unsqueeze(1).expand(-1, place.shape[1], -1)) * is_observed.unsqueeze(1)
+        lower = cholesky(observed_cross + torch.where(is_observed, scale[group].square().unsqueeze(1), 1.0).diag_embed())
+        observed = torch.where(is_observed, above.gather(1, place), 0.0)
         solved = torch.linalg.solve_triangular(lower, torch.cat([cross, observed.unsqueeze(2)], 2), upper=False)
         root, white = solved[..., :-1], solved[..., -1:]
         parts.append((loc[group] + (root.mT @ white).squeeze(2), (prior[group] - root.square().sum(1)).clamp(min=0.0)))
@@ -254,9 +254,9 @@ def _means_by_directions(rows: Tensor, row: Tensor, component: Tensor, loc: Tens
         center, noise = loc[part.group].unsqueeze(1), scale[part.group]
         basis = _columns(factor, ranks, part.group) / noise[:, None, None]
         above = (rows[row[part.entry]] - center) / noise[:, None, None]
-        is_seen = (~above.isnan()).to(rows)
+        is_observed = (~above.isnan()).to(rows)
         pairs = _pairs(basis)
-        gram = (is_seen @ pairs).unflatten(-1, 2 * basis.shape[-1:])
+        gram = (is_observed @ pairs).unflatten(-1, 2 * basis.shape[-1:])
         spread = torch.cholesky_inverse(cholesky(_identity(basis) + gram))
         mean = (spread @ (above.nan_to_num(0.0) @ basis).unsqueeze(-1)).squeeze(-1) @ basis.mT
         variances = spread.flatten(2) @ pairs.mT

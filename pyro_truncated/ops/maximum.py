@@ -92,12 +92,12 @@ def maximum_segments(
     D)``, the slab's moments ``(*batch)``.
     """
     value, others, element, precision = torch.broadcast_tensors(value, others, element, precision)
-    is_seen = ~value.isnan()
-    value, precision = value.nan_to_num(0.0), precision * is_seen
-    base = (0.5 * is_seen * (precision.masked_fill(~is_seen, 1.0).log() - math.log(2 * math.pi))).sum(-1)
+    is_observed = ~value.isnan()
+    value, precision = value.nan_to_num(0.0), precision * is_observed
+    base = (0.5 * is_observed * (precision.masked_fill(~is_observed, 1.0).log() - math.log(2 * math.pi))).sum(-1)
     base = base - 0.5 * (precision * (value - others).square()).sum(-1)
     # A dimension that can never be won has its threshold at infinity.
-    can_win = (element > 0) & is_seen
+    can_win = (element > 0) & is_observed
     threshold = torch.where(can_win, others / element.masked_fill(~can_win, 1.0), math.inf)
     threshold, order = threshold.sort(-1)
 

@@ -159,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             pixels, level = restore_in_tiles(
                 image, lambda part, bar: method(part, noise=noise, progress=bar, **options), keeps_observed=keeps_seen
             )
-        lost = _write(args.output, pixels, picture)
+        omission = _write(args.output, pixels, picture)
     except (OSError, UnidentifiedImageError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if missing > 0.5:
         done += ", more than half: with --invert what is white is missing"
     rest = f"; the first of the {picture.num_pictures} pictures in {args.image} alone" if picture.num_pictures > 1 else ""
-    print(f"{args.output}: {done}{picture.notes}{lost}{rest}")
+    print(f"{args.output}: {done}{picture.notes}{omission}{rest}")
     return 0
 
 
@@ -265,8 +265,8 @@ def _write(path: Path, pixels: Tensor, picture: _Picture) -> str:
         else:
             return ""
     shallow.save(path, **options)
-    lost = (f"; {path.suffix} takes no 16 bits, written as 8", f"; {path.suffix} takes no transparency, which is left out")
-    return "" if whole.mode == shallow.mode else lost[picture.alpha is not None]
+    omissions = (f"; {path.suffix} takes no 16 bits, written as 8", f"; {path.suffix} takes no transparency, which is left out")
+    return "" if whole.mode == shallow.mode else omissions[picture.alpha is not None]
 
 
 def _check_file(picture: Image.Image, path: Path) -> None:

@@ -59,9 +59,9 @@ def predict_missing(image: Tensor, num_dims: int, noise: float) -> Tensor:
     shape, channels = image.shape[:num_dims], image.shape[-1] if image.dim() > num_dims else None
     # Entries of a window, with all channels, at most. Of more channels nothing is predicted.
     most = min(108 / (channels or 1), max(3**num_dims, _PART_OF_ALL * math.prod(shape)))
-    is_seen_mostly = num_dims == 2 and float((~image.isnan()).double().mean()) > _MOST_IS_SEEN
+    is_mostly_observed = num_dims == 2 and float((~image.isnan()).double().mean()) > _MOST_IS_SEEN
     # The side of windows: of images that are mostly observed; of signals, other images, and volumes.
-    usual = 5 if is_seen_mostly else {1: 32, 2: 8}.get(num_dims, 3)
+    usual = 5 if is_mostly_observed else {1: 32, 2: 8}.get(num_dims, 3)
     side = min(usual, *shape, int(most ** (1 / num_dims) + 1e-9))
     if side == 0:
         return fill_missing(image, num_dims)
@@ -98,13 +98,13 @@ def _covariances(array: Tensor, patches: Patches) -> Tensor:
     """
     planes = array if patches.channels is not None else array.unsqueeze(-1)
     around = [0, 0, *itertools.chain.from_iterable((0, side - 1) for side in reversed(patches.size))]
-    values, is_seen = (F.pad(of_all, around) for of_all in (planes.nan_to_num(0.0), (~planes.isnan()).to(planes)))
+    values, is_observed = (F.pad(of_all, around) for of_all in (planes.nan_to_num(0.0), (~planes.isnan()).to(planes)))
     weights = [_weights(size, side, spread).to(planes) for size, side, spread in _dimensions(patches)]
     by_distance = planes.new_empty(*(2 * side - 1 for side in patches.size), math.prod(map(len, weights)), *[planes.shape[-1]] * 2)
     zero = (0,) * len(patches.size)
     for distance in itertools.product(*(range(1 - side, side) for side in patches.size)):
         if distance >= zero:
-            covariances = _by_place(values, is_seen, distance, weights)
+            covariances = _by_place(values, is_observed, distance, weights)
             by_distance[distance] = covariances
             by_distance[tuple(-along for along in distance)] = covariances.mT
     places = torch.cartesian_prod(*(torch.arange(side, device=array.device) for side in patches.size)).reshape(-1, len(patches.size))

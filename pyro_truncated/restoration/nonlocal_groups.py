@@ -182,15 +182,15 @@ def average_low_rank_groups(image: Tensor, estimate: Tensor, noise: float, chann
     # Smaller images have too few windows that could be alike.
     if image.dim() != (2 if channels is None else 3) or min(image.shape[:2]) < 32:
         return estimate
-    is_seen, result = ~image.isnan(), estimate
-    lost = torch.zeros_like(estimate)
+    is_observed, result = ~image.isnan(), estimate
+    residual = torch.zeros_like(estimate)
     patches = Patches(image.shape[:2], _SIDE_IF_MISSING, channels=channels)
-    groups = _groups(torch.where(is_seen, image, estimate), patches, stride)
+    groups = _groups(torch.where(is_observed, image, estimate), patches, stride)
     for _ in range(_BREGMAN_STEPS):
-        result = _low_rank_mean(torch.where(is_seen, image + lost, result), patches, groups, _STRENGTH * noise)
-        lost = lost + torch.where(is_seen, image - result, 0.0)
+        result = _low_rank_mean(torch.where(is_observed, image + residual, result), patches, groups, _STRENGTH * noise)
+        residual = residual + torch.where(is_observed, image - result, 0.0)
     # The share of the groups in the average.
-    return torch.where(is_seen | ~_with_texture(image, noise, channels), estimate, torch.lerp(estimate, result, 0.4))
+    return torch.where(is_observed | ~_with_texture(image, noise, channels), estimate, torch.lerp(estimate, result, 0.4))
 
 
 def _with_texture(image: Tensor, noise: float, channels: int | None) -> Tensor:

@@ -186,8 +186,8 @@ def mixture_patch_sides(image: Tensor, noise: float, shape: torch.Size, has_chan
 
 def _pixel_share(image: Tensor, has_channels: bool) -> float:
     """The share of pixels of which a channel is seen."""
-    is_seen = ~image.isnan()
-    return float((is_seen.any(-1) if has_channels else is_seen).double().mean())
+    is_observed = ~image.isnan()
+    return float((is_observed.any(-1) if has_channels else is_observed).double().mean())
 
 
 def allows_stacking(image: Tensor, noise: float) -> bool:

@@ -255,8 +255,9 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         # Categories of pandas would become numbers.
         table = X.astype(object) if find_package(X) == "pandas" else X
         data = validated_data(self, table, reset=reset, dtype=None, **options).astype(object)
-        if data.dtype == object and _null_mask(data).any():
-            raise ValueError("X has missing entries: give them a category of their own, such as 'missing', or leave these rows out")
+        if count := int(_null_mask(data).sum()) if data.dtype == object else 0:
+            advice = "Give them a category of their own, such as 'missing', or leave these rows out"
+            raise ValueError(f"X must be complete; got {count} missing entries. {advice}")
         if reset:
             self._encoder = OrdinalEncoder().fit(data)
         return torch.from_numpy(self._encoder.transform(data))

@@ -69,13 +69,13 @@ class ObservedEntries:
         _, group = self.row.unique(return_inverse=True)
         place = torch.full((int(group.max()) + 1, int(self.output.max()) + 1), -1, device=group.device)
         place[group, self.output] = torch.arange(len(self), device=group.device)
-        is_seen = place >= 0
+        is_observed = place >= 0
         within = inverse[place[:, :, None], place[:, None, :]]
         identity = torch.eye(place.shape[1], dtype=inverse.dtype, device=inverse.device)
-        blocks = torch.where(is_seen[:, :, None] & is_seen[:, None, :], within, identity)
-        weights = torch.where(is_seen, (inverse @ self.value)[place], 0.0)
-        lost: Tensor = torch.linalg.solve(blocks, weights)
-        return self.value - lost[group, self.output]
+        blocks = torch.where(is_observed[:, :, None] & is_observed[:, None, :], within, identity)
+        weights = torch.where(is_observed, (inverse @ self.value)[place], 0.0)
+        residual: Tensor = torch.linalg.solve(blocks, weights)
+        return self.value - residual[group, self.output]
 
 
 # Share of their variance that outputs have of their own at the start.
@@ -130,13 +130,13 @@ class CoregionalizedGPRegression(torch.nn.Module):
         n, rank = self.kernel.num_data, check_count("rank", rank)
         if targets.dim() != 2 or len(targets) != n or targets.is_complex() or bool((targets.abs() > LARGEST).any()):
             raise ValueError(f"y, the targets, must be finite or NaN and of shape ({n}, H); got {describe(targets)}")
-        is_seen = ~targets.isnan()
-        if not bool((is_seen.sum(0) > 1).all()):
+        is_observed = ~targets.isnan()
+        if not bool((is_observed.sum(0) > 1).all()):
             raise ValueError(
-                f"every output of y must be observed at two inputs or more; got outputs with {is_seen.sum(0).tolist()} observations"
+                f"every output of y must be observed at two inputs or more; got outputs with {is_observed.sum(0).tolist()} observations"
             )
-        if int(is_seen.sum()) > EXACT_UP_TO:
-            raise ValueError(f"an exact regression has at most {EXACT_UP_TO} observed entries; got {int(is_seen.sum())}")
+        if int(is_observed.sum()) > EXACT_UP_TO:
+            raise ValueError(f"an exact regression has at most {EXACT_UP_TO} observed entries; got {int(is_observed.sum())}")
         if not NOISE_FLOOR < noise < math.inf:
             raise ValueError(f"noise must be a variance above {NOISE_FLOOR}; got {noise}")
         check_data_kernel(self.kernel)
@@ -145,9 +145,9 @@ class CoregionalizedGPRegression(torch.nn.Module):
         self.target_mean = torch.nn.Buffer(mean)
         self.target_scale = torch.nn.Buffer(torch.where(spread > 0, spread, torch.ones_like(spread)))
         standard = (matrix - self.target_mean) / self.target_scale
-        entry, output = is_seen.nonzero().unbind(1)
+        entry, output = is_observed.nonzero().unbind(1)
         self._row, self._output = (torch.nn.Buffer(position, persistent=False) for position in (entry, output))
-        self._values = torch.nn.Buffer(standard[is_seen], persistent=False)
+        self._values = torch.nn.Buffer(standard[is_observed], persistent=False)
         self.mixing = torch.nn.Parameter(_leading_correlations(standard, rank))
         self.log_own = torch.nn.Parameter(torch.full_like(mean, _OWN_SHARE).log())
         self.log_noise = torch.nn.Parameter(torch.full_like(mean, noise - NOISE_FLOOR).log())

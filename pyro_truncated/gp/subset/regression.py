@@ -434,8 +434,8 @@ class SubsetGPRegression(torch.nn.Module):
             root = stable_cholesky(spread + own * torch.eye(len(spread)).to(spread), level)
             return dist.MultivariateNormal(mean, scale_tril=scale.unsqueeze(-1) * root)
         # A variance of zero is no normal distribution: what rounding may have left of it.
-        found: TorchDistribution = dist.Normal(mean, scale * (spread + own).clamp(min=1e-14).sqrt()).to_event(1)
-        return found
+        distribution: TorchDistribution = dist.Normal(mean, scale * (spread + own).clamp(min=1e-14).sqrt()).to_event(1)
+        return distribution
 
     def _basis(self) -> Basis:
         if self.inducing_inputs is not None and isinstance(self.kernel, InputKernel):

@@ -467,10 +467,10 @@ class View(UniqueModule):
     def optimal(self, inputs: SpikeSlabInputs, y: Tensor) -> tuple[Tensor, InducingPosterior]:
         """Returns the collapsed bound of all data, and its optimal posterior."""
         point = None if self.likelihood is None else self.point
-        is_seen = ~y.isnan().all(1)
-        if bool(is_seen.any()) and not bool(is_seen.all()):
+        is_observed = ~y.isnan().all(1)
+        if bool(is_observed.any()) and not bool(is_observed.all()):
             # Data points without this view have no part in it.
-            inputs, y, point = inputs.rows(is_seen), y[is_seen], None if point is None else point[is_seen]
+            inputs, y, point = inputs.rows(is_observed), y[is_observed], None if point is None else point[is_observed]
         data = self.observations(y, point)
         return collapsed_bound(self.statistics(inputs, data.weights is not None), self.cholesky(), data, self.noise.double())
 
