@@ -17,7 +17,8 @@ from pyro_truncated.distributions import LinearSuperposition
 from pyro_truncated.extend import raise_if, read_conditions
 from pyro_truncated.models.data_model import FLOOR, NEVER_SEEN, SCALE_FLOOR, DataModel, perturbed_rows
 
-_ROUNDING = 1e-12
+# Rounding of errors, relative to their magnitude.
+_ERROR_RTOL = 1e-12
 
 _Errors = Callable[[Tensor, Tensor | slice], Tensor]
 _Total = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -145,7 +146,7 @@ def best_claims(
     names = ("wins", "won", "errors", "squares", "observed", "magnitude")
     sums = dict(zip(names, total([parts[name] for name in names]), strict=True))
     wins = sums["wins"]
-    max_errors = sums["errors"] + _ROUNDING * sums["magnitude"]
+    max_errors = sums["errors"] + _ERROR_RTOL * sums["magnitude"]
     step = torch.where(wins > NEVER_SEEN, sums["won"] / wins, weight).maximum(weight_floor(sums)) - weight
     new_weight = weight + step
     errors = expected_errors(new_weight, slice(None))

@@ -161,7 +161,7 @@ class Gaussians:
 
 # Every cluster is seen as if it had so many data points more, spread as those of all clusters are. The numbers of this file were chosen on
 # data of other seeds than those of the tables.
-_PRIOR = 10
+_PSEUDO_COUNT = 10
 _ROWS_PER_BLOCK, _MAX_ROWS_PER_BLOCK, _PAIRS = 2**14, 2**16, 2**12
 
 
@@ -228,8 +228,8 @@ class Agglomeration:
         loc, weights = statistics["sums"] / counts.unsqueeze(-1), torch.ones_like(counts)
         if not self.kind.is_own:
             return Gaussians(self.kind, weights, loc, self.kind.start(within, len(loc)))
-        products = statistics["products"] + _PRIOR * self.kind.product(within, loc)
-        more = {"counts": counts + _PRIOR, "sums": statistics["sums"] + _PRIOR * loc, "products": products}
+        products = statistics["products"] + _PSEUDO_COUNT * self.kind.product(within, loc)
+        more = {"counts": counts + _PSEUDO_COUNT, "sums": statistics["sums"] + _PSEUDO_COUNT * loc, "products": products}
         return Gaussians(self.kind, weights, loc, self.kind.best(more, loc, self.floor))
 
     def _within(self, statistics: Statistics) -> Tensor:

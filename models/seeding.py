@@ -17,7 +17,7 @@ _MAX_DOUBLE_ROWS = 1000
 # More scattered rows are drawn in rounds.
 _MAX_SCATTERED_AT_ONCE = 4000
 # Of their draws so many are held against each other at a time; whole trials.
-_HELD_AT_A_TIME = 512
+_DRAWS_PER_BLOCK = 512
 
 
 def spread_rows(points: Tensor, number: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
@@ -127,8 +127,8 @@ def _parts(cell: Tensor, number: int) -> tuple[Tensor, ...]:
 def _find_distant(points: Tensor, at_most: Tensor) -> Tensor:
     """Positions of draws ``(T, D)`` further than ``at_most`` from those before."""
     has_near, distant = torch.zeros_like(at_most, dtype=torch.bool), []
-    for start in range(0, len(points), _HELD_AT_A_TIME):
-        some = points[start : start + _HELD_AT_A_TIME]
+    for start in range(0, len(points), _DRAWS_PER_BLOCK):
+        some = points[start : start + _DRAWS_PER_BLOCK]
         is_near = _square(some, torch.arange(len(some), device=some.device)) <= at_most[start : start + len(some)]
         free = _first_free(is_near.cpu().numpy(), has_near[start : start + len(some)].cpu().numpy())
         own = torch.tensor(free, dtype=torch.int64, device=points.device)

@@ -20,9 +20,9 @@ Statistics = dict[str, Tensor]
 Total = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 Likelihood = SpikeSlabSuperposition | CorrelatedSlabSuperposition
 
-_FIRST_VARIANCE = 0.5
+_INIT_VARIANCE = 0.5
 # So many data points tell a good step from a bad one.
-_TRIAL = 250
+_TRIAL_ROWS = 250
 
 
 class SlabPrior(Protocol):
@@ -72,7 +72,7 @@ class IndependentSlabs:
 
     def first_scale(self, num_latents: int, dtype: torch.dtype | None = None) -> Tensor:
         """See :class:`SlabPrior`."""
-        return torch.full((num_latents,), _FIRST_VARIANCE**0.5, dtype=dtype)
+        return torch.full((num_latents,), _INIT_VARIANCE**0.5, dtype=dtype)
 
     def distribution(self, mean: Tensor, scale: Tensor) -> dist.TorchDistribution:
         """See :class:`SlabPrior`."""
@@ -128,7 +128,7 @@ class CorrelatedSlabs:
 
     def first_scale(self, num_latents: int, dtype: torch.dtype | None = None) -> Tensor:
         """See :class:`SlabPrior`."""
-        return torch.full((num_latents,), _FIRST_VARIANCE**0.5, dtype=dtype).diag()
+        return torch.full((num_latents,), _INIT_VARIANCE**0.5, dtype=dtype).diag()
 
     def distribution(self, mean: Tensor, scale: Tensor) -> dist.TorchDistribution:
         """See :class:`SlabPrior`."""
@@ -158,9 +158,9 @@ class CorrelatedSlabs:
             return gains.nan_to_num(-torch.inf).argmax(0, keepdim=True)
 
         (number,) = total([torch.tensor(len(population), device="cpu")])
-        if number > _TRIAL and len(means) > 1:
+        if number > _TRIAL_ROWS and len(means) > 1:
             # Few of the data points and states nominate a step, all decide whether it is taken in the place of that of EM.
-            few = positions % -(-int(number) // _TRIAL) == 0
+            few = positions % -(-int(number) // _TRIAL_ROWS) == 0
             nominees = _with_first(best(means, covariances, _part(population, few)))
             means, covariances = means[nominees], covariances[nominees]
         index = best(means, covariances, population) if len(means) > 1 else [0]

@@ -140,7 +140,8 @@ def generated_images(num: int, size: int, generator: torch.Generator | None = No
     return images
 
 
-_AT_A_TIME = 50_000
+# Patches that are written at once.
+_ROWS_PER_BLOCK = 50_000
 
 
 def image_patches(images: Sequence[Tensor], size: int, num: int, generator: torch.Generator | None = None) -> Tensor:
@@ -312,8 +313,8 @@ def save_whitened_patches(
     images = [clamp_brightest(image, clamp) for image in images]
     whitening: Whitening | None = None
     written = np.lib.format.open_memmap(file, mode="w+", dtype=np.float32, shape=(num, size**2))
-    for start in range(0, num, _AT_A_TIME):
-        patches = _structured_patches(images, size, min(_AT_A_TIME, num - start), structure, generator)
+    for start in range(0, num, _ROWS_PER_BLOCK):
+        patches = _structured_patches(images, size, min(_ROWS_PER_BLOCK, num - start), structure, generator)
         whitening = fit_whitening(patches, variance) if whitening is None else whitening
         written[start : start + len(patches)] = whitening.apply(patches).numpy()
     written.flush()

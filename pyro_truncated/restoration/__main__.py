@@ -24,8 +24,8 @@ from pyro_truncated.restoration.restore import Restored, denoise, inpaint
 from pyro_truncated.utils.arguments import describe
 from pyro_truncated.utils.console import progress_bar
 
-# Entries of an image, channels included, that are restored at once: about three GB.
-_OVERLAP = 32
+# Pixels that tiles have in common.
+_OVERLAP_PIXELS = 32
 
 
 def restore_in_tiles(
@@ -95,7 +95,7 @@ def spans(size: int, side: int) -> list[slice]:
     Neighbours overlap by 32 or more. A shorter side is one stretch.
     """
     side = min(side, size)
-    number = math.ceil((size - side) / max(1, side - _OVERLAP)) + 1
+    number = math.ceil((size - side) / max(1, side - _OVERLAP_PIXELS)) + 1
     starts = torch.linspace(0, size - side, number).round().long().tolist()
     return [slice(start, start + side) for start in starts]
 
@@ -103,14 +103,14 @@ def spans(size: int, side: int) -> list[slice]:
 def _tile_weights(span: slice) -> Tensor:
     """Returns weights that fade to overlapping ends, never to zero."""
     places = torch.arange(span.stop - span.start, dtype=torch.float64)
-    return (places + 1).minimum(places.flip(0) + 1).clamp(max=_OVERLAP)
+    return (places + 1).minimum(places.flip(0) + 1).clamp(max=_OVERLAP_PIXELS)
 
 
 # Pixels of a mask are missing from this far from its white on, of the distance to its black.
 # Edges of drawn text are grey, and blocks of JPEG are, too.
-_LEAST_DARKNESS, _LEAST_DARKNESS_IF_LOSSY, _LOSSY = 1 / 50, 1 / 8, ("JPEG", "WEBP")
+_MIN_DARKNESS, _MIN_DARKNESS_IF_LOSSY, _LOSSY = 1 / 50, 1 / 8, ("JPEG", "WEBP")
 # Black and white of masks of eight bits differ by more than this, but for masks of zeros and ones.
-_MOST_BLACK = 16
+_MAX_BLACK_LEVEL = 16
 # Grey, of sixteen or thirty-two bits.
 _DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 _IMAGE = (
@@ -303,7 +303,7 @@ def _mask_values(path: Path) -> tuple[np.ndarray, float, bool]:
     whether pixels have more than eight bits.
     """
     with Image.open(path) as opened:
-        least = _LEAST_DARKNESS_IF_LOSSY if opened.format in _LOSSY else _LEAST_DARKNESS
+        least = _MIN_DARKNESS_IF_LOSSY if opened.format in _LOSSY else _MIN_DARKNESS
         picture = ImageOps.exif_transpose(opened)
         if picture.mode in _DEEP:
             return np.array(picture, dtype=np.float32), least, True
@@ -330,9 +330,11 @@ def _hidden_pixels(path: Path, *, is_inverted: bool) -> np.ndarray:
         middle = (observed[observed <= middle].mean() + observed[observed > middle].mean()) / 2
     is_white = observed > middle
     levels = [float(np.median(some)) if len(some) else float(middle) for some in (observed[~is_white], observed[is_white])]
-    is_noise = not is_deep and levels[1] - levels[0] <= _MOST_BLACK and (observed.max() > _MOST_BLACK or len(np.unique(observed)) > 2)
+    is_noise = (
+        not is_deep and levels[1] - levels[0] <= _MAX_BLACK_LEVEL and (observed.max() > _MAX_BLACK_LEVEL or len(np.unique(observed)) > 2)
+    )
     if is_noise or levels[0] == levels[1]:
-        is_all_white = levels[1] > (_MOST_BLACK if is_noise else 0)
+        is_all_white = levels[1] > (_MAX_BLACK_LEVEL if is_noise else 0)
         return np.asarray(np.isnan(values) | (is_all_white == is_inverted))
     white, other = levels if is_inverted else levels[::-1]
     # The standard deviation of normal numbers by their median absolute deviation.

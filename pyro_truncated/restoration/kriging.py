@@ -18,13 +18,13 @@ from pyro_truncated.restoration.windows import Patches
 
 # Of images of which more than the first part is seen windows are small; large ones are for seeing anything at all. Windows are no larger
 # part of the array than the second, so that covariances are not those of what is seen by chance.
-_MOST_IS_SEEN, _PART_OF_ALL = 2 / 3, 1 / 16
+_MIN_OBSERVED_SHARE, _MAX_WINDOW_SHARE = 2 / 3, 1 / 16
 # Entries around a place whose pairs say what covariances are there.
 _NEIGHBOURS = 628
 # Places are so many spreads of a neighbourhood apart.
-_DISTANCE = 1.6
+_SPREADS_BETWEEN_PLACES = 1.6
 # Directions whose variance is below this part of the noise's change nothing.
-_LEAST_VARIANCE = 0.05
+_MIN_VARIANCE_RATIO = 0.05
 
 
 def predict_missing(image: Tensor, num_dims: int, noise: float) -> Tensor:
@@ -58,8 +58,8 @@ def predict_missing(image: Tensor, num_dims: int, noise: float) -> Tensor:
         return image
     shape, channels = image.shape[:num_dims], image.shape[-1] if image.dim() > num_dims else None
     # Entries of a window, with all channels, at most. Of more channels nothing is predicted.
-    most = min(108 / (channels or 1), max(3**num_dims, _PART_OF_ALL * math.prod(shape)))
-    is_mostly_observed = num_dims == 2 and float((~image.isnan()).double().mean()) > _MOST_IS_SEEN
+    most = min(108 / (channels or 1), max(3**num_dims, _MAX_WINDOW_SHARE * math.prod(shape)))
+    is_mostly_observed = num_dims == 2 and float((~image.isnan()).double().mean()) > _MIN_OBSERVED_SHARE
     # The side of windows: of images that are mostly observed; of signals, other images, and volumes.
     usual = 5 if is_mostly_observed else {1: 32, 2: 8}.get(num_dims, 3)
     side = min(usual, *shape, int(most ** (1 / num_dims) + 1e-9))
@@ -75,14 +75,14 @@ def predict_missing(image: Tensor, num_dims: int, noise: float) -> Tensor:
         factor = _directions(_covariances(neighbours, patches), noise)
         center = rows.new_zeros(len(factor), rows.shape[1])
         means, variances = posterior_means(rows, index, place, center, factor, rows.new_full((len(factor),), noise))
-        neighbours = patches.assemble(means, 1 / (variances.mean(1) + _LEAST_VARIANCE * noise**2))
+        neighbours = patches.assemble(means, 1 / (variances.mean(1) + _MIN_VARIANCE_RATIO * noise**2))
     return smooth + neighbours.to(image.dtype)
 
 
 def _directions(covariance: Tensor, noise: float) -> Tensor:
     """Directions ``(T, D, R)`` of covariances ``(T, D, D)``, the longest first."""
     variances, directions = torch.linalg.eigh(covariance)
-    variances = torch.where(variances > _LEAST_VARIANCE * noise**2, variances, 0.0)
+    variances = torch.where(variances > _MIN_VARIANCE_RATIO * noise**2, variances, 0.0)
     rank = max(1, int((variances > 0).sum(1).max()))
     longest: Tensor = (directions * variances.sqrt().unsqueeze(1))[..., -rank:].flip(-1)
     return longest
@@ -153,7 +153,7 @@ def _nearest_place(patches: Patches) -> Tensor:
 
 
 def _num_places(size: int, spread: float) -> int:
-    return max(1, round(size / (_DISTANCE * spread)))
+    return max(1, round(size / (_SPREADS_BETWEEN_PLACES * spread)))
 
 
 def _dimensions(patches: Patches) -> list[tuple[int, int, float]]:
@@ -164,4 +164,4 @@ def _dimensions(patches: Patches) -> list[tuple[int, int, float]]:
     spread = _NEIGHBOURS ** (1 / len(patches.shape)) / math.sqrt(2 * math.pi)
     sizes = zip(patches.shape, patches.size, strict=True)
     # Of long dimensions spreads are larger: there are 64 places at most.
-    return [(size, side, max(spread, size / (_DISTANCE * 64))) for size, side in sizes]
+    return [(size, side, max(spread, size / (_SPREADS_BETWEEN_PLACES * 64))) for size, side in sizes]

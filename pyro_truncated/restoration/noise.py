@@ -22,9 +22,9 @@ from pyro_truncated.utils.arrays import as_data, as_tensors
 # Windows for each entry of a window from which the estimate of the noise is sure.
 _WINDOWS_PER_ENTRY = 100
 # Of larger arrays every second window or less is looked at, along all dimensions.
-_MOST_WINDOWS = 2**19
+_MAX_WINDOWS = 2**19
 # Differences of which the median says something, and windows that are left beside constant ones.
-_ENOUGH = 100
+_MIN_SAMPLES = 100
 
 
 def check_image(image: Any) -> Tensor:
@@ -85,7 +85,7 @@ def whole_windows(image: Tensor, num_dims: int) -> Tensor:
     They have no missing entry. If there are too many, some are drawn.
     """
     planes = image.unsqueeze(-1) if image.dim() == num_dims else image
-    side, stride = _side(num_dims), math.ceil((image.numel() / _MOST_WINDOWS) ** (1 / num_dims))
+    side, stride = _side(num_dims), math.ceil((image.numel() / _MAX_WINDOWS) ** (1 / num_dims))
     windows = planes.movedim(-1, 0)
     for dim in range(1, num_dims + 1):
         windows = windows.unfold(dim, min(side, windows.shape[dim]), stride)
@@ -110,7 +110,7 @@ def _without_constant_windows(image: Tensor, num_dims: int) -> Tensor:
     varying = torch.where(is_constant, math.nan, image)
     differences = torch.cat([varying.diff(dim=dim).flatten() for dim in range(num_dims)])
     observed = differences[~differences.isnan()]
-    is_enough = len(whole_windows(varying, num_dims)) >= _ENOUGH and float((observed != 0).double().mean()) > 0.5
+    is_enough = len(whole_windows(varying, num_dims)) >= _MIN_SAMPLES and float((observed != 0).double().mean()) > 0.5
     return varying if is_enough else image
 
 
@@ -184,7 +184,7 @@ def _difference_noise(image: Tensor, num_dims: int) -> float:
         for dim in range(num_dims):
             differences = differences.diff(order, dim)
         observed = differences[~differences.isnan()]
-        if len(observed) >= _ENOUGH:
+        if len(observed) >= _MIN_SAMPLES:
             # The squares of binomial coefficients add up to a central one.
             return _level(observed) / math.sqrt(math.comb(2 * order, order) ** num_dims)
     differences = torch.cat([image.diff(dim=dim).flatten() for dim in range(num_dims)])

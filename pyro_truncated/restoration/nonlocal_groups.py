@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_truncated.restoration.windows import Patches
 
 # Chosen on images that are not reported: tests/papers/results/restoration.md.
-_MEMBERS, _REACH = 24, 12
+_GROUP_SIZE, _SEARCH_RADIUS = 24, 12
 
 
 def average_groups(image: Tensor, estimate: Tensor, errors: Tensor, noise: float, channels: int | None = None) -> Tensor:
@@ -96,14 +96,14 @@ def similar(windows: Tensor, centres: Tensor, counts: list[int], members: int | 
     size, row = centres.new_tensor(counts), centres.new_tensor([counts[1], 1])
     own = windows[(centres * row).sum(1)]
     numbers, distances = [], []
-    for shift in itertools.product(range(-_REACH, _REACH + 1), repeat=2):
+    for shift in itertools.product(range(-_SEARCH_RADIUS, _SEARCH_RADIUS + 1), repeat=2):
         places = centres + centres.new_tensor(shift)
         is_inside = ((places >= 0) & (places < size)).all(1)
         numbers.append((places.clamp(min=0).minimum(size - 1) * row).sum(1))
         distance = (windows[numbers[-1]] - own).square().sum(1)
         distances.append(torch.where(is_inside, distance, math.inf) if any(shift) else torch.full_like(distance, -1.0))
     distance = torch.stack(distances, 1)
-    number = min(members or _MEMBERS, int(distance.isfinite().sum(1).min()))
+    number = min(members or _GROUP_SIZE, int(distance.isfinite().sum(1).min()))
     return torch.stack(numbers, 1).gather(1, distance.topk(number, 1, largest=False).indices)
 
 
@@ -145,8 +145,8 @@ def shrink_singular_values(matrices: Tensor, noise: float) -> tuple[Tensor, Tens
 
 
 # Chosen on images that are not reported: tests/papers/results/restoration.md.
-_SIDE_IF_MISSING, _MEMBERS_IF_MISSING = 8, 60
-_BREGMAN_STEPS, _STRENGTH = 8, 4.0
+_SIDE_IF_MISSING, _GROUP_SIZE_IF_MISSING = 8, 60
+_BREGMAN_STEPS, _NUM_DEVIATIONS = 8, 4.0
 # Groups whose singular values are found at once.
 _GROUPS_PER_BLOCK = 1024
 
@@ -187,7 +187,7 @@ def average_low_rank_groups(image: Tensor, estimate: Tensor, noise: float, chann
     patches = Patches(image.shape[:2], _SIDE_IF_MISSING, channels=channels)
     groups = _groups(torch.where(is_observed, image, estimate), patches, stride)
     for _ in range(_BREGMAN_STEPS):
-        result = _low_rank_mean(torch.where(is_observed, image + residual, result), patches, groups, _STRENGTH * noise)
+        result = _low_rank_mean(torch.where(is_observed, image + residual, result), patches, groups, _NUM_DEVIATIONS * noise)
         residual = residual + torch.where(is_observed, image - result, 0.0)
     # The share of the groups in the average.
     return torch.where(is_observed | ~_with_texture(image, noise, channels), estimate, torch.lerp(estimate, result, 0.4))
@@ -199,7 +199,7 @@ def _with_texture(image: Tensor, noise: float, channels: int | None) -> Tensor:
     For an image without channels it is one truth value.
     """
     rows = image.reshape(-1, channels or 1)
-    return ((rows - rows.nanmean(0)).square().nanmean(0) > (_STRENGTH * noise) ** 2).reshape([channels] if channels else [])
+    return ((rows - rows.nanmean(0)).square().nanmean(0) > (_NUM_DEVIATIONS * noise) ** 2).reshape([channels] if channels else [])
 
 
 def _groups(image: Tensor, patches: Patches, stride: int) -> Tensor:
@@ -207,7 +207,7 @@ def _groups(image: Tensor, patches: Patches, stride: int) -> Tensor:
     stride = min((4 if patches.channels is None else 6) * stride, _SIDE_IF_MISSING)
     windows, counts = patches.extract(image), [size - _SIDE_IF_MISSING + 1 for size in patches.shape]
     centres = Patches(patches.shape, _SIDE_IF_MISSING, stride).places().to(windows.device)
-    return torch.cat([similar(windows, block, counts, _MEMBERS_IF_MISSING) for block in centres.split(_GROUPS_PER_BLOCK)])
+    return torch.cat([similar(windows, block, counts, _GROUP_SIZE_IF_MISSING) for block in centres.split(_GROUPS_PER_BLOCK)])
 
 
 def _low_rank_mean(image: Tensor, patches: Patches, groups: Tensor, noise: float) -> Tensor:

@@ -210,7 +210,7 @@ def _shares(population: Population, temperature: float = 1.0) -> tuple[Tensor, T
 # Chosen on images that are not reported: tests/papers/results/restoration.md.
 _ITERATIONS, _CANDIDATES = 4, 12
 # Steps in which patches agree.
-_AGREEMENTS = 2
+_CONSENSUS_STEPS = 2
 # How many times as many the rounds have, the last number from there on: of one channel and of several, and without noise.
 _GROWTH, _GROWTH_OF_COLOURS = (1.0, 2.0), (1.0, 2.0, 4.0)
 _GROWTH_IF_CLEAN = (0.4, 0.4, 1.2, 1.2, 3.0)
@@ -379,7 +379,7 @@ def find_consensus(image: Tensor, fits: Sequence[MixtureFit], weights: Tensor | 
     # Patches that agree have half the noise, and three tenths of the noisy array.
     for mixture in sharper:
         mixture.scale = 0.5 * mixture.scale
-    for _ in range(_AGREEMENTS):
+    for _ in range(_CONSENSUS_STEPS):
         between = torch.lerp(estimate, image, 0.3)
         pairs = zip(fits, sharper, strict=True)
         estimate = weighted_mean([_apply_mixture(between, fit, mixture) for fit, mixture in pairs], weights)

@@ -73,7 +73,8 @@ class Pursuit(Search):
         return torch.stack(path[1:], 1)
 
 
-_ANNEALED, _PATIENCE = 0.25, 3
+# Share of the passes at a higher temperature, and passes that are compared with as many before.
+_ANNEALED_SHARE, _PATIENCE_PASSES = 0.25, 3
 
 ModelOfPatches = torch.nn.Module | Callable[[int], Any]
 
@@ -124,7 +125,7 @@ def train(model: Any, y: Tensor, passes: int, num_states: int, batch_size: int, 
     per_pass = max(1, round(len(y) / batch_size))
     guide = AutoTruncated(model, num_states=num_states)
     optimizer: Any = ClosedForm(model, minibatch="online") if isinstance(model, ClosedFormModel) else ClippedAdam({"lr": 0.01})
-    elbo = Truncated_ELBO(_search(model), temperature=cooling(3.0, passes * per_pass, _ANNEALED))
+    elbo = Truncated_ELBO(_search(model), temperature=cooling(3.0, passes * per_pass, _ANNEALED_SHARE))
     svi = SVI(model, guide, optimizer, elbo)
     free_energies: list[float] = []
     with progress_bar(progress, total=passes * per_pass, desc="restoring") as bar:
@@ -135,10 +136,10 @@ def train(model: Any, y: Tensor, passes: int, num_states: int, batch_size: int, 
                 bar.update()
             free_energies.append(total)
             bar.set_postfix(free_energy=f"{total:.2f}")
-            if number >= _ANNEALED * passes + 2 * _PATIENCE:
+            if number >= _ANNEALED_SHARE * passes + 2 * _PATIENCE_PASSES:
                 # The last passes gained less than 0.0002 nats per entry.
-                now, before = free_energies[-_PATIENCE:], free_energies[-2 * _PATIENCE : -_PATIENCE]
-                if sum(now) - sum(before) < 2e-4 * _PATIENCE * y.shape[1]:
+                now, before = free_energies[-_PATIENCE_PASSES:], free_energies[-2 * _PATIENCE_PASSES : -_PATIENCE_PASSES]
+                if sum(now) - sum(before) < 2e-4 * _PATIENCE_PASSES * y.shape[1]:
                     break
     return guide, free_energies
 
@@ -162,10 +163,10 @@ def posterior_means(model: Any, guide: AutoTruncated, y: Tensor) -> Tensor:
 
 # Sides of patches of images up to this ratio of noise and signal: tests/papers/results/restoration.md.
 _SIDES = ((0.4, (5, 6, 8)), (0.8, (6, 7, 8)), (math.inf, (7, 8, 10)))
-_LEAST_EXTENT = 100
+_MIN_EXTENT_PIXELS = 100
 _SIDES_OF_COLOURS, _SIDES_OF_VOLUMES, _SIDES_OF_SIGNALS = (4, 5, 6, 8), (4, 5), (32, 64)
 # If of so few pixels anything is seen, windows have to be larger to show any stripes: of grey images and of colours.
-_FEW_PIXELS, _SIDES_IF_FEW, _SIDES_OF_COLOURS_IF_FEW = 1 / 3, (6, 10), (5, 7)
+_FEW_PIXELS_SHARE, _SIDES_IF_FEW, _SIDES_OF_COLOURS_IF_FEW = 1 / 3, (6, 10), (5, 7)
 _SIDES_OF_MODELS = ((0.4, 8), (0.8, 12), (math.inf, 16))
 
 
@@ -174,7 +175,7 @@ def mixture_patch_sides(image: Tensor, noise: float, shape: torch.Size, has_chan
     sides: tuple[int, ...]
     if len(shape) != 2:
         sides = _SIDES_OF_SIGNALS if len(shape) == 1 else _SIDES_OF_VOLUMES
-    elif _pixel_share(image, has_channels) < _FEW_PIXELS:
+    elif _pixel_share(image, has_channels) < _FEW_PIXELS_SHARE:
         sides = _SIDES_OF_COLOURS_IF_FEW if has_channels else _SIDES_IF_FEW
     elif has_channels:
         # Where entries are missing two are as good as four, in a fourth of the time, as every window has a covariance of its own.
@@ -192,7 +193,7 @@ def _pixel_share(image: Tensor, has_channels: bool) -> float:
 
 def allows_stacking(image: Tensor, noise: float) -> bool:
     """Whether an image has some size, little noise and no missing entries."""
-    is_large = image.dim() == 2 and min(image.shape) >= _LEAST_EXTENT
+    is_large = image.dim() == 2 and min(image.shape) >= _MIN_EXTENT_PIXELS
     # Up to this ratio the last round of images of some size has sides that suit the image.
     return is_large and not bool(image.isnan().any()) and _ratio(image, noise) <= 0.4
 

@@ -19,10 +19,11 @@ from pyro_truncated.restoration.patch_mixture import MixtureFit, expected_errors
 from pyro_truncated.restoration.windows import Patches
 from pyro_truncated.utils.devices import generator_device
 
-# Chosen on images that are not reported, as all numbers here: tests/papers/results/restoration.md.
-_SHARE = 0.5
+# Noise that is added to the first of two arrays, relative to that of the image. All numbers here were chosen on images that are not
+# reported: tests/papers/results/restoration.md.
+_ADDED_NOISE = 0.5
 # By the noise of flat places at most that part of the expected squared error is given back: larger shares lost on smooth drawings.
-_BELIEVED = 0.75
+_MAX_RETURNED_SHARE = 0.75
 
 
 def restore_with_stacked_sides(
@@ -151,7 +152,7 @@ def plausible_share(share: float, errors: Tensor, noise: float) -> float:
         errors: :math:`v`, of all entries.
         noise: :math:`\sigma`, that of flat places.
     """
-    return share if share <= _BELIEVED * float(errors.double().mean()) / noise**2 else 0.0
+    return share if share <= _MAX_RETURNED_SHARE * float(errors.double().mean()) / noise**2 else 0.0
 
 
 def _sparser(patches: Patches) -> Patches:
@@ -179,12 +180,12 @@ def split(image: Tensor, noise: float, generator: torch.Generator | None) -> tup
     # From a seed that is drawn: the image's own noise may come from the same seed, and so be the first numbers of the generator.
     own = torch.Generator().manual_seed(int(torch.randint(2**62, (), generator=generator, device=generator_device(generator))))
     z = noise * torch.randn(image.shape, generator=own, dtype=image.dtype, device="cpu").to(image.device)
-    return image + _SHARE * z, image - z / _SHARE
+    return image + _ADDED_NOISE * z, image - z / _ADDED_NOISE
 
 
 def first_noise(noise: float) -> float:
     """The standard deviation of the noise of the first array of :func:`split`."""
-    return noise * math.sqrt(1 + _SHARE**2)
+    return noise * math.sqrt(1 + _ADDED_NOISE**2)
 
 
 def array_weights(arrays: Tensor, held_out: Tensor, noise: float) -> Tensor:
@@ -206,7 +207,7 @@ def array_weights(arrays: Tensor, held_out: Tensor, noise: float) -> Tensor:
     Returns:
         ``(S,)``, in double precision.
     """
-    return stacking_weights(arrays, held_out, noise**2 * (1 + _SHARE**-2) / 0.2**2)
+    return stacking_weights(arrays, held_out, noise**2 * (1 + _ADDED_NOISE**-2) / 0.2**2)
 
 
 def stacking_weights(arrays: Tensor, held_out: Tensor, shrinkage: float) -> Tensor:

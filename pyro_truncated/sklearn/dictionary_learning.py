@@ -25,7 +25,7 @@ from pyro_truncated.utils.arguments import check_count, check_counts
 
 _FAMILIES = ("spike_slab", "gaussian", "bernoulli")
 # Data points that the running sums of partial_fit stand for: any number, for all are scaled alike.
-_NOMINAL = 1000
+_NOMINAL_ROWS = 1000
 
 
 class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
@@ -305,8 +305,8 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         for block, population in binary_posteriors(self.model_, rows, self.model_.num_latents, check_count("n_states", self.n_states)):
             for name, value in self.model_.sufficient_statistics(population, block).items():
                 total[name] = total[name] + value if name in total else value
-        scale = _NOMINAL / len(rows)
-        driver.collect({name: scale * value for name, value in total.items()}, None, torch.arange(_NOMINAL), _NOMINAL)
+        scale = _NOMINAL_ROWS / len(rows)
+        driver.collect({name: scale * value for name, value in total.items()}, None, torch.arange(_NOMINAL_ROWS), _NOMINAL_ROWS)
         driver([])
 
 

@@ -24,6 +24,7 @@ from pyro_truncated.gp.active_sets import (
 )
 from pyro_truncated.utils.arguments import check_count
 
+# Data points up to which all are kept by default.
 _MAX_ROWS_KEPT = 2000
 
 Posterior = ActiveSet | ProjectedSet | NearestSet

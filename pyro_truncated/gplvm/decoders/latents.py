@@ -31,7 +31,8 @@ from pyro_truncated.utils.devices import generator_device
 
 # Values ``(M,)`` of data points ``(M, D)`` at latents ``(M, Q)``, under what predicts outputs at latents.
 Objective = Callable[[Any, Tensor, Tensor], Tensor]
-_STEPS_AMONG = 8
+# Steps after which the neighbours of a latent are found anew.
+_STEPS_PER_NEIGHBOURHOOD = 8
 
 
 class Predictor(Protocol):
@@ -132,12 +133,12 @@ def maximize_among_neighbors(
     """
     num, size, dim = starts.shape
     others = None if leave_out is None else leave_out.repeat(num)
-    first = min(steps, _STEPS_AMONG)
+    first = min(steps, _STEPS_PER_NEIGHBOURHOOD)
     points, values = _maximize_once(posterior, objective, x.repeat(num, 1), starts.reshape(num * size, dim), first, lr, others)
     leader = values.reshape(num, size).argmax(0)
     z = points.reshape(num, size, dim)[leader, torch.arange(size, device=leader.device)]
-    for done in range(first, steps, _STEPS_AMONG):
-        z, _ = _maximize_once(posterior, objective, x, z, min(_STEPS_AMONG, steps - done), lr, leave_out)
+    for done in range(first, steps, _STEPS_PER_NEIGHBOURHOOD):
+        z, _ = _maximize_once(posterior, objective, x, z, min(_STEPS_PER_NEIGHBOURHOOD, steps - done), lr, leave_out)
     return z
 
 
@@ -160,7 +161,7 @@ def log_joint(posterior: Predictor, x: Tensor, latents: Tensor) -> Tensor:
 
 
 # Of the latent space, whose prior has unit variance: errors of central differences in float32 are below 1e-4 there.
-_STEP = 1e-2
+_DIFFERENCE_STEP = 1e-2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,8 +192,8 @@ class OwnLatents:
         """
         around = posterior.around(latents, leave_out) if isinstance(posterior, NearestSet) else posterior
         mean, variance = around.predict(latents, noiseless=True)
-        steps = _STEP * torch.eye(latents.shape[1]).to(latents)
-        slopes = [(around.predict(latents + step)[0] - around.predict(latents - step)[0]) / (2 * _STEP) for step in steps]
+        steps = _DIFFERENCE_STEP * torch.eye(latents.shape[1]).to(latents)
+        slopes = [(around.predict(latents + step)[0] - around.predict(latents - step)[0]) / (2 * _DIFFERENCE_STEP) for step in steps]
         return cls(latents.double(), (mean + loc).double(), variance.double(), torch.stack(slopes, -1).double())
 
     def spread(self, is_observed: Tensor, noise: Tensor) -> Tensor:

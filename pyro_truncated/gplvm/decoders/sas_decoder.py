@@ -60,7 +60,8 @@ _NOISE_FLOOR = {torch.float64: 1e-8}
 _HYPERPARAMETERS = {"kernel", "noise", "width"}
 
 
-_JUMPING_SHARE = 0.6
+# Share of the epochs, from the first one, in which latents may be relocated.
+_RELOCATION_SHARE = 0.6
 
 
 class SASDecoder(UniqueModule):
@@ -429,10 +430,10 @@ class SASDecoder(UniqueModule):
         options = functools.partial(_with_decay, rates, decay)
         optimizer = AllReduced(ClippedAdam(cast("Any", options)))
         svi = SVI(self.model, self.guide, optimizer, SummedELBO(TraceMeanField_ELBO() if self.bayesian else Trace_ELBO()))
-        every = max(2, round(_JUMPING_SHARE * epochs / max_jumps))
+        every = max(2, round(_RELOCATION_SHARE * epochs / max_jumps))
         with progress_bar(progress and collectives.rank() == 0, total=epochs, unit="epoch") as bar:
             for epoch in range(epochs):
-                if self.encoder is None and epoch % every == every - 1 and epoch < _JUMPING_SHARE * epochs:
+                if self.encoder is None and epoch % every == every - 1 and epoch < _RELOCATION_SHARE * epochs:
                     self.relocate_(x, generator=generator)
                 loss = sum(svi.step(x, split) for split in splits.epoch(epoch))
                 bar.update()

@@ -172,7 +172,7 @@ def _run_lbfgs(model: SpikeSlabMRD, y: Views, parameters: Sequence[Tensor], step
 
 # Log odds of switches that are free again after they have been held on, and of moves.
 NEARLY_ON = 3.0
-_SURE = 12.0
+_SURE_LOG_ODDS = 12.0
 
 
 @names_arguments
@@ -248,7 +248,7 @@ def settle_switches(model: SpikeSlabMRD, y: Views) -> float:
     with torch.no_grad():
         # Evidence, in nats, that counts as none.
         silent = model.logits <= model.prior.logit() + 0.05
-        model.logits = torch.where(silent, -_SURE, model.logits)
+        model.logits = torch.where(silent, -_SURE_LOG_ODDS, model.logits)
         return float(model.bound(y))
 
 
@@ -270,7 +270,7 @@ def switch_moves(model: SpikeSlabMRD, y: Views) -> float:
     for c, q in itertools.product(range(model.num_views), range(model.num_latents)):
         now = model.logits.detach().clone()
         # A switch that is sure already is only tried the other way.
-        for value in (v for v in (-_SURE, _SURE) if v * float(now[c, q]) < _SURE**2):
+        for value in (v for v in (-_SURE_LOG_ODDS, _SURE_LOG_ODDS) if v * float(now[c, q]) < _SURE_LOG_ODDS**2):
             trial = now.clone()
             trial[c, q] = value
             model.logits = trial
@@ -320,12 +320,12 @@ def remove_dimensions(model: SpikeSlabMRD, y: Views, steps: int = 40, *, patienc
             load_snapshot(model.state_dict().values(), before)
             required, failed = required | (is_on & ~trial), failed + 1
     with torch.no_grad():
-        model.logits = torch.where(is_on, _SURE, -_SURE).to(model.logits)
+        model.logits = torch.where(is_on, _SURE_LOG_ODDS, -_SURE_LOG_ODDS).to(model.logits)
     return bound
 
 
 # How much longer length-scales are at first, and how much more gain of the bound is asked of an iteration then.
-_STRETCH = 3.0
+_STRETCH_FACTOR = 3.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -428,12 +428,12 @@ def _nearly_linear(model: SpikeSlabMRD) -> Iterator[None]:
     """A context with long length-scales and steep variances: functions hardly bend."""
     stretched = [view.kernel for view in model.views if isinstance(view.kernel, Isotropy)]
     for kernel in stretched:
-        _stretch(kernel, _STRETCH)
+        _stretch(kernel, _STRETCH_FACTOR)
     try:
         yield
     finally:
         for kernel in stretched:
-            _stretch(kernel, 1 / _STRETCH)
+            _stretch(kernel, 1 / _STRETCH_FACTOR)
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from pyro_truncated.utils.parameter_store import UniqueModule
 
 _KERNELS = ("rbf", "matern", "ou", "periodic")
 # Share of the prior variance that is independent over time: it makes factors exist.
-_OWN = 1e-4
+_INDEPENDENT_SHARE = 1e-4
 
 
 class Marginals(NamedTuple):
@@ -116,12 +116,12 @@ class TimePrior(UniqueModule):
         else:
             assert self.period is not None
             matrix = torch.exp(-2 * (torch.sin(math.pi * apart / self.period) / scale).square())
-        return (1 - _OWN) * matrix * (sequences[:, None] == self.sequences)
+        return (1 - _INDEPENDENT_SHARE) * matrix * (sequences[:, None] == self.sequences)
 
     def covariance(self) -> Tensor:
         """Prior covariances of the data points, ``(Q, N, N)``."""
         eye = torch.eye(len(self.times), dtype=self.times.dtype, device=self.times.device)
-        return self.correlations(self.times, self.sequences) + _OWN * eye
+        return self.correlations(self.times, self.sequences) + _INDEPENDENT_SHARE * eye
 
     def marginals(self) -> Marginals:
         """Returns latents' means and deviations, and their joint posterior's divergence."""
