@@ -14,7 +14,7 @@ from pyro_truncated import Population
 from pyro_truncated.distributions import ComponentLowRankNormal, ComponentMultivariateNormal, ComponentNormal
 from pyro_truncated.extend import read_conditions
 from pyro_truncated.models.data_model import FLOOR
-from pyro_truncated.models.linear_mixture import NEVER_USED, Shares
+from pyro_truncated.models.linear_mixture import MIN_COMPONENT_COUNT, Shares
 
 
 def variance_floor(variance: Tensor, power: Tensor, dtype: torch.dtype) -> Tensor:
@@ -326,7 +326,7 @@ def _variances(covariance: Tensor) -> Tensor:
 
 
 def _counts(statistics: dict[str, Tensor]) -> Tensor:
-    return statistics["counts"].clamp(min=NEVER_USED)
+    return statistics["counts"].clamp(min=MIN_COMPONENT_COUNT)
 
 
 def spread_around(statistics: dict[str, Tensor], loc: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.distributions import constraints
 from pyro_truncated import Population
 from pyro_truncated.distributions import LinearSuperposition
 from pyro_truncated.extend import raise_if, read_conditions
-from pyro_truncated.models.data_model import FLOOR, NEVER_SEEN, SCALE_FLOOR, DataModel, perturbed_rows
+from pyro_truncated.models.data_model import FLOOR, MIN_COUNT, SCALE_FLOOR, DataModel, perturbed_rows
 
 # Rounding of errors, relative to their magnitude.
 _ERROR_RTOL = 1e-12
@@ -87,7 +87,7 @@ def best_dictionary(weight: Tensor, pairs: Tensor, cross: Tensor, activity: Tens
 
 def with_ridge(pairs: Tensor, ridge: float) -> Tensor:
     """Second moments ``(*, H, H)`` with a ridge, for latents that are active."""
-    is_active = pairs.diagonal(dim1=-2, dim2=-1) > NEVER_SEEN
+    is_active = pairs.diagonal(dim1=-2, dim2=-1) > MIN_COUNT
     return pairs + torch.diag_embed(ridge * is_active.to(pairs))
 
 
@@ -110,12 +110,12 @@ def best_dictionary_and_offset(weight: Tensor, bias: Tensor, statistics: dict[st
     Elements of latents that are never or always active stay as they are. So does the offset of a dimension that is never observed.
     """
     observed, sums, trials, pairs = (statistics[name] for name in ("observed", "sums", "trials", "pairs"))
-    counts = observed.clamp(min=NEVER_SEEN)
+    counts = observed.clamp(min=MIN_COUNT)
     means = trials / counts.unsqueeze(-1)
     # With nothing missing all dimensions have the same trials.
     outer = trials[0, :, None] * means[0] if pairs.dim() == 2 else trials.unsqueeze(-1) * means.unsqueeze(-2)
     weight = best_dictionary(weight, pairs - outer, statistics["cross"] - sums.unsqueeze(-1) * means, _mean_square(pairs))
-    return weight, torch.where(observed > NEVER_SEEN, (sums - (weight * trials).sum(-1)) / counts, bias)
+    return weight, torch.where(observed > MIN_COUNT, (sums - (weight * trials).sum(-1)) / counts, bias)
 
 
 def _mean_square(pairs: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ def best_claims(
     sums = dict(zip(names, total([parts[name] for name in names]), strict=True))
     wins = sums["wins"]
     max_errors = sums["errors"] + _ERROR_RTOL * sums["magnitude"]
-    step = torch.where(wins > NEVER_SEEN, sums["won"] / wins, weight).maximum(weight_floor(sums)) - weight
+    step = torch.where(wins > MIN_COUNT, sums["won"] / wins, weight).maximum(weight_floor(sums)) - weight
     new_weight = weight + step
     errors = expected_errors(new_weight, slice(None))
     is_better = total([errors])[0] <= max_errors
@@ -191,7 +191,7 @@ def _take_shorter_steps_(
 def dictionary_from_claims(weight: Tensor, statistics: dict[str, Tensor], gain: Tensor | float = 1.0) -> Tensor:
     """The dictionary of :func:`best_claims`, divided by a ``gain``, kept without wins."""
     wins, floor = statistics["wins"], weight_floor(statistics)
-    claimed = torch.where(wins > NEVER_SEEN, statistics["claims"] / wins, weight).maximum(floor)
+    claimed = torch.where(wins > MIN_COUNT, statistics["claims"] / wins, weight).maximum(floor)
     return (claimed / gain).maximum(floor)
 
 
@@ -209,7 +209,7 @@ def best_slabs(count: Tensor, sums: Tensor, squares: Tensor, slab_mean: Tensor, 
     Of ``count`` :math:`\sum_n \langle b \rangle`, ``sums`` :math:`\sum_n \langle b z \rangle` and ``squares`` :math:`\sum_n \langle b z^2
     \rangle`.
     """
-    is_used, power = count > NEVER_SEEN, squares / count
+    is_used, power = count > MIN_COUNT, squares / count
     mean = torch.where(is_used, sums / count, slab_mean.double())
     variance = (power - mean.square()).maximum(FLOOR * power)
     return mean, torch.where(is_used, variance.sqrt(), slab_scale.double())

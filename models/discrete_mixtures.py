@@ -19,7 +19,7 @@ from pyro_truncated import Population
 from pyro_truncated.distributions import categorical, defer_validation
 from pyro_truncated.extend import check_counts, names_arguments, selected_rows, takes_arrays
 from pyro_truncated.models.data_model import FLOOR, check_data, count_data
-from pyro_truncated.models.linear_mixture import NEVER_USED, LinearMixture, Shares, best_weights
+from pyro_truncated.models.linear_mixture import MIN_COMPONENT_COUNT, LinearMixture, Shares, best_weights
 from pyro_truncated.models.seeding import group_places, spread_rows
 from pyro_truncated.search import MaxInnerProductIndex
 
@@ -169,7 +169,7 @@ class MixtureOfMeans(LinearMixture):
         Means are :math:`\sum_n r_{nk} x_n / \sum_n r_{nk}`, and :math:`\pi_k = \frac1N \sum_n r_{nk}`. A component without data stays.
         """
         counts = statistics["counts"].unsqueeze(-1)
-        self._take_means(statistics["sums"] / counts, counts > NEVER_USED)
+        self._take_means(statistics["sums"] / counts, counts > MIN_COMPONENT_COUNT)
         self.weights = best_weights(statistics["counts"]).to(self.weights)
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ from pyro_truncated import AutoTruncated, ClosedFormModel, Population, StateSpac
 from pyro_truncated.extend import generator_device
 from pyro_truncated.models.covariances import Covariances, Parameters, Prior, floor_covariance
 from pyro_truncated.models.data_model import random_rows
-from pyro_truncated.models.linear_mixture import NEVER_USED, Shares, best_weights
+from pyro_truncated.models.linear_mixture import MIN_COMPONENT_COUNT, Shares, best_weights
 from pyro_truncated.models.seeding import group_places, partners, perturb, scattered_rows
 from pyro_truncated.search import MaxInnerProductIndex
 
@@ -130,7 +130,7 @@ class Gaussians:
     def _best_means(self, statistics: Statistics) -> tuple[Tensor, Tensor]:
         """Which components have data, ``(K,)``, and the likeliest means, ``(K, D)``."""
         counts = statistics["counts"]
-        is_used = counts > NEVER_USED
+        is_used = counts > MIN_COMPONENT_COUNT
         return is_used, torch.where(is_used.unsqueeze(-1), statistics["sums"] / counts.unsqueeze(-1), self.loc)
 
     def _where(self, is_used: Tensor, statistics: Statistics, loc: Tensor, spreads: Parameters) -> Gaussians:

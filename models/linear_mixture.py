@@ -16,7 +16,8 @@ from pyro_truncated.extend import check_counts, names_arguments, takes_arrays
 from pyro_truncated.models.data_model import FLOOR, DataModel, check_data
 from pyro_truncated.search import MaxInnerProductIndex, SearchBatch
 
-NEVER_USED = 1e-8
+# Components with fewer expected data points have none.
+MIN_COMPONENT_COUNT = 1e-8
 
 
 def best_weights(counts: Tensor) -> Tensor:

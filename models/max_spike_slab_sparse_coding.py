@@ -15,7 +15,7 @@ from torch.distributions import constraints
 from pyro_truncated import GibbsDraws, Population
 from pyro_truncated.distributions import MaximumSlabs, MaximumSuperposition, PiecewiseGaussian
 from pyro_truncated.extend import names_arguments, selected_rows, shard_sum, takes_arrays
-from pyro_truncated.models.data_model import NEVER_SEEN, activation, cast_like, check_data, count_data
+from pyro_truncated.models.data_model import MIN_COUNT, activation, cast_like, check_data, count_data
 from pyro_truncated.models.dictionary import best_claims, best_slabs, dictionary_from_claims
 from pyro_truncated.models.slab_priors import draw_moments
 from pyro_truncated.models.superposed_causes import SparseCoding
@@ -257,7 +257,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         sums = [statistics[name] for name in ("active", "coefficients", "coefficient_squares")]
         count, first, second = (value.sum() for value in sums) if self.shared_slab else sums
         slab_mean, slab_scale = best_slabs(count, first, second, self.slab_mean, self.slab_scale)
-        gain = torch.where((count > NEVER_SEEN) & (slab_mean > 0), slab_mean.reciprocal(), 1.0)
+        gain = torch.where((count > MIN_COUNT) & (slab_mean > 0), slab_mean.reciprocal(), 1.0)
         self._set_dictionary(dictionary_from_claims(self.weight.double(), statistics, gain), statistics, statistics["errors"])
         self.slab_mean = (slab_mean * gain).to(self.slab_mean)
         self.slab_scale = (slab_scale * gain).to(self.slab_scale)

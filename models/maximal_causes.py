@@ -22,7 +22,7 @@ from pyro_truncated.distributions import (
     or_missing,
 )
 from pyro_truncated.extend import generator_device, names_arguments, shard_sum
-from pyro_truncated.models.data_model import FLOOR, NEVER_SEEN, random_rows
+from pyro_truncated.models.data_model import FLOOR, MIN_COUNT, random_rows
 from pyro_truncated.models.dictionary import best_claims, dictionary_from_claims, weight_floor
 from pyro_truncated.models.superposed_causes import SparseCoding, SuperposedCauses
 
@@ -152,7 +152,7 @@ def return_to_background(
         return claims
     is_left = is_hidden.scatter(-1, first, False)[where]
     background = {name: assign_to_background(sums[name][where], is_left) for name in ("wins", "won")}
-    trial = within(torch.where(background["wins"] > NEVER_SEEN, _per_win(background), means[where]), where)
+    trial = within(torch.where(background["wins"] > MIN_COUNT, _per_win(background), means[where]), where)
     wins, errors = assign_to_background(apart["wins"][where], is_left), expected_errors(trial, where)
     is_lower = may_gain[where] & (total([errors])[0] < sums["errors"][where])
     changed = {"wins": wins, "claims": wins * trial}
@@ -162,7 +162,7 @@ def return_to_background(
 
 
 def _per_win(sums: dict[str, Tensor]) -> Tensor:
-    return sums["won"] / sums["wins"].clamp(min=NEVER_SEEN)
+    return sums["won"] / sums["wins"].clamp(min=MIN_COUNT)
 
 
 _FAMILIES: dict[str, type[FamilyMaximum]] = {
@@ -308,7 +308,7 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
         def within(means: Tensor, dimensions: Tensor | slice) -> Tensor:
             return self._within(means, floor[dimensions])
 
-        statistics["won"] = statistics["wins"] * self._within(won / wins.clamp(min=NEVER_SEEN), 0.0)
+        statistics["won"] = statistics["wins"] * self._within(won / wins.clamp(min=MIN_COUNT), 0.0)
         claims: dict[str, Tensor] = best_claims(means, statistics, expected_errors, total)
         claims = return_to_background(means, apart, claims, expected_losses, expected_errors, within, total)
         if self.family == "gamma":

@@ -10,7 +10,7 @@ from torch.distributions import constraints
 from pyro_truncated import Population
 from pyro_truncated.distributions import NoisyOrSuperposition, or_missing
 from pyro_truncated.extend import generator_device, names_arguments
-from pyro_truncated.models.data_model import FLOOR, NEVER_SEEN, random_rows
+from pyro_truncated.models.data_model import FLOOR, MIN_COUNT, random_rows
 from pyro_truncated.models.superposed_causes import SuperposedCauses
 
 
@@ -118,7 +118,7 @@ class NoisyOr(SuperposedCauses):
         """
         old, trials = self.weight.double(), statistics["trials"]
         weight = self._fixed_point(statistics) if self.update == "fixed_point" else statistics["causes"] / trials
-        weight = torch.where(trials > NEVER_SEEN, weight, old).clamp(FLOOR, 1 - FLOOR)
+        weight = torch.where(trials > MIN_COUNT, weight, old).clamp(FLOOR, 1 - FLOOR)
         self.weight = weight.to(self.weight)
         if self.learn_leak:
             observed = statistics["observed"]

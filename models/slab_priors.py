@@ -12,7 +12,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import GibbsDraws, Population
 from pyro_truncated.distributions import CorrelatedSlabSuperposition, SpikeSlabSuperposition
-from pyro_truncated.models.data_model import FLOOR, NEVER_SEEN
+from pyro_truncated.models.data_model import FLOOR, MIN_COUNT
 from pyro_truncated.models.dictionary import best_slabs, cholesky
 
 Statistics = dict[str, Tensor]
@@ -218,7 +218,7 @@ def _with_first(number: Tensor) -> Tensor:
 
 def _per(total: Tensor, count: Tensor) -> Tensor:
     """The quotient; zero where nothing is counted."""
-    return torch.where(count > NEVER_SEEN, total / count, 0.0)
+    return torch.where(count > MIN_COUNT, total / count, 0.0)
 
 
 def _part(population: Population, is_part: Tensor) -> Population:
