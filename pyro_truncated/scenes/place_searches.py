@@ -17,6 +17,7 @@ from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.search.preselection import AffinitySearch
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
+from pyro_truncated.utils.arguments import renames
 
 
 class PlacementSelection(AffinitySearch):
@@ -37,7 +38,7 @@ class PlacementSelection(AffinitySearch):
             :class:`~pyro_truncated.scenes.PlaceRegression`.
         num_selected: number of selected objects :math:`H'`.
         max_active: largest number of objects in a scene made of candidates. Default: all.
-        extended: number of best states of the population that candidates are put into.
+        parents: number of best states of the population that candidates are put into.
         explore: mean share of the :math:`H'` slots given to chance; see :class:`~pyro_truncated.search.Preselection`.
         explore_places: probability that the last place of a selected object is a random one instead.
         generator: source of randomness. Default: torch's global generator.
@@ -51,27 +52,28 @@ class PlacementSelection(AffinitySearch):
         (2017), section 5.3.
     """
 
+    @renames(extended="parents")
     def __init__(
         self,
         affinity: PlaceAffinity,
         num_selected: int,
         *,
         max_active: int | None = None,
-        extended: int = 2,
+        parents: int = 2,
         explore: float = 0.1,
         explore_places: float = 0.1,
         generator: torch.Generator | None = None,
     ) -> None:
         if not callable(affinity):
             raise TypeError(f"affinity must be a function of a SearchBatch, such as a PlaceScan; got {type(affinity).__name__}")
-        if num_selected < 1 or (max_active is not None and max_active < 1) or extended < 0:
+        if num_selected < 1 or (max_active is not None and max_active < 1) or parents < 0:
             raise ValueError(
-                f"num_selected and max_active must be positive and extended not negative; got {num_selected}, {max_active} and {extended}"
+                f"num_selected and max_active must be positive and parents not negative; got {num_selected}, {max_active} and {parents}"
             )
         for name, share in (("explore", explore), ("explore_places", explore_places)):
             if not 0 <= share <= 1:
                 raise ValueError(f"{name} must lie in [0, 1]; got {share}")
-        self.affinity, self.num_selected, self.max_active, self.extended = affinity, num_selected, max_active, extended
+        self.affinity, self.num_selected, self.max_active, self.parents = affinity, num_selected, max_active, parents
         self.explore, self.explore_places, self.generator = explore, explore_places, generator
 
     def propose(self, batch: SearchBatch) -> Population:
@@ -84,7 +86,7 @@ class PlacementSelection(AffinitySearch):
         words = options.new_zeros(len(options), len(table), space.num_words)
         for slot in range(self.num_selected):
             words |= options[:, slot, table[:, slot]]
-        if self.extended:
+        if self.parents:
             words = torch.cat([words, self._extend(batch.population, objects.repeat_interleave(num_places, 1), singles.flatten(1, 2))], 1)
         return batch.evaluate(words)
 
@@ -124,7 +126,7 @@ class PlacementSelection(AffinitySearch):
 
     def _extend(self, population: Population, objects: Tensor, singles: Tensor) -> Tensor:
         """Puts the objects ``(N, K)`` at their places in the best states."""
-        space, number = population.space, min(self.extended, population.num_states)
+        space, number = population.space, min(self.parents, population.num_states)
         best = population.log_joint.topk(number, 1).indices
         parents = population.take(best).unsqueeze(2)
         full = _place(space, objects, torch.full_like(objects, -1))

@@ -13,7 +13,7 @@ from pyro_truncated.extend import Renamed
 from pyro_truncated.gplvm import Latents, Posterior, SpikeSlabGPLVM
 from pyro_truncated.models import BinarySparseCoding, GatedDecoder, OcclusiveComponents
 from pyro_truncated.program.log_joint import LogJoint
-from pyro_truncated.scenes import Match
+from pyro_truncated.scenes import Match, PlacementSelection
 from pyro_truncated.search import ConditionalSearch, Preselection, SearchBatch, Singletons
 from pyro_truncated.sklearn import SubsetGPRegressor
 
@@ -90,6 +90,8 @@ def test_old_names_of_guides_populations_and_functions_lead_to_todays() -> None:
 
 
 def test_old_names_of_arguments_lead_to_todays() -> None:
+    with pytest.warns(DeprecationWarning, match="extended of PlacementSelection has a new name: use parents"):
+        assert PlacementSelection(len, 2, extended=3).parents == 3
     with pytest.warns(DeprecationWarning, match="settling of GibbsEM has a new name: use warm_up"):
         assert GibbsEM(Preselection(Singletons(), 2), settling=3).warm_up == 3
     with pytest.warns(DeprecationWarning, match="polish of SubsetGPRegressor has a new name: use free_inputs"):
