@@ -160,7 +160,7 @@ class GaussianMixture(LinearMixture):
         self.knows_data.fill_(True)
         return self
 
-    def _first_components(self, above: Tensor, floor: Tensor, generator: torch.Generator | None) -> Gaussians:
+    def _first_components(self, centred: Tensor, floor: Tensor, generator: torch.Generator | None) -> Gaussians:
         """Components to start from, of data above their center.
 
         Where dimensions have units, distances are in their deviations. Of many dimensions, distances as they are are tried, too, and taken
@@ -168,17 +168,17 @@ class GaussianMixture(LinearMixture):
         """
 
         def start(units: Tensor) -> Gaussians:
-            return Agglomeration(self._kind, above / units, floor / units.square()).components(self.num_components, generator)
+            return Agglomeration(self._kind, centred / units, floor / units.square()).components(self.num_components, generator)
 
         if not self._kind.has_units:
             return start(floor.new_ones(()))
-        deviation = above.square().mean(0).sqrt()
+        deviation = centred.square().mean(0).sqrt()
         units = torch.where(deviation > 0, deviation, 1.0)
         first = start(units).rescale(units)
         # In few dimensions deviations are the better unit; in more, the one that is likelier by a tenth of a nat on some rows.
-        if above.shape[1] <= 16:
+        if centred.shape[1] <= 16:
             return first
-        other, rows = start(torch.ones_like(units)), above[:1000]
+        other, rows = start(torch.ones_like(units)), centred[:1000]
         every = torch.arange(self.num_components, device=rows.device).expand(len(rows), -1)
         gain = (other.log_joint(rows, every).logsumexp(1) - first.log_joint(rows, every).logsumexp(1)).mean()
         return other if bool(gain > 0.1) else first

@@ -206,7 +206,7 @@ class Agglomeration:
         centres = seeded[scattered_rows(seeded, min(2 * number, len(seeded)), generator, cells)].unique(dim=0)
         near = _nearest(self.x, centres)
         statistics = self.statistics(near[:, 0], len(centres))
-        likeliest = functools.partial(self.likeliest, within=self._within(statistics))
+        likeliest = functools.partial(self.likeliest, covariance=self._within(statistics))
         becomes = ClusterMerger(self.kind, likeliest, statistics, partners(near, len(centres), 6)).merge_to(number)
         owner: Tensor = becomes[near[:, 0]].unique(return_inverse=True)[1]
         return owner
@@ -222,15 +222,15 @@ class Agglomeration:
 
         return add_statistics(parts())
 
-    def likeliest(self, statistics: Statistics, within: Tensor) -> Gaussians:
+    def likeliest(self, statistics: Statistics, covariance: Tensor) -> Gaussians:
         """The components of clusters, all of weight one, given their common covariance."""
         counts = statistics["counts"].clamp(min=1.0)
         loc, weights = statistics["sums"] / counts.unsqueeze(-1), torch.ones_like(counts)
         if not self.kind.is_own:
-            return Gaussians(self.kind, weights, loc, self.kind.start(within, len(loc)))
-        products = statistics["products"] + _PSEUDO_COUNT * self.kind.product(within, loc)
-        more = {"counts": counts + _PSEUDO_COUNT, "sums": statistics["sums"] + _PSEUDO_COUNT * loc, "products": products}
-        return Gaussians(self.kind, weights, loc, self.kind.best(more, loc, self.floor))
+            return Gaussians(self.kind, weights, loc, self.kind.start(covariance, len(loc)))
+        products = statistics["products"] + _PSEUDO_COUNT * self.kind.product(covariance, loc)
+        regularised = {"counts": counts + _PSEUDO_COUNT, "sums": statistics["sums"] + _PSEUDO_COUNT * loc, "products": products}
+        return Gaussians(self.kind, weights, loc, self.kind.best(regularised, loc, self.floor))
 
     def _within(self, statistics: Statistics) -> Tensor:
         """The covariance within clusters, or of all data, ``(D, D)``."""
@@ -281,15 +281,15 @@ class ClusterMerger:
             self._statistics[name][first] = union[name]
         self._alone[first] = self._log_joints(union)
 
-    def _relink(self, pairs: Tensor, becomes: Tensor) -> None:
+    def _relink(self, pairs: Tensor, new_owner: Tensor) -> None:
         """Returns the pairs of current clusters, and costs of new ones."""
-        number = len(becomes)
-        linked = becomes[self._pairs].sort(1).values
-        apart = linked[:, 0] != linked[:, 1]
-        code, where = (linked[apart, 0] * number + linked[apart, 1]).unique(return_inverse=True)
+        number = len(new_owner)
+        linked = new_owner[self._pairs].sort(1).values
+        is_pair = linked[:, 0] != linked[:, 1]
+        code, position = (linked[is_pair, 0] * number + linked[is_pair, 1]).unique(return_inverse=True)
         self._pairs = torch.stack([code // number, code % number], 1)
         # Of pairs that are one now all cost the same, or are new.
-        cost = self._cost.new_zeros(len(code)).index_copy_(0, where, self._cost[apart])
+        cost = self._cost.new_zeros(len(code)).index_copy_(0, position, self._cost[is_pair])
         new = torch.isin(self._pairs, pairs[:, 0]).any(1)
         cost[new] = self.costs(self._pairs[new])
         self._cost = cost

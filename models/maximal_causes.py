@@ -121,11 +121,11 @@ def assign_to_background(sums: Tensor, is_left: Tensor) -> Tensor:
 
 def return_to_background(
     means: Tensor,
-    apart: dict[str, Tensor],
+    separate: dict[str, Tensor],
     claims: dict[str, Tensor],
     expected_losses: _Losses,
     expected_errors: _Errors,
-    within: _Limits,
+    limit: _Limits,
     total: _Total,
 ) -> dict[str, Tensor]:
     r"""Returns claims with hidden causes that recover where this lowers losses.
@@ -135,14 +135,14 @@ def return_to_background(
     explain them better than the common one. In each dimension the cause that gains most is tried at its mean, and the background at that of
     the rest.
 
-    ``means (D, H + 1)`` end with the background; ``apart`` has ``wins`` and ``won`` under :func:`means_above_background`, ``claims`` are
-    those of :func:`~pyro_truncated.models.dictionary.best_claims`. ``within`` keeps means within their limits.
+    ``means (D, H + 1)`` end with the background; ``separate`` has ``wins`` and ``won`` under :func:`means_above_background`, ``claims`` are
+    those of :func:`~pyro_truncated.models.dictionary.best_claims`. ``limit`` keeps means within their limits.
     """
-    is_hidden, parts = means_above_background(means) > means, {"wins": apart["wins"], "won": apart["won"], "errors": claims["errors"]}
+    is_hidden, parts = means_above_background(means) > means, {"wins": separate["wins"], "won": separate["won"], "errors": claims["errors"]}
     sums = dict(zip(parts, total(list(parts.values())), strict=True))
     background = {name: assign_to_background(sums[name], is_hidden)[:, -1:] for name in ("wins", "won")}
-    common = within(_per_win(background), slice(None))
-    claims_per_win = within(_per_win(sums), slice(None)).maximum(common)
+    common = limit(_per_win(background), slice(None))
+    claims_per_win = limit(_per_win(sums), slice(None)).maximum(common)
     gains = (expected_losses(common, sums) - expected_losses(claims_per_win, sums)).masked_fill(~is_hidden, 0.0)
     most, first = gains.max(-1, keepdim=True)
     may_gain = most.squeeze(-1) > 0
@@ -152,8 +152,8 @@ def return_to_background(
         return claims
     is_left = is_hidden.scatter(-1, first, False)[where]
     background = {name: assign_to_background(sums[name][where], is_left) for name in ("wins", "won")}
-    trial = within(torch.where(background["wins"] > MIN_COUNT, _per_win(background), means[where]), where)
-    wins, errors = assign_to_background(apart["wins"][where], is_left), expected_errors(trial, where)
+    trial = limit(torch.where(background["wins"] > MIN_COUNT, _per_win(background), means[where]), where)
+    wins, errors = assign_to_background(separate["wins"][where], is_left), expected_errors(trial, where)
     is_lower = may_gain[where] & (total([errors])[0] < sums["errors"][where])
     changed = {"wins": wins, "claims": wins * trial}
     updated = {name: torch.where(is_lower.unsqueeze(-1), value, claims[name][where]) for name, value in changed.items()}

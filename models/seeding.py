@@ -98,8 +98,8 @@ def _in_rounds(points: Tensor, number: int, generator: torch.Generator | None, c
         # Rounds grow as long as all can be held against each other.
         size = _TRIALS_PER_DRAW * min(len(index) // 8 + 16, 1024, number - len(index))
         draws = _best_first(points, distance, power, _draw_positions(distance, size, generator), cell)
-        at_most = distance[draws] * torch.rand(size, generator=generator, device=generator_device(generator)).to(distance)
-        new = draws[_find_distant(points[draws], at_most)]
+        limits = distance[draws] * torch.rand(size, generator=generator, device=generator_device(generator)).to(distance)
+        new = draws[_find_distant(points[draws], limits)]
         nearest = new[_find_nearest(points, power, new)]
         index, distance = torch.cat([index, new]), distance.minimum((points - points[nearest]).square().sum(1))
     return index
@@ -124,15 +124,15 @@ def _parts(cell: Tensor, number: int) -> tuple[Tensor, ...]:
     return parts
 
 
-def _find_distant(points: Tensor, at_most: Tensor) -> Tensor:
-    """Positions of draws ``(T, D)`` further than ``at_most`` from those before."""
-    has_near, distant = torch.zeros_like(at_most, dtype=torch.bool), []
+def _find_distant(points: Tensor, limits: Tensor) -> Tensor:
+    """Positions of draws ``(T, D)`` further than ``limits`` from those before."""
+    has_near, distant = torch.zeros_like(limits, dtype=torch.bool), []
     for start in range(0, len(points), _DRAWS_PER_BLOCK):
         some = points[start : start + _DRAWS_PER_BLOCK]
-        is_near = _square(some, torch.arange(len(some), device=some.device)) <= at_most[start : start + len(some)]
+        is_near = _square(some, torch.arange(len(some), device=some.device)) <= limits[start : start + len(some)]
         free = _first_free(is_near.cpu().numpy(), has_near[start : start + len(some)].cpu().numpy())
         own = torch.tensor(free, dtype=torch.int64, device=points.device)
-        has_near[start:] |= (_square(points[start:], own) <= at_most[start:]).any(0)
+        has_near[start:] |= (_square(points[start:], own) <= limits[start:]).any(0)
         distant.append(start + own)
     return torch.cat(distant)
 
@@ -169,14 +169,14 @@ class _TwoNearest:
         """Sum of the square distances to the nearest chosen row."""
         return self.distance[0].sum()
 
-    def swap(self, candidates: Tensor, least: Tensor) -> bool:
+    def swap(self, candidates: Tensor, min_gain: Tensor) -> bool:
         """Swaps the best candidate in if the cost falls enough."""
         distance = _square(self.points, candidates)
         added = distance.minimum(self.distance[0])
         dearer = distance.minimum(self.distance[1]) - added
         cost = added.sum(1, keepdim=True) + distance.new_zeros(len(candidates), len(self.centers)).index_add_(1, self.index[0], dearer)
         candidate, place = divmod(int(cost.argmin()), len(self.centers))
-        if not bool(cost[candidate, place] < self.cost - least):
+        if not bool(cost[candidate, place] < self.cost - min_gain):
             return False
         self.centers[place] = candidates[candidate]
         self._enter(distance[candidate], place)

@@ -160,10 +160,10 @@ def release_pages(y: Any) -> None:
         release(y.file)
 
 
-def refuse_shards(y: Any, why: str) -> None:
+def refuse_shards(y: Any, reason: str) -> None:
     """Refuses shards of data of which other processes hold the rest."""
     if find_part(y) is not None:
-        raise NotImplementedError(f"{why}; pass the whole data in one process")
+        raise NotImplementedError(f"{reason}; pass the whole data in one process")
 
 
 def find_portion(arguments: Any) -> Portion | None:
@@ -540,15 +540,15 @@ def without_rows(state: Any) -> Any:
 
 def with_rows(state: Any, rows: Mapping[str, Tensor], portion: Portion) -> Any:
     """Returns the state with these rows of this process's data points."""
-    where = {"first_position": portion.first, "is_spread": portion.is_part}
-    return _map(state, lambda name, tensor: rows.get(name, tensor), where, "")
+    placement = {"first_position": portion.first, "is_spread": portion.is_part}
+    return _map(state, lambda name, tensor: rows.get(name, tensor), placement, "")
 
 
-def _map(state: Any, change: Callable[[str, Tensor], Tensor], where: Mapping[str, Any], name: str) -> Any:
+def _map(state: Any, change: Callable[[str, Tensor], Tensor], placement: Mapping[str, Any], name: str) -> Any:
     if isinstance(state, list):
-        return [_map(value, change, where, f"{name}.{number}") for number, value in enumerate(state)]
+        return [_map(value, change, placement, f"{name}.{number}") for number, value in enumerate(state)]
     if not isinstance(state, Mapping):
         return state
     if "rows" in state:
-        return {**state, **where, "rows": {key: change(f"{name}.{key}", tensor) for key, tensor in state["rows"].items()}}
-    return {key: _map(value, change, where, f"{name}.{key}") for key, value in state.items()}
+        return {**state, **placement, "rows": {key: change(f"{name}.{key}", tensor) for key, tensor in state["rows"].items()}}
+    return {key: _map(value, change, placement, f"{name}.{key}") for key, value in state.items()}

@@ -126,10 +126,10 @@ def independent_cholesky(matrix: Tensor, prior: Tensor | None = None) -> tuple[T
     return index, rows[index][:, : len(positions)].tril()
 
 
-def _first_factor(matrix: Tensor, level: Tensor, least: float = 0.0) -> tuple[Tensor, float] | None:
+def _first_factor(matrix: Tensor, level: Tensor, base_share: float = 0.0) -> tuple[Tensor, float] | None:
     """The factor with the least share of a level added."""
     for addition in _ladder(matrix.dtype):
-        share = least + addition
+        share = base_share + addition
         factor, info = torch.linalg.cholesky_ex(_lift(matrix, share * level) if share else matrix)
         if not bool(info.any()) and bool(factor.detach().sum().isfinite()):
             return factor, share
@@ -149,8 +149,8 @@ def _additions(dtype: torch.dtype) -> tuple[float, float]:
     return _ADDITIONS.get(dtype, _ADDITIONS[torch.float32])
 
 
-def _lift(matrix: Tensor, amount: Tensor) -> Tensor:
-    return matrix + torch.diag_embed(amount.expand(matrix.shape[:-1]))
+def _lift(matrix: Tensor, addition: Tensor) -> Tensor:
+    return matrix + torch.diag_embed(addition.expand(matrix.shape[:-1]))
 
 
 @dataclasses.dataclass(frozen=True)

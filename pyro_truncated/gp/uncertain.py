@@ -341,14 +341,14 @@ def _value(kernel: kernels.Kernel, name: str) -> Tensor:
     return value
 
 
-def _bumps(inputs: SpikeSlabInputs, point: Tensor, half_norm: Tensor, apart: Tensor, square: Tensor, order: int, sum_rows: bool) -> Tensor:
+def _bumps(inputs: SpikeSlabInputs, point: Tensor, half_norm: Tensor, decay: Tensor, square: Tensor, order: int, sum_rows: bool) -> Tensor:
     """Expected products of ``order`` squared exponentials around ``point (Q, P)``."""
     is_off = _find_zero_dimensions(inputs)
     if bool(is_off.any()):
         # Where no data point moves the spikes alone are left, which no data point has a part in.
         spikes = torch.exp(-(half_norm / square.unsqueeze(-1))[is_off].sum(0))
         rest = (~is_off).nonzero().flatten()
-        factors = _bumps(inputs.select(rest.tolist()), point[rest], half_norm[rest], apart[rest], square[rest], order, sum_rows)
+        factors = _bumps(inputs.select(rest.tolist()), point[rest], half_norm[rest], decay[rest], square[rest], order, sum_rows)
         return factors * spikes
     spread = order * inputs.variance + square
     slab = inputs.slab
@@ -357,11 +357,11 @@ def _bumps(inputs: SpikeSlabInputs, point: Tensor, half_norm: Tensor, apart: Ten
     if inputs.prior_share is not None:
         share = inputs.prior_share.unsqueeze(-1)
         wide = (order + square).unsqueeze(-1)
-        bump = (square.unsqueeze(-1) / wide).sqrt() * torch.exp(-apart - order * point.square() / (2 * wide))
+        bump = (square.unsqueeze(-1) / wide).sqrt() * torch.exp(-decay - order * point.square() / (2 * wide))
         base = (1 - share) * base + share * bump
     height = slab * (square / spread).sqrt()
     rate = order / (2 * spread)
-    return mixture_products(height, inputs.loc, rate, 1 - slab, point, apart, base, sum_rows=sum_rows)
+    return mixture_products(height, inputs.loc, rate, 1 - slab, point, decay, base, sum_rows=sum_rows)
 
 
 def _find_zero_dimensions(inputs: SpikeSlabInputs) -> Tensor:

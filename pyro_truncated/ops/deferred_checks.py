@@ -92,13 +92,13 @@ def raise_if(problem: Tensor, complaint: _Complaint) -> None:
         _raise(complaint)
 
 
-def on_success(act: _Action) -> None:
+def on_success(action: _Action) -> None:
     """Runs an action now, or after all deferred checks have passed."""
     pending = _pending.get()
     if pending is not None and (pending.checks or pending.lazy or pending.actions):
-        pending.actions.append(act)
+        pending.actions.append(action)
     else:
-        act()
+        action()
 
 
 def lazy_values(value: Tensor) -> Callable[[], list[float]]:

@@ -161,12 +161,12 @@ class Messages:
             is_impossible = message.detach() < IMPOSSIBLE / 2
             if bool(is_impossible.any()):
                 message, count = message.masked_fill(is_impossible, 0.0), is_impossible.double()
-        beyond = self._beyond(node)
-        self._sums[parent] = _replace(self._sums[parent], self._messages[node], message, beyond)
-        self._counts[parent] = _replace(self._counts[parent], self._impossible[node], count, beyond)
+        outer_dims = self._outer_dims(node)
+        self._sums[parent] = _replace(self._sums[parent], self._messages[node], message, outer_dims)
+        self._counts[parent] = _replace(self._counts[parent], self._impossible[node], count, outer_dims)
         self._messages[node], self._impossible[node] = message, count
 
-    def _beyond(self, node: int) -> list[int]:
+    def _outer_dims(self, node: int) -> list[int]:
         """The plates of a variable beyond those of its clique."""
         tree = self.tree
         return sorted(tree.plates[node].difference(*(tree.plates[other] for other in tree.separators[node])))
@@ -177,23 +177,23 @@ class Messages:
         assert message is not None
         return message
 
-    def message_from_above(self, node: int, above: Mapping[int, Tensor]) -> Tensor:
+    def message_from_above(self, node: int, messages: Mapping[int, Tensor]) -> Tensor:
         """What a variable's clique gets from its parent's, given what that gets."""
         tree, parent = self.tree, self.tree.parents[node]
         if parent is None:
             return self.weights[node].new_zeros((1,) * tree.num_dims)
-        sent = self._messages[node]
-        assert sent is not None
+        message = self._messages[node]
+        assert message is not None
         count, own = self._counts[parent], self._impossible[node]
         others_count = count if count is None or own is None else count - own
-        rest = self._with_impossible(self._finite(parent) - sent, others_count) + self.weights[parent]
-        gone = [tree.dim(other) for other in (parent, *tree.separators[parent]) if other not in tree.separators[node]]
-        if not gone:
-            return _add(self._pair_tables[parent], rest) + above[parent]
-        if _is_apart(self._pair_tables[parent], rest, gone):
+        rest = self._with_impossible(self._finite(parent) - message, others_count) + self.weights[parent]
+        dims = [tree.dim(other) for other in (parent, *tree.separators[parent]) if other not in tree.separators[node]]
+        if not dims:
+            return _add(self._pair_tables[parent], rest) + messages[parent]
+        if _is_apart(self._pair_tables[parent], rest, dims):
             # The parent's states stay: only those above it are summed out.
-            return rest + self._sum_out(self._pair_tables[parent], above[parent], gone)
-        return self._sum_out(self._pair_tables[parent], rest + above[parent], gone)
+            return rest + self._sum_out(self._pair_tables[parent], messages[parent], dims)
+        return self._sum_out(self._pair_tables[parent], rest + messages[parent], dims)
 
     def _belief(self, node: int, down: Tensor) -> Tensor:
         others = [self.tree.dim(other) for other in self.tree.separators[node]]
@@ -351,10 +351,10 @@ def _pair_posterior(table: Tensor, own: Tensor, down: Tensor, shape: torch.Size)
     return table.exp() * (product if first < second else product.mT).reshape(shape)
 
 
-def _replace(total: Tensor | None, old: Tensor | None, new: Tensor | None, beyond: Sequence[int]) -> Tensor | None:
+def _replace(total: Tensor | None, old: Tensor | None, new: Tensor | None, outer_dims: Sequence[int]) -> Tensor | None:
     """A sum of messages with one, added up over plates, replaced."""
     for message, sign in ((new, 1), (old, -1)):
         if message is not None:
-            part = message.sum(list(beyond), keepdim=True) if beyond else message
+            part = message.sum(list(outer_dims), keepdim=True) if outer_dims else message
             total = sign * part if total is None else torch.add(total, part, alpha=sign)
     return total

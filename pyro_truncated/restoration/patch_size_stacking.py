@@ -86,7 +86,7 @@ def restore_with_stacked_sides(
     return fits, restored
 
 
-def noise_in_flat_places(rest: Tensor, errors: Tensor, noise: float) -> float | None:
+def noise_in_flat_places(residual: Tensor, errors: Tensor, noise: float) -> float | None:
     r"""Estimates the noise in flat places.
 
     It is the root of the mean of :math:`(y - x)^2 + v` there.
@@ -95,7 +95,7 @@ def noise_in_flat_places(rest: Tensor, errors: Tensor, noise: float) -> float | 
     :math:`d = v / \sigma^2` differs from the noisy one by :math:`\sigma^2 (1 - 2 d) + v = \sigma^2 - v`.
 
     Args:
-        rest: what was taken off, :math:`y - x`.
+        residual: what was taken off, :math:`y - x`.
         errors: :math:`v`, of the same shape.
         noise: an estimate of the standard deviation :math:`\sigma` of the noise.
 
@@ -106,7 +106,7 @@ def noise_in_flat_places(rest: Tensor, errors: Tensor, noise: float) -> float | 
     is_flat = errors < 0.03 * noise**2
     if float(is_flat.double().mean()) < 0.2:
         return None
-    return math.sqrt((rest.square() + errors)[is_flat].double().mean())
+    return math.sqrt((residual.square() + errors)[is_flat].double().mean())
 
 
 def oversmoothing_share(image: Tensor, estimate: Tensor, noisier: Tensor, from_noisier: Tensor, noise: float) -> float:

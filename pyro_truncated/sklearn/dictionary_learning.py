@@ -232,14 +232,14 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
             rows = torch.where(rows.isnan(), rows, (rows > self.binarize).to(rows))
         return rows
 
-    def _map_posteriors(self, X: Any, read: Any) -> Any:
+    def _map_posteriors(self, X: Any, reader: Any) -> Any:
         """Reads posteriors of all data points, in the data's type."""
         check_is_fitted(self)
         rows = self._rows(X, reset=False)
         own = self._units.standardise(rows.to(self.model_.weight.dtype))
         with isolated_state(), torch.no_grad():
             blocks = binary_posteriors(self.model_, own, self.model_.num_latents, check_count("n_states", self.n_states))
-            return torch.cat([read(*block) for block in blocks]).to(rows).numpy()
+            return torch.cat([reader(*block) for block in blocks]).to(rows).numpy()
 
     # --- model ---
 

@@ -292,13 +292,13 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         # Steps over which the growth of the log density is averaged.
         return free_energy, fit(svi, rows, steps=max_iter, patience=5, tolerance=self.tol, progress=progress).steps
 
-    def _map_posteriors(self, X: Any, read: Any) -> Any:
+    def _map_posteriors(self, X: Any, reader: Any) -> Any:
         """What is read of the posteriors of all data points."""
         check_is_fitted(self)
         rows = self._rows(X, reset=False).to(self.model_.weights.dtype)
         with isolated_state(), torch.no_grad():
             blocks = mixture_posteriors(self.model_, rows, check_count("n_states", self.n_states))
-            return torch.cat([read(population) for _, population in blocks]).numpy()
+            return torch.cat([reader(population) for _, population in blocks]).numpy()
 
 
 @np.vectorize

@@ -394,10 +394,10 @@ def _gain(problem: SubsetProblem, variance: Tensor, square_norm: Tensor, form: T
     return gain
 
 
-def _deflate(gram: Tensor, along: Tensor, c: Tensor, square_norm: Tensor) -> Tensor:
+def _deflate(gram: Tensor, projection: Tensor, coefficients: Tensor, square_norm: Tensor) -> Tensor:
     r"""Gram matrix of :math:`E - \ell c^\top` from that of :math:`E`, :math:`E^\top \ell` and :math:`|\ell|^2`."""
-    crossed = torch.outer(along, c)
-    return gram - crossed - crossed.mT + square_norm * torch.outer(c, c)
+    crossed = torch.outer(projection, coefficients)
+    return gram - crossed - crossed.mT + square_norm * torch.outer(coefficients, coefficients)
 
 
 def removal_plan(factors: ExchangeFactors, count: int) -> tuple[Tensor, Tensor]:

@@ -442,13 +442,15 @@ def _stretch(kernel: Isotropy, factor: float) -> None:
     kernel.lengthscale, kernel.variance = factor * lengthscale, factor**2 * variance  # type: ignore[assignment]
 
 
-def _train(model: SpikeSlabMRD, y: Views, steps: int, warm_up: int, rounds: int, tolerance: float, *, roughly: float = 30.0) -> list[float]:
+def _train(
+    model: SpikeSlabMRD, y: Views, steps: int, warm_up: int, rounds: int, tolerance: float, *, first_factor: float = 30.0
+) -> list[float]:
     """The phases of one start; returns the bound after each."""
     size = float(sum(v.numel() for v in model.check_data(y)))
     with model.fix_switches(1.0):
         # With the noise held low as well: else the easiest way up is often to call everything noise.
         with _nearly_linear(model):
-            maximize_bound(model, y, warm_up, tolerance=roughly * tolerance, fixed=("noise", "kernel"))
+            maximize_bound(model, y, warm_up, tolerance=first_factor * tolerance, fixed=("noise", "kernel"))
         maximize_bound(model, y, warm_up, tolerance=tolerance, fixed=("noise",))
         history = [maximize_bound(model, y, warm_up, tolerance=tolerance)]
     with torch.no_grad():
