@@ -51,10 +51,10 @@ enumerated = svi.evaluate_loss(y)
 print(f"loss by enumeration: {enumerated:.4f}")
 
 # %%
-# The same model, one line changed
-# --------------------------------
-# The guide holds the states there are, three for every point, so its posterior is the exact one and the loss is the same number. It is
-# the *model* that is given to both, without ``config_enumerate``.
+# The same model, by a truncated guide
+# ------------------------------------
+# ``config_enumerate`` goes, and guide and loss change. The guide holds the states there are, three for every point, so its posterior is
+# the exact one and the loss is the same number. It is the *model* that is given to both, without ``config_enumerate``.
 
 guide = AutoTruncated(mixture, num_states=3)
 svi = SVI(mixture, guide, pyro.optim.Adam({"lr": 0.05}), Truncated_ELBO())

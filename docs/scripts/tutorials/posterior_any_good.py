@@ -45,14 +45,15 @@ report = check_truncation(small, bars.data, search=search, warn=False)
 print(report)
 
 # %%
-# *covered mass, at most* is a proven upper limit: it scores neighbours of the held states, whose probability the population lacks. The line
-# *nats gained by twice the states* searches on with a larger population. Both say here that much is missing. The exact lines are there
-# because this space has only 1024 states.
+# *covered mass, at most* is a proven upper bound on the posterior mass of the population. It comes from all states one change away
+# (Hamming neighbours). The search goes on for *nats gained by more search*, and with twice the states for the next line. All three say
+# that much is missing. The exact lines are there because this space has only 1024 states.
 #
 # ===============================  =========================  =============================
 # line                             good                       else
 # ===============================  =========================  =============================
 # covered mass, at most            near 1, but no proof       small: enlarge ``num_states``
+# nats gained by more search       near zero                  search longer, then enlarge
 # nats gained by twice the states  below what you can accept  enlarge ``num_states``
 # ===============================  =========================  =============================
 #
@@ -90,7 +91,7 @@ ax.plot(
     sizes,
     [-report.covered_mass.log().mean() for report in reports],
     "o-",
-    label="at least, by the certificate",
+    label="lower bound, from neighbours",
 )
 ax.set(
     xscale="log", yscale="log", xlabel="states per image", ylabel="nats missing per image"
@@ -99,8 +100,7 @@ ax.legend(frameon=False, fontsize=8)
 figure.tight_layout()
 
 # %%
-# What does not tell: Pareto's k of draws from the population. Within the population the weights are constant, so it is small whatever
-# is missing (:doc:`/explanation/psis`).
+# Pareto's k cannot detect missing states: importance weights are constant within the population (:doc:`/explanation/psis`).
 #
 # A verdict and a page
 # --------------------
@@ -119,6 +119,7 @@ verdict = diagnose(idata, warn=False)
 # first line                       *Do not trust*: at least one finding            follow the findings in order
 # free energy per data point       the bound on the log evidence, in nats          compare on the same data only
 # covered mass, at most            above 0.9 passes, but is no proof               search longer, or enlarge ``num_states``
+# nats gained by more search       what the same search still finds; at most 0.1   search longer before anything else
 # effective states                 ``exp`` of the entropy; at most half is good    enlarge ``num_states``
 # nats gained by twice the states  what a larger population adds; at most 0.1      double ``num_states`` until it is small
 # gap to ... log evidence          what the bound lacks in all; at most 0.2        enlarge ``num_states``; vary the search
@@ -129,4 +130,5 @@ verdict = diagnose(idata, warn=False)
 #
 # With 256 states no finding is left:
 
-verdict = diagnose(to_arviz(model, large, bars.data), warn=False)
+report = check_truncation(large, bars.data, search=search, warn=False)
+verdict = diagnose(to_arviz(model, large, bars.data, checks=report), warn=False)

@@ -1,6 +1,6 @@
 """
-Hidden states too many to enumerate
-===================================
+Hidden Markov models with too many states to enumerate
+======================================================
 
 One meter measures a house with ten appliances, minute by minute. Each is on or off, and stays so for a while. The joint state has
 :math:`2^{10}` values, so exact messages take a million operations a minute. Here the guide keeps sixteen states for each minute.
@@ -48,10 +48,22 @@ def model(y):
 
 
 guide = AutoTruncated(model, num_states=16)
-svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), Truncated_ELBO())
+svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), Truncated_ELBO(search_steps=3))
 losses = [svi.step(y) for _ in range(60)]
 print(guide)
 print("noise, made with 30:", float(pyro.param("noise").detach()))
+
+# %%
+# What the sets lack
+# ------------------
+#
+# The check distinguishes an insufficient search from sets that are too small. With one search step for each gradient step, the default,
+# it says "the search has not converged": several appliances explain the same minutes, and 88 % of the minutes are told rightly. Three
+# search steps are enough here.
+#
+# Any of Pyro's own losses works as well: a draw of the guide is a whole path.
+
+print(check_truncation(guide, y, warn=False))
 
 # %%
 # Who is on
@@ -66,11 +78,4 @@ axes[0].set(ylabel="watts", title="what the meter shows")
 axes[1].imshow(on[0].mT, aspect="auto", cmap="Blues", interpolation="nearest")
 axes[1].set(xlabel="minute", ylabel="appliance", title="probability that it is on")
 
-# %%
-# What the sets lack
-# ------------------
-#
-# The check tells "search more" from "larger sets". Any of Pyro's own losses works as well: a draw of the guide is a whole path.
-
-print(check_truncation(guide, y, warn=False))
 torch.set_default_dtype(torch.float32)
