@@ -70,7 +70,7 @@ def train(args: argparse.Namespace, views: list[torch.Tensor]) -> SpikeSlabMRD:
     with torch.no_grad():
         for view in list(model.views)[:TOPIC]:
             view.noise = torch.full_like(view.noise, 0.5)  # images and texts say little of each other
-    with model.holding(1.0):
+    with model.fix_switches(1.0):
         maximize_bound(model, views, args.steps, fixed=("noise",))
         maximize_bound(model, views, args.steps)
     with torch.no_grad():
@@ -89,7 +89,7 @@ def main(args: argparse.Namespace) -> None:
     model = train(args, views)
     posterior = Posterior(model, views)
     bound = float(model.bound(views).detach())
-    print(f"{len(topics)} articles, bound {bound:.0f} after {time.monotonic() - start:.0f} s; {posterior.shared()}")
+    print(f"{len(topics)} articles, bound {bound:.0f} after {time.monotonic() - start:.0f} s; {posterior.group_dimensions()}")
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     scores = []

@@ -129,7 +129,7 @@ def snelson(args, picture):
         model = SubsetGPRegression(smooth_rbf(x[:, None] / scale), y, num_inducing=8, algorithm=algorithm, generator=generator)
         start = x.argsort()[:8]
         model.index.copy_(start)
-        fit(model, args, polish=name.endswith("free"), polish_evaluations=60)
+        fit(model, args, free_inputs=name.endswith("free"), free_input_evaluations=60)
         mean, variance = model.predict(grid[:, None] / scale)
         chosen = x[model.subset] if model.inducing_inputs is None else model.inducing_inputs.detach().squeeze(1) * scale
         print(f"{name:24} objective {model.objective_value:8.2f}")
@@ -151,10 +151,10 @@ def kin40k(args, picture):
     figure = Figure(figsize=(6, 4), layout="constrained")
     ax = figure.subplots()
     ways = {"random": (RandomSearch(), False), "exchange": ("exchange", False), "exchange, then free": ("exchange", True)}
-    for name, (algorithm, polish) in ways.items():
+    for name, (algorithm, free_inputs) in ways.items():
         generator = torch.Generator().manual_seed(args.seed)
         model = SubsetGPRegression(smooth_rbf((X - mean) / scale), y, num_inducing=args.inducing, algorithm=algorithm, generator=generator)
-        seconds = fit(model, args, polish=polish)
+        seconds = fit(model, args, free_inputs=free_inputs)
         error = standardised_error(model.predict((X_new - mean) / scale)[0], y_new)
         print(f"{name:20} {args.inducing} inducing inputs: objective {model.objective_value:9.1f}, SMSE {error:.3f}, {seconds:.1f} CPU s")
         seconds_passed, _, values = zip(*model.history, strict=True)

@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> None:
     start = time.monotonic()
     result = fit(model, views, start=args.start, warm_up=args.steps, steps=args.steps, generator=torch.Generator().manual_seed(args.seed))
     print(f"bound {result.bound:.2f} after {time.monotonic() - start:.1f} s")
-    shared = Posterior(model, views).shared()
+    shared = Posterior(model, views).group_dimensions()
     for name, dims in shared.items():
         print(f"{name:10} {dims}")
     print("probabilities of the switches:")

@@ -111,20 +111,21 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
         Returns:
             How many elements have another start; none before the first M-step.
         """
-        driver = ClosedForm.driving(self)
+        driver = ClosedForm.find(self)
         if driver is None or driver.statistics is None:
             return 0
         often = driver.statistics["states"]
+        # Data points that new elements are drawn from, at most.
         rows = some_rows(check_data(y, self.num_observed), 1000, generator).to(self.weight)
         # Elements that are on less often than this part of what they are on average are hardly
         # used.
         unused = (often < 0.02 * often.mean()).nonzero().squeeze(1)[: len(rows)]
         if len(unused):
             guide = AutoTruncated(self, num_states=16).infer(rows, CombinedFlips(), steps=5)
-            left = (rows - self.reconstruct(guide.population(), rows)).nan_to_num()
-            power = left.double().square().sum(1).to(generator_device(generator))
-            chosen = torch.multinomial(power + power.mean() * torch.finfo(power.dtype).eps, len(unused), generator=generator)
-            self.weight = self.weight.index_copy(1, unused, self._keep_shared_part(left[chosen.to(left.device)].mT, left))
+            residual = (rows - self.reconstruct(guide.population(), rows)).nan_to_num()
+            power = residual.double().square().sum(1).to(generator_device(generator))
+            index = torch.multinomial(power + power.mean() * torch.finfo(power.dtype).eps, len(unused), generator=generator)
+            self.weight = self.weight.index_copy(1, unused, self._keep_shared_part(residual[index.to(residual.device)].mT, residual))
         return len(unused)
 
     @torch.no_grad()

@@ -114,9 +114,9 @@ class BinaryVAE(UniqueModule):
             nothing = self.decoder(torch.zeros(1, self.num_latents, dtype=self.prior.dtype, device=self.prior.device))
             layers[-1].bias.sub_(nothing.squeeze(0))
         rows = y.double()
-        seen, center = rows[~rows.isnan()], rows.nanmean(0)  # NaN for dimensions that are never observed
+        observed, center = rows[~rows.isnan()], rows.nanmean(0)  # NaN for dimensions that are never observed
         deviation = (rows - center).square().nanmean(0).nanmean().sqrt()
-        unit = deviation.maximum(SCALE_FLOOR * data_scale(seen.square().sum(), torch.tensor(float(seen.numel()))))
+        unit = deviation.maximum(SCALE_FLOOR * data_scale(observed.square().sum(), torch.tensor(float(observed.numel()))))
         self.center.copy_(torch.where(center.isnan(), center.nanmean(), center))
         self.unit.copy_(unit)
         self.scale = unit.to(self.scale)
@@ -164,9 +164,10 @@ class BinaryVAE(UniqueModule):
         weight, bias, prior = (
             value.detach().to(self.prior) for value in (linear.weight, linear.bias, linear.prior.expand(self.num_latents))
         )
+        # Two hundred states.
         often = prior.clamp(0.2, 0.8).expand(200, -1)
-        learned = [value for value in self.decoder.parameters() if value.requires_grad]
-        optimizer = torch.optim.Adam(learned, lr=0.01)
+        parameters = [value for value in self.decoder.parameters() if value.requires_grad]
+        optimizer = torch.optim.Adam(parameters, lr=0.01)
         slower = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1 ** (1 / _FIT_STEPS))
         for _ in range(_FIT_STEPS):
             states = torch.bernoulli(often.cpu()).to(often)

@@ -14,7 +14,7 @@ from pyro_truncated import Population
 from pyro_truncated.distributions import ComponentLowRankNormal, ComponentMultivariateNormal, ComponentNormal
 from pyro_truncated.extend import read_conditions
 from pyro_truncated.models.data_model import FLOOR
-from pyro_truncated.models.linear_mixture import NEVER_USED, Shares
+from pyro_truncated.models.linear_mixture import MIN_COMPONENT_COUNT, Shares
 
 
 def variance_floor(variance: Tensor, power: Tensor, dtype: torch.dtype) -> Tensor:
@@ -326,7 +326,7 @@ def _variances(covariance: Tensor) -> Tensor:
 
 
 def _counts(statistics: dict[str, Tensor]) -> Tensor:
-    return statistics["counts"].clamp(min=NEVER_USED)
+    return statistics["counts"].clamp(min=MIN_COMPONENT_COUNT)
 
 
 def spread_around(statistics: dict[str, Tensor], loc: Tensor) -> Tensor:
@@ -429,13 +429,13 @@ def best_low_rank(covariance: Tensor, counts: Tensor, rank: int, floor: Tensor, 
     return vectors.flip(-1)[..., :rank] * above.sqrt().unsqueeze(-2), noise.sqrt()
 
 
-def _shared_noise(first: Tensor, rest: Tensor, counts: Tensor) -> Tensor:
+def _shared_noise(first: Tensor, rest_sum: Tensor, counts: Tensor) -> Tensor:
     r"""The root of :math:`\sum_k n_k [\sum_{j > R} (v - \lambda_{kj}) + \sum_{j \le R} (v - \lambda_{kj})_+]` in the variance ``v``."""
     weight = counts.unsqueeze(-1)
     value, order = first.flatten().sort()
     share = weight.expand_as(first).flatten()[order]
-    total = torch.cat([(weight * rest).sum().reshape(1), share * value]).cumsum(0)
-    number = torch.cat([(weight.sum() * rest.shape[-1]).reshape(1), share]).cumsum(0)
+    total = torch.cat([(weight * rest_sum).sum().reshape(1), share * value]).cumsum(0)
+    number = torch.cat([(weight.sum() * rest_sum.shape[-1]).reshape(1), share]).cumsum(0)
     # Means over ever more of the eigenvalues: the first one that does not exceed the next of them.
     mean, following = total / number, torch.cat([value, value.new_full((1,), torch.inf)])
     # To index by a scalar is to look at it.
@@ -483,9 +483,9 @@ class Prior:
     size: Tensor | None = None
 
     @classmethod
-    def from_pseudo_data(cls, floor: Tensor, covariance: Tensor, pseudo: Tensor) -> Prior:
+    def from_pseudo_data(cls, floor: Tensor, covariance: Tensor, buffers: Tensor) -> Prior:
         """The prior from results of :func:`prior_buffers`, if empty only the floor."""
-        return cls(floor, pseudo[0], covariance, pseudo[1]) if len(pseudo) else cls(floor)
+        return cls(floor, buffers[0], covariance, buffers[1]) if len(buffers) else cls(floor)
 
     def best(self, kind: Covariances, spreads: Parameters, statistics: dict[str, Tensor], loc: Tensor) -> Parameters:
         r"""Covariances that maximise the expected log joint, :math:`\alpha` from the current ones."""

@@ -21,7 +21,7 @@ FLOOR = 1e-6
 # The scale of data is at least this share of their size.
 SCALE_FLOOR = 1e-3
 # Expected counts below this say nothing.
-NEVER_SEEN = 1e-10
+MIN_COUNT = 1e-10
 # Where learning starts from is seen in so many data points.
 MOST_ROWS = 20_000
 Model = TypeVar("Model", bound=Any)

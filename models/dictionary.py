@@ -15,29 +15,30 @@ from torch.distributions import constraints
 from pyro_truncated import Population
 from pyro_truncated.distributions import LinearSuperposition
 from pyro_truncated.extend import raise_if, read_conditions
-from pyro_truncated.models.data_model import FLOOR, NEVER_SEEN, SCALE_FLOOR, DataModel, perturbed_rows
+from pyro_truncated.models.data_model import FLOOR, MIN_COUNT, SCALE_FLOOR, DataModel, perturbed_rows
 
-_ROUNDING = 1e-12
+# Rounding of errors, relative to their magnitude.
+_ERROR_RTOL = 1e-12
 
 _Errors = Callable[[Tensor, Tensor | slice], Tensor]
 _Total = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
-def data_scale(squares: Tensor, observed: Tensor) -> Tensor:
+def data_scale(squares: Tensor, counts: Tensor) -> Tensor:
     """The root mean square of observed entries, or 1, the unit of floors.
 
     If nothing is observed it raises ``ValueError``.
     """
-    raise_if(~(observed > 0), "data must have at least one observed entry; got only NaN")
-    scale = (squares / observed).sqrt()
+    raise_if(~(counts > 0), "data must have at least one observed entry; got only NaN")
+    scale = (squares / counts).sqrt()
     return torch.where(scale > 0, scale, 1.0)
 
 
 def first_dictionary(y: Tensor, num_latents: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
     """Elements ``(D, H)``, noise deviation, and the least positive entries ``(D, 1)``."""
-    seen = y[~y.isnan()].double()
-    unit = data_scale(seen.square().sum(), torch.tensor(float(seen.numel())))
-    deviation = seen.std(correction=0).maximum(SCALE_FLOOR * unit)
+    observed = y[~y.isnan()].double()
+    unit = data_scale(observed.square().sum(), torch.tensor(float(observed.numel())))
+    deviation = observed.std(correction=0).maximum(SCALE_FLOOR * unit)
     least = weight_floor({"squares": y.double().square().nansum(0), "observed": (~y.isnan()).sum(0)})
     return perturbed_rows(y, num_latents, deviation, generator).mT, deviation, least
 
@@ -58,14 +59,14 @@ def shared_part(elements: Tensor, rows: Tensor, share: float) -> Tensor:
     return parts.topk(number + 1, 0).values[1:].mean(0).clamp(0.1, 1.0)
 
 
-def best_scale(errors: Tensor, squares: Tensor, observed: Tensor) -> Tensor:
+def best_scale(errors: Tensor, squares: Tensor, counts: Tensor) -> Tensor:
     """Returns the root mean expected squared residual, above a floor."""
-    return torch.maximum((errors / observed).clamp(min=0.0).sqrt(), noise_floor(squares, observed))
+    return torch.maximum((errors / counts).clamp(min=0.0).sqrt(), noise_floor(squares, counts))
 
 
-def noise_floor(squares: Tensor, observed: Tensor) -> Tensor:
+def noise_floor(squares: Tensor, counts: Tensor) -> Tensor:
     """The smallest noise deviation: a thousandth of :func:`data_scale`."""
-    return data_scale(squares, observed).mul(SCALE_FLOOR)
+    return data_scale(squares, counts).mul(SCALE_FLOOR)
 
 
 def best_dictionary(weight: Tensor, pairs: Tensor, cross: Tensor, activity: Tensor | None = None) -> Tensor:
@@ -86,7 +87,7 @@ def best_dictionary(weight: Tensor, pairs: Tensor, cross: Tensor, activity: Tens
 
 def with_ridge(pairs: Tensor, ridge: float) -> Tensor:
     """Second moments ``(*, H, H)`` with a ridge, for latents that are active."""
-    is_active = pairs.diagonal(dim1=-2, dim2=-1) > NEVER_SEEN
+    is_active = pairs.diagonal(dim1=-2, dim2=-1) > MIN_COUNT
     return pairs + torch.diag_embed(ridge * is_active.to(pairs))
 
 
@@ -109,12 +110,12 @@ def best_dictionary_and_offset(weight: Tensor, bias: Tensor, statistics: dict[st
     Elements of latents that are never or always active stay as they are. So does the offset of a dimension that is never observed.
     """
     observed, sums, trials, pairs = (statistics[name] for name in ("observed", "sums", "trials", "pairs"))
-    seen = observed.clamp(min=NEVER_SEEN)
-    means = trials / seen.unsqueeze(-1)
+    counts = observed.clamp(min=MIN_COUNT)
+    means = trials / counts.unsqueeze(-1)
     # With nothing missing all dimensions have the same trials.
     outer = trials[0, :, None] * means[0] if pairs.dim() == 2 else trials.unsqueeze(-1) * means.unsqueeze(-2)
     weight = best_dictionary(weight, pairs - outer, statistics["cross"] - sums.unsqueeze(-1) * means, _mean_square(pairs))
-    return weight, torch.where(observed > NEVER_SEEN, (sums - (weight * trials).sum(-1)) / seen, bias)
+    return weight, torch.where(observed > MIN_COUNT, (sums - (weight * trials).sum(-1)) / counts, bias)
 
 
 def _mean_square(pairs: Tensor) -> Tensor:
@@ -145,52 +146,52 @@ def best_claims(
     names = ("wins", "won", "errors", "squares", "observed", "magnitude")
     sums = dict(zip(names, total([parts[name] for name in names]), strict=True))
     wins = sums["wins"]
-    allowed = sums["errors"] + _ROUNDING * sums["magnitude"]
-    step = torch.where(wins > NEVER_SEEN, sums["won"] / wins, weight).maximum(weight_floor(sums)) - weight
-    chosen = weight + step
-    errors = expected_errors(chosen, slice(None))
-    is_better = total([errors])[0] <= allowed
-    left = [d for d, is_taken in enumerate(read_conditions(is_better)) if not is_taken]
-    if left:
-        where = torch.tensor(left, device="cpu").to(weight.device, non_blocking=True)
-        chosen[where], errors[where] = weight[where], statistics["errors"][where]
-        _take_shorter_steps_(chosen, errors, step, where, allowed, expected_errors, total)
+    max_errors = sums["errors"] + _ERROR_RTOL * sums["magnitude"]
+    step = torch.where(wins > MIN_COUNT, sums["won"] / wins, weight).maximum(weight_floor(sums)) - weight
+    new_weight = weight + step
+    errors = expected_errors(new_weight, slice(None))
+    is_better = total([errors])[0] <= max_errors
+    worse = [d for d, is_taken in enumerate(read_conditions(is_better)) if not is_taken]
+    if worse:
+        where = torch.tensor(worse, device="cpu").to(weight.device, non_blocking=True)
+        new_weight[where], errors[where] = weight[where], statistics["errors"][where]
+        _take_shorter_steps_(new_weight, errors, step, where, max_errors, expected_errors, total)
     others = {name: value for name, value in statistics.items() if name != "won"}
-    return {**others, "claims": statistics["wins"] * chosen, "errors": errors}
+    return {**others, "claims": statistics["wins"] * new_weight, "errors": errors}
 
 
 def _take_shorter_steps_(
-    chosen: Tensor,
+    weight: Tensor,
     errors: Tensor,
     step: Tensor,
-    left: Tensor,
-    allowed: Tensor,
+    dims: Tensor,
+    max_errors: Tensor,
     expected_errors: _Errors,
     total: _Total,
     *,
     max_halvings: int = 10,
 ) -> None:
-    """Takes steps ``(D, H)`` in dimensions ``left (K,)``, halved until allowed."""
+    """Takes steps ``(D, H)`` in dimensions ``dims (K,)``, halved until allowed."""
     shares = 0.5 ** torch.arange(1, max_halvings, dtype=step.dtype, device=step.device).view(-1, 1, 1)
     # On a device all are tried at once: to see which is the first that is allowed would be to wait for it.
     for some in shares.split(1 if step.is_cpu else len(shares)):
-        tried = chosen[left] + some * step[left]
-        tried_errors = expected_errors(tried.flatten(0, 1), left.repeat(len(some))).view(tried.shape[:2])
-        is_better = total([tried_errors])[0] <= allowed[left]
+        trial = weight[dims] + some * step[dims]
+        trial_errors = expected_errors(trial.flatten(0, 1), dims.repeat(len(some))).view(trial.shape[:2])
+        is_better = total([trial_errors])[0] <= max_errors[dims]
         first, is_done = is_better.byte().argmax(0, keepdim=True), is_better.any(0)
-        best = tried.gather(0, first.unsqueeze(-1).expand(-1, -1, tried.shape[-1]))[0]
-        chosen[left] = torch.where(is_done.unsqueeze(-1), best, chosen[left])
-        errors[left] = torch.where(is_done, tried_errors.gather(0, first)[0], errors[left])
+        best = trial.gather(0, first.unsqueeze(-1).expand(-1, -1, trial.shape[-1]))[0]
+        weight[dims] = torch.where(is_done.unsqueeze(-1), best, weight[dims])
+        errors[dims] = torch.where(is_done, trial_errors.gather(0, first)[0], errors[dims])
         if step.is_cpu:
-            left = left[~is_done]
-        if not len(left):
+            dims = dims[~is_done]
+        if not len(dims):
             break
 
 
 def dictionary_from_claims(weight: Tensor, statistics: dict[str, Tensor], gain: Tensor | float = 1.0) -> Tensor:
     """The dictionary of :func:`best_claims`, divided by a ``gain``, kept without wins."""
     wins, floor = statistics["wins"], weight_floor(statistics)
-    claimed = torch.where(wins > NEVER_SEEN, statistics["claims"] / wins, weight).maximum(floor)
+    claimed = torch.where(wins > MIN_COUNT, statistics["claims"] / wins, weight).maximum(floor)
     return (claimed / gain).maximum(floor)
 
 
@@ -208,7 +209,7 @@ def best_slabs(count: Tensor, sums: Tensor, squares: Tensor, slab_mean: Tensor, 
     Of ``count`` :math:`\sum_n \langle b \rangle`, ``sums`` :math:`\sum_n \langle b z \rangle` and ``squares`` :math:`\sum_n \langle b z^2
     \rangle`.
     """
-    is_used, power = count > NEVER_SEEN, squares / count
+    is_used, power = count > MIN_COUNT, squares / count
     mean = torch.where(is_used, sums / count, slab_mean.double())
     variance = (power - mean.square()).maximum(FLOOR * power)
     return mean, torch.where(is_used, variance.sqrt(), slab_scale.double())

@@ -19,7 +19,7 @@ from pyro_truncated import Population
 from pyro_truncated.distributions import categorical, defer_validation
 from pyro_truncated.extend import check_counts, names_arguments, selected_rows, takes_arrays
 from pyro_truncated.models.data_model import FLOOR, check_data, count_data
-from pyro_truncated.models.linear_mixture import NEVER_USED, LinearMixture, Shares, best_weights
+from pyro_truncated.models.linear_mixture import MIN_COMPONENT_COUNT, LinearMixture, Shares, best_weights
 from pyro_truncated.models.seeding import group_places, spread_rows
 from pyro_truncated.search import MaxInnerProductIndex
 
@@ -55,27 +55,27 @@ class ComponentTable(TorchDistribution):
         """The same distribution over a larger batch."""
         kind: Any = type(self)
         component = self.component.expand(torch.Size(batch_shape))
-        given = (self._plain, self._table, self._num_components, self._support, *self.event_shape)
-        larger: Self = kind(component, *given, validate_args=False)
+        arguments = (self._plain, self._table, self._num_components, self._support, *self.event_shape)
+        larger: Self = kind(component, *arguments, validate_args=False)
         larger._validate_args = self._validate_args
         return larger
 
     @property
     def mean(self) -> Tensor:
         """Means ``(*batch, D)``."""
-        found: Tensor = self._plain(self.component).mean
-        return found
+        mean: Tensor = self._plain(self.component).mean
+        return mean
 
     @property
     def variance(self) -> Tensor:
         """Variances ``(*batch, D)``."""
-        found: Tensor = self._plain(self.component).variance
-        return found
+        variance: Tensor = self._plain(self.component).variance
+        return variance
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Draws values."""
-        drawn: Tensor = self._plain(self.component).sample(torch.Size(sample_shape))
-        return drawn
+        draws: Tensor = self._plain(self.component).sample(torch.Size(sample_shape))
+        return draws
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Returns log densities of values ``(*batch, D)``."""
@@ -169,7 +169,7 @@ class MixtureOfMeans(LinearMixture):
         Means are :math:`\sum_n r_{nk} x_n / \sum_n r_{nk}`, and :math:`\pi_k = \frac1N \sum_n r_{nk}`. A component without data stays.
         """
         counts = statistics["counts"].unsqueeze(-1)
-        self._take_means(statistics["sums"] / counts, counts > NEVER_USED)
+        self._take_means(statistics["sums"] / counts, counts > MIN_COMPONENT_COUNT)
         self.weights = best_weights(statistics["counts"]).to(self.weights)
 
     @torch.no_grad()
@@ -241,8 +241,8 @@ class CategoricalMixture(MixtureOfMeans):
     def _log_densities(probs: Tensor, y: Tensor) -> Tensor:
         """Returns log probabilities ``(N, K)`` of values ``(N, D)`` under all classes."""
         rows, flat = _indicators(y, probs.shape[-1]).to(probs), probs.flatten(1)
-        found = rows @ flat.clamp(min=torch.finfo(probs.dtype).tiny).log().mT
-        return found.masked_fill(rows @ (flat == 0).to(rows).mT > 0, -torch.inf)
+        log_density = rows @ flat.clamp(min=torch.finfo(probs.dtype).tiny).log().mT
+        return log_density.masked_fill(rows @ (flat == 0).to(rows).mT > 0, -torch.inf)
 
     def linear_features(self, y: Tensor) -> Tensor:
         """One, and which values the data have, ``(N, 1 + D L)``."""
@@ -318,8 +318,8 @@ class PoissonMixture(MixtureOfMeans):
     def _log_densities(rate: Tensor, y: Tensor) -> Tensor:
         """Log probabilities ``(N, K)`` of counts ``(N, D)``, in float64 as terms cancel."""
         counts, exact = y.double(), rate.double()
-        found = torch.addmm(exact.sum(1), counts, exact.log().mT, beta=-1) - _log_factorials(counts).sum(1, keepdim=True)
-        return found.to(torch.promote_types(rate.dtype, y.dtype))
+        log_density = torch.addmm(exact.sum(1), counts, exact.log().mT, beta=-1) - _log_factorials(counts).sum(1, keepdim=True)
+        return log_density.to(torch.promote_types(rate.dtype, y.dtype))
 
     def linear_features(self, y: Tensor) -> Tensor:
         """One, and the data, ``(N, D + 1)``."""

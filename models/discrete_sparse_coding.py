@@ -154,8 +154,8 @@ class DiscreteSparseCoding(LinearDictionary):
         check_data(y, self.num_observed)
         coefficients = population.value_probabilities().double() @ self.values.double()
         mean = coefficients @ self.weight.double().mT
-        found: Tensor = cast_like(mean if self.bias is None else mean + self.bias.double(), y)
-        return found
+        outputs: Tensor = cast_like(mean if self.bias is None else mean + self.bias.double(), y)
+        return outputs
 
     def _first_prior(self) -> Tensor:
         """Two active latents on average, all their values alike; ``(K,)`` or ``(H, K)``."""

@@ -35,42 +35,42 @@ def difference_dictionary(
     if not len(rows):
         rows = y.double().flatten(0, 1)
     rows = first_rows(rows, generator)
-    is_seen = (~rows.isnan()).double()
+    is_observed = (~rows.isnan()).double()
     rows = rows.nan_to_num()
-    tries = [_ternary_code(rows, is_seen, num_latents, generator, num_steps) for _ in range(num_tries)]
+    tries = [_ternary_code(rows, is_observed, num_latents, generator, num_steps) for _ in range(num_tries)]
     _, weight, variance = min(tries, key=lambda one: float(one[0]))
     return weight, (variance / 2).sqrt()
 
 
 def _ternary_code(
-    rows: Tensor, is_seen: Tensor, num_latents: int, generator: torch.Generator | None, num_steps: int
+    rows: Tensor, is_observed: Tensor, num_latents: int, generator: torch.Generator | None, num_steps: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Objective, elements and variance of what is left."""
     weight = _first_directions(rows, num_latents, generator)
-    squares = rows.square().sum(1) / is_seen.sum(1)
+    squares = rows.square().sum(1) / is_observed.sum(1)
     # Share of the differences in which nothing is assumed to change.
     variance = squares.quantile(0.2)
     objective = squares.sum()
     for _ in range(num_steps):
-        code, left = _pursuit(rows, weight, 2 * _COST_NATS * variance)
-        objective = left.square().sum() + 2 * _COST_NATS * variance * code.abs().sum()
-        weight = _least_squares(rows, is_seen, code, weight)
-        variance = left.square().sum() / is_seen.sum()
+        code, residual = _pursuit(rows, weight, 2 * _COST_NATS * variance)
+        objective = residual.square().sum() + 2 * _COST_NATS * variance * code.abs().sum()
+        weight = _least_squares(rows, is_observed, code, weight)
+        variance = residual.square().sum() / is_observed.sum()
         unused = (code.abs().sum(0) == 0).nonzero().squeeze(1)
         if len(unused):
-            weight[:, unused] = rows[_draw(left.square().sum(1), len(unused), generator)].mT
+            weight[:, unused] = rows[_draw(residual.square().sum(1), len(unused), generator)].mT
     return objective, weight, variance
 
 
 def _first_directions(rows: Tensor, num_latents: int, generator: torch.Generator | None) -> Tensor:
     """Draws rows far from each other up to sign, ``(D, M)``, by k-means++."""
     distance = rows.square().sum(1)
-    chosen = []
+    directions = []
     for _ in range(num_latents):
         row = rows[_draw(distance, 1, generator)]
-        chosen.append(row)
+        directions.append(row)
         distance = distance.minimum((rows - row).square().sum(1)).minimum((rows + row).square().sum(1))
-    return torch.cat(chosen).mT.contiguous()
+    return torch.cat(directions).mT.contiguous()
 
 
 def _draw(power: Tensor, number: int, generator: torch.Generator | None) -> Tensor:
@@ -80,26 +80,27 @@ def _draw(power: Tensor, number: int, generator: torch.Generator | None) -> Tens
 
 def _pursuit(rows: Tensor, weight: Tensor, cost: Tensor) -> tuple[Tensor, Tensor]:
     """A greedy ternary code ``(R, M)`` and what it leaves over."""
-    code, left = rows.new_zeros(len(rows), weight.shape[1]), rows
+    code, residual = rows.new_zeros(len(rows), weight.shape[1]), rows
     # Changes of a step that are explained at most.
     for _ in range(4):
-        product = left @ weight
+        product = residual @ weight
         gain = (2 * product.abs() - weight.square().sum(0) - cost).masked_fill(code != 0, -torch.inf)
         best, place = gain.max(1, keepdim=True)
         if not bool((best > 0).any()):
             break
         code.scatter_add_(1, place, product.gather(1, place).sign() * (best > 0))
-        left = rows - code @ weight.mT
-    return code, left
+        residual = rows - code @ weight.mT
+    return code, residual
 
 
-def _least_squares(rows: Tensor, is_seen: Tensor, code: Tensor, weight: Tensor) -> Tensor:
+def _least_squares(rows: Tensor, is_observed: Tensor, code: Tensor, weight: Tensor) -> Tensor:
     """The best elements of a code; unused ones stay."""
+    # Unused elements would make the Gram matrix singular.
     ridge = 1e-6 * torch.eye(code.shape[1], dtype=code.dtype, device=code.device)
-    if bool(is_seen.all()):
+    if bool(is_observed.all()):
         return weight + torch.linalg.solve(code.mT @ code + ridge, code.mT @ (rows - code @ weight.mT)).mT  # type: ignore[no-any-return]
-    gram = (is_seen.mT @ (code.unsqueeze(2) * code.unsqueeze(1)).flatten(1)).unflatten(1, ridge.shape) + ridge
-    gradient = ((rows - code @ weight.mT) * is_seen).mT @ code
+    gram = (is_observed.mT @ (code.unsqueeze(2) * code.unsqueeze(1)).flatten(1)).unflatten(1, ridge.shape) + ridge
+    gradient = ((rows - code @ weight.mT) * is_observed).mT @ code
     return weight + torch.linalg.solve(gram, gradient.unsqueeze(-1)).squeeze(-1)  # type: ignore[no-any-return]
 
 
@@ -237,8 +238,8 @@ class FactorialHMM(UniqueModule):
         statistics: dict[str, Tensor] = LinearSuperposition.statistics(part, rows.double())
         counts = posterior.expected_transitions()
         first, transitions = observed.expected_transitions(self.initial.double(), self.transition.double(), counts)
-        seen = statistics["observed"].clamp(min=1.0)
-        power = (statistics["squares"] - statistics["sums"].square() / seen).clamp(min=0.0).sum()
+        num_observations = statistics["observed"].clamp(min=1.0)
+        power = (statistics["squares"] - statistics["sums"].square() / num_observations).clamp(min=0.0).sum()
         return {**statistics, "first": first, "transitions": transitions, "power": power}
 
     @torch.no_grad()
@@ -269,9 +270,9 @@ class FactorialHMM(UniqueModule):
         """Posterior mean of the noise-free data ``(N, T, D)``; missing entries are filled in."""
         return (self.marginals(posterior, y) @ self.weight.double().mT + self.bias.double()).to(self.weight.dtype)
 
-    def _terms(self, y: Tensor, observed: ObservedSteps) -> tuple[LinearGaussianSteps, Any]:
-        likelihood = LinearGaussianSteps(_at(y, observed), self.weight, self.scale, self.bias)
-        return likelihood, observed.transitions(self.initial.double(), self.transition.double())
+    def _terms(self, y: Tensor, steps: ObservedSteps) -> tuple[LinearGaussianSteps, Any]:
+        likelihood = LinearGaussianSteps(_at(y, steps), self.weight, self.scale, self.bias)
+        return likelihood, steps.transitions(self.initial.double(), self.transition.double())
 
     def _set(self, weight: Tensor, bias: Tensor, scale: Tensor, initial: Tensor, transition: Tensor) -> None:
         self.weight, self.bias, self.scale = weight.to(self.weight), bias.to(self.bias), scale.to(self.scale)
@@ -306,7 +307,7 @@ def _find_observed_steps(y: Tensor) -> ObservedSteps:
     return ObservedSteps.from_mask(~y.isnan().all(-1))
 
 
-def _at(y: Tensor, observed: ObservedSteps) -> Tensor:
+def _at(y: Tensor, steps: ObservedSteps) -> Tensor:
     """Observations at the observed steps, NaN beyond the end."""
-    rows = y.gather(1, observed.position.unsqueeze(-1).expand(-1, -1, y.shape[2]))
-    return rows.masked_fill((observed.kind < 0).unsqueeze(-1), torch.nan)
+    rows = y.gather(1, steps.position.unsqueeze(-1).expand(-1, -1, y.shape[2]))
+    return rows.masked_fill((steps.kind < 0).unsqueeze(-1), torch.nan)

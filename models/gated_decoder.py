@@ -104,8 +104,8 @@ class GatedDecoder(UniqueModule):
                 f"examples (A, D), switches (A, H) and poses (A, H, P) must fit; got {tuple(outputs.shape)}, {tuple(switches.shape)}, "
                 f"{tuple(poses.shape)}"
             )
-        if not all(bool(part.isfinite().all()) for part in (outputs, poses)):
-            raise ValueError("examples must have finite outputs and poses; got NaN or infinity")
+        if spoiled := sum(int((~part.isfinite()).sum()) for part in (outputs, poses)):
+            raise ValueError(f"examples must have finite outputs and poses; got {spoiled} entries that are not")
         if not bool(((switches == 0) | (switches == 1)).all()):
             raise ValueError(f"switches of the examples must be zeros and ones; got {float(switches.min()):g} to {float(switches.max()):g}")
         self.num_parts, self.pose_dim, self.num_outputs = poses.shape[1], poses.shape[2], outputs.shape[1]
@@ -129,6 +129,7 @@ class GatedDecoder(UniqueModule):
         for h in range(self.num_parts):
             part = getattr(self.kernel, f"part{h}")
             part.variance, part.lengthscale = variance.clone(), torch.full_like(part.lengthscale, 0.5)
+        # The noise is a tenth of the variance of a part.
         self.noise, self.rate = 0.1 * variance, torch.full_like(self.rate, 0.5)
 
     @names_arguments
@@ -191,6 +192,7 @@ class GatedDecoder(UniqueModule):
         """Means and deviations ``(N, H, P)`` of the poses of images ``(N, D)``."""
         check_real(x, "x")
         loc, raw = self.network(x.nan_to_num(0.0)).unflatten(-1, (self.num_parts, 2 * self.pose_dim)).chunk(2, -1)
+        # The least deviation of a pose.
         return loc, nn.functional.softplus(raw) + 1e-3
 
     poses_of = Renamed("infer_poses")
@@ -239,9 +241,9 @@ class GatedDecoder(UniqueModule):
             chance = image.log_prob(rows.unsqueeze(1)) + self._pose_prior().log_prob(poses) - proposal.log_prob(poses)
             # Weights relative to the largest so far.
             largest = chance.amax(0).maximum(most)
-            kept, new, most = (most - largest).exp(), (chance - largest).exp(), largest
-            total = kept.unsqueeze(-1) * total + (new.unsqueeze(-1) * image.mean).sum(0)
-            weights = kept * weights + new.sum(0)
+            old, new, most = (most - largest).exp(), (chance - largest).exp(), largest
+            total = old.unsqueeze(-1) * total + (new.unsqueeze(-1) * image.mean).sum(0)
+            weights = old * weights + new.sum(0)
         means = total / weights.unsqueeze(-1)
         return torch.einsum("ns,nsd->nd", population.weights().to(means), means)
 

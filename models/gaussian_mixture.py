@@ -107,12 +107,12 @@ class GaussianMixture(LinearMixture):
             value = 0.1 * torch.randn_like(value) if name == "factor" else value
             setattr(self, name, PyroParam(value, self._kind.supports[name]))
         self.register_buffer("center", torch.zeros(num_observed, dtype=torch.float64))
-        for name, value in self.later_buffers().items():
+        for name, value in self.new_buffers().items():
             self.register_buffer(name, value)
 
-    def later_buffers(self) -> dict[str, Tensor]:
+    def new_buffers(self) -> dict[str, Tensor]:
         """Mixtures of earlier versions have no prior."""
-        return {**super().later_buffers(), **empty_prior_buffers(self._kind, self.pseudo_data, self.center)}
+        return {**super().new_buffers(), **empty_prior_buffers(self._kind, self.pseudo_data, self.center)}
 
     @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
@@ -150,6 +150,7 @@ class GaussianMixture(LinearMixture):
             ValueError: for data that training refuses, in its words.
         """
         check_observable(self, check_data(y, self.num_observed), constraints.real)
+        # At least fifty rows for each component.
         rows = some_rows(y, max(MOST_ROWS, 50 * self.num_components), generator).double()
         self.center = rows.mean(0)
         above = rows - self.center
@@ -159,7 +160,7 @@ class GaussianMixture(LinearMixture):
         self.knows_data.fill_(True)
         return self
 
-    def _first_components(self, above: Tensor, floor: Tensor, generator: torch.Generator | None) -> Gaussians:
+    def _first_components(self, centred: Tensor, floor: Tensor, generator: torch.Generator | None) -> Gaussians:
         """Components to start from, of data above their center.
 
         Where dimensions have units, distances are in their deviations. Of many dimensions, distances as they are are tried, too, and taken
@@ -167,17 +168,17 @@ class GaussianMixture(LinearMixture):
         """
 
         def start(units: Tensor) -> Gaussians:
-            return Agglomeration(self._kind, above / units, floor / units.square()).components(self.num_components, generator)
+            return Agglomeration(self._kind, centred / units, floor / units.square()).components(self.num_components, generator)
 
         if not self._kind.has_units:
             return start(floor.new_ones(()))
-        deviation = above.square().mean(0).sqrt()
+        deviation = centred.square().mean(0).sqrt()
         units = torch.where(deviation > 0, deviation, 1.0)
         first = start(units).rescale(units)
         # In few dimensions deviations are the better unit; in more, the one that is likelier by a tenth of a nat on some rows.
-        if above.shape[1] <= 16:
+        if centred.shape[1] <= 16:
             return first
-        other, rows = start(torch.ones_like(units)), above[:1000]
+        other, rows = start(torch.ones_like(units)), centred[:1000]
         every = torch.arange(self.num_components, device=rows.device).expand(len(rows), -1)
         gain = (other.log_joint(rows, every).logsumexp(1) - first.log_joint(rows, every).logsumexp(1)).mean()
         return other if bool(gain > 0.1) else first
@@ -215,12 +216,12 @@ class GaussianMixture(LinearMixture):
         population = all_populations(self, guide, check_data(y, self.num_observed))
         statistics = all_statistics(self, population, y)
         search = MoveSearch(self._components(self.weights), population, self._above_center(y), statistics, self._prior(statistics))
-        moves, moved = accept_moves(search.moves(generator), lambda some: self._move(some, guide, y), self)
-        if moved is None:
+        moves, new_population = accept_moves(search.moves(generator), lambda some: self._move(some, guide, y), self)
+        if new_population is None:
             return 0
-        guide.populations.store_(moved.log_joint, None, moved.words)
-        if (driver := ClosedForm.driving(self)) is not None:
-            driver.collect(all_statistics(self, moved, y), None, None, len(y))
+        guide.populations.store_(new_population.log_joint, None, new_population.words)
+        if (driver := ClosedForm.find(self)) is not None:
+            driver.collect(all_statistics(self, new_population, y), None, None, len(y))
             driver(())
         return len(moves)
 

@@ -16,7 +16,7 @@ from pyro_truncated import AutoTruncated, ClosedFormModel, Population, StateSpac
 from pyro_truncated.extend import generator_device
 from pyro_truncated.models.covariances import Covariances, Parameters, Prior, floor_covariance
 from pyro_truncated.models.data_model import random_rows
-from pyro_truncated.models.linear_mixture import NEVER_USED, Shares, best_weights
+from pyro_truncated.models.linear_mixture import MIN_COMPONENT_COUNT, Shares, best_weights
 from pyro_truncated.models.seeding import group_places, partners, perturb, scattered_rows
 from pyro_truncated.search import MaxInnerProductIndex
 
@@ -121,44 +121,47 @@ class Gaussians:
     def best_on_their_own(self, statistics: Statistics, prior: Prior) -> Gaussians:
         """The same, but what all components share stays."""
         is_used, loc = self._best_means(statistics)
-        found = prior.best(self.kind, self.spreads, statistics, loc) if self.kind.is_own else self.spreads
-        found = {name: value if self._is_own(value) else self.spreads[name] for name, value in found.items()}
-        return self._where(is_used, statistics, loc, found)
+        spreads = {**self.spreads}
+        if self.kind.is_own:
+            best = prior.best(self.kind, self.spreads, statistics, loc)
+            spreads.update((name, best[name]) for name in self._own)
+        return self._where(is_used, statistics, loc, spreads)
 
     def _best_means(self, statistics: Statistics) -> tuple[Tensor, Tensor]:
         """Which components have data, ``(K,)``, and the likeliest means, ``(K, D)``."""
         counts = statistics["counts"]
-        is_used = counts > NEVER_USED
+        is_used = counts > MIN_COMPONENT_COUNT
         return is_used, torch.where(is_used.unsqueeze(-1), statistics["sums"] / counts.unsqueeze(-1), self.loc)
 
     def _where(self, is_used: Tensor, statistics: Statistics, loc: Tensor, spreads: Parameters) -> Gaussians:
         """Such components where there are data, these ones elsewhere."""
-        found = {}
+        new = {}
         for name, value in spreads.items():
-            keeps = ~is_used.reshape(-1, *(1,) * (value.dim() - 1)) if self._is_own(value) else is_used.new_zeros(())
-            found[name] = torch.where(keeps, self.spreads[name], value.to(self.spreads[name]))
-        return Gaussians(self.kind, best_weights(statistics["counts"]), loc, found)
+            keeps = ~is_used.reshape(-1, *(1,) * (value.dim() - 1)) if name in self._own else is_used.new_zeros(())
+            new[name] = torch.where(keeps, self.spreads[name], value.to(self.spreads[name]))
+        return Gaussians(self.kind, best_weights(statistics["counts"]), loc, new)
 
     def select(self, index: Tensor) -> Gaussians:
         """Copies of some of these components."""
-        spreads = {name: value[index] if self._is_own(value) else value for name, value in self.spreads.items()}
+        spreads = {name: value[index] if name in self._own else value for name, value in self.spreads.items()}
         return Gaussians(self.kind, self.weights[index], self.loc[index], spreads)
 
     def with_others(self, index: Tensor, others: Gaussians) -> Gaussians:
         """A copy with some components replaced, but for what all share."""
         pairs = {name: (value, others.spreads[name]) for name, value in self.spreads.items()}
-        spreads = {name: old.index_copy(0, index, new) if self._is_own(old) else old for name, (old, new) in pairs.items()}
+        spreads = {name: old.index_copy(0, index, new) if name in self._own else old for name, (old, new) in pairs.items()}
         weights, loc = self.weights.index_copy(0, index, others.weights), self.loc.index_copy(0, index, others.loc)
         return Gaussians(self.kind, weights, loc, spreads)
 
-    def _is_own(self, value: Tensor) -> bool:
-        """Whether a parameter is of every component."""
-        return self.kind.is_own and value.dim() > 0
+    @property
+    def _own(self) -> list[str]:
+        """Names of the parameters that every component has for itself."""
+        return [name for name, value in self.spreads.items() if value.dim() > 0] if self.kind.is_own else []
 
 
 # Every cluster is seen as if it had so many data points more, spread as those of all clusters are. The numbers of this file were chosen on
 # data of other seeds than those of the tables.
-_PRIOR = 10
+_PSEUDO_COUNT = 10
 _ROWS_PER_BLOCK, _MAX_ROWS_PER_BLOCK, _PAIRS = 2**14, 2**16, 2**12
 
 
@@ -203,8 +206,8 @@ class Agglomeration:
         centres = seeded[scattered_rows(seeded, min(2 * number, len(seeded)), generator, cells)].unique(dim=0)
         near = _nearest(self.x, centres)
         statistics = self.statistics(near[:, 0], len(centres))
-        likeliest = functools.partial(self.likeliest, within=self._within(statistics))
-        becomes = ClusterMerger(self.kind, likeliest, statistics, partners(near, len(centres), 6)).down_to(number)
+        likeliest = functools.partial(self.likeliest, covariance=self._within(statistics))
+        becomes = ClusterMerger(self.kind, likeliest, statistics, partners(near, len(centres), 6)).merge_to(number)
         owner: Tensor = becomes[near[:, 0]].unique(return_inverse=True)[1]
         return owner
 
@@ -219,15 +222,15 @@ class Agglomeration:
 
         return add_statistics(parts())
 
-    def likeliest(self, statistics: Statistics, within: Tensor) -> Gaussians:
+    def likeliest(self, statistics: Statistics, covariance: Tensor) -> Gaussians:
         """The components of clusters, all of weight one, given their common covariance."""
         counts = statistics["counts"].clamp(min=1.0)
         loc, weights = statistics["sums"] / counts.unsqueeze(-1), torch.ones_like(counts)
         if not self.kind.is_own:
-            return Gaussians(self.kind, weights, loc, self.kind.start(within, len(loc)))
-        products = statistics["products"] + _PRIOR * self.kind.product(within, loc)
-        more = {"counts": counts + _PRIOR, "sums": statistics["sums"] + _PRIOR * loc, "products": products}
-        return Gaussians(self.kind, weights, loc, self.kind.best(more, loc, self.floor))
+            return Gaussians(self.kind, weights, loc, self.kind.start(covariance, len(loc)))
+        products = statistics["products"] + _PSEUDO_COUNT * self.kind.product(covariance, loc)
+        regularised = {"counts": counts + _PSEUDO_COUNT, "sums": statistics["sums"] + _PSEUDO_COUNT * loc, "products": products}
+        return Gaussians(self.kind, weights, loc, self.kind.best(regularised, loc, self.floor))
 
     def _within(self, statistics: Statistics) -> Tensor:
         """The covariance within clusters, or of all data, ``(D, D)``."""
@@ -255,7 +258,7 @@ class ClusterMerger:
         self._alone = self._log_joints(statistics)
         self._cost = self.costs(pairs)
 
-    def down_to(self, number: int) -> Tensor:
+    def merge_to(self, number: int) -> Tensor:
         """Each cluster's part when so many are left, ``(M,)``.
 
         At most a third of the surplus merges at once, to choose again.
@@ -272,22 +275,22 @@ class ClusterMerger:
             owner, surplus = becomes[owner], surplus - len(merged)
         return owner
 
-    def _merge(self, merged: Tensor) -> None:
-        union, kept = merge_statistics(self._kind, self._statistics, merged), merged[:, 0]
+    def _merge(self, pairs: Tensor) -> None:
+        union, first = merge_statistics(self._kind, self._statistics, pairs), pairs[:, 0]
         for name in own_statistics(self._kind):
-            self._statistics[name][kept] = union[name]
-        self._alone[kept] = self._log_joints(union)
+            self._statistics[name][first] = union[name]
+        self._alone[first] = self._log_joints(union)
 
-    def _relink(self, merged: Tensor, becomes: Tensor) -> None:
+    def _relink(self, pairs: Tensor, new_owner: Tensor) -> None:
         """Returns the pairs of current clusters, and costs of new ones."""
-        number = len(becomes)
-        linked = becomes[self._pairs].sort(1).values
-        apart = linked[:, 0] != linked[:, 1]
-        code, where = (linked[apart, 0] * number + linked[apart, 1]).unique(return_inverse=True)
+        number = len(new_owner)
+        linked = new_owner[self._pairs].sort(1).values
+        is_pair = linked[:, 0] != linked[:, 1]
+        code, position = (linked[is_pair, 0] * number + linked[is_pair, 1]).unique(return_inverse=True)
         self._pairs = torch.stack([code // number, code % number], 1)
         # Of pairs that are one now all cost the same, or are new.
-        cost = self._cost.new_zeros(len(code)).index_copy_(0, where, self._cost[apart])
-        new = torch.isin(self._pairs, merged[:, 0]).any(1)
+        cost = self._cost.new_zeros(len(code)).index_copy_(0, position, self._cost[is_pair])
+        new = torch.isin(self._pairs, pairs[:, 0]).any(1)
         cost[new] = self.costs(self._pairs[new])
         self._cost = cost
 
@@ -308,16 +311,16 @@ class ClusterMerger:
 
 def _cheapest(pairs: Tensor, cost: Tensor, number: int) -> Tensor:
     """Positions of the cheapest disjoint pairs, at most so many."""
-    taken: set[int] = set()
-    chosen: list[int] = []
+    used: set[int] = set()
+    order: list[int] = []
     for some in cost.argsort(stable=True).split(2 * number):
         for pair, both in zip(some.tolist(), pairs[some].tolist(), strict=True):
-            if taken.isdisjoint(both):
-                taken.update(both)
-                chosen.append(pair)
-                if len(chosen) == number:
-                    return torch.tensor(chosen, device=pairs.device)
-    return torch.tensor(chosen, device=pairs.device)
+            if used.isdisjoint(both):
+                used.update(both)
+                order.append(pair)
+                if len(order) == number:
+                    return torch.tensor(order, device=pairs.device)
+    return torch.tensor(order, device=pairs.device)
 
 
 def _nearest(x: Tensor, centres: Tensor) -> Tensor:
@@ -362,40 +365,40 @@ class Moves:
 
     Attributes:
         components: all as they are before.
-        kept: which components take over the data of another one, ``(M,)``.
-        moved: which ones move, ``(M,)``. Where it is the one that is kept, its data are left to all others.
-        split: where they move to, ``(M,)``.
-        merged: what the kept ones become.
+        survivors: which components take over the data of another one, ``(M,)``.
+        movers: which ones move, ``(M,)``. Where it is the survivor, its data are left to all others.
+        targets: where they move to, ``(M,)``.
+        unions: what the survivors become.
         halves: what those that are split become, and those that move, two and two, ``2 M`` components.
     """
 
     components: Gaussians
-    kept: Tensor
-    moved: Tensor
-    split: Tensor
-    merged: Gaussians
+    survivors: Tensor
+    movers: Tensor
+    targets: Tensor
+    unions: Gaussians
     halves: Gaussians
 
     def __len__(self) -> int:
-        return len(self.kept)
+        return len(self.survivors)
 
     def first(self, number: int) -> Moves:
         """The first ones."""
-        some = torch.arange(number, device=self.kept.device)
-        halves = self.halves.select(torch.arange(2 * number, device=self.kept.device))
-        return Moves(self.components, self.kept[some], self.moved[some], self.split[some], self.merged.select(some), halves)
+        some = torch.arange(number, device=self.survivors.device)
+        halves = self.halves.select(torch.arange(2 * number, device=self.survivors.device))
+        return Moves(self.components, self.survivors[some], self.movers[some], self.targets[some], self.unions.select(some), halves)
 
     def after(self) -> Gaussians:
         """All components after these moves."""
-        even = 2 * torch.arange(len(self), device=self.kept.device)
-        after = self.components.with_others(self.kept, self.merged)
-        after = after.with_others(self.split, self.halves.select(even)).with_others(self.moved, self.halves.select(even + 1))
+        even = 2 * torch.arange(len(self), device=self.survivors.device)
+        after = self.components.with_others(self.survivors, self.unions)
+        after = after.with_others(self.targets, self.halves.select(even)).with_others(self.movers, self.halves.select(even + 1))
         return dataclasses.replace(after, weights=after.weights / after.weights.sum())
 
     def candidates(self, population: Population) -> Tensor:
         """States ``(N, S, 1)`` that populations should also score."""
-        other = torch.arange(population.space.size, device=self.kept.device)
-        other[self.moved], other[self.split] = self.kept, self.moved
+        other = torch.arange(population.space.size, device=self.survivors.device)
+        other[self.movers], other[self.targets] = self.survivors, self.movers
         return population.space.pack(other[population.states(torch.int64)])
 
 
@@ -425,7 +428,7 @@ class MoveSearch:
         # Responsibilities of so many of a data point's components overlap; the others are small.
         best = population.log_joint.topk(min(4, population.num_states)).indices
         self.component, weight = population.states(torch.int64)[..., 0], population.weights().double()
-        self.deletion_losses = self._losses_without(population.log_joint.double(), weight)
+        self.deletion_losses = self._deletion_losses(population.log_joint.double(), weight)
         self.near, self.weight = self.component.gather(1, best), weight.gather(1, best)
 
     def moves(self, generator: torch.Generator | None = None) -> Moves:
@@ -434,14 +437,14 @@ class MoveSearch:
         losses = torch.cat([self.losses(some) for some in pairs.split(_PAIRS) if len(some)] + [self.deletion_losses])
         pairs = torch.cat([pairs, torch.arange(len(self.components), device=pairs.device).unsqueeze(1).expand(-1, 2)])
         gains, halves = self.halves(generator)
-        chosen, split = match_merges_with_splits(pairs, losses, gains)
-        kept, moved = pairs[chosen].unbind(1)
-        two = torch.stack([2 * split, 2 * split + 1], 1).flatten()
-        return Moves(self.components, kept, moved, split, self.merge_pairs(pairs[chosen]), halves.select(two))
+        index, targets = match_merges_with_splits(pairs, losses, gains)
+        survivors, movers = pairs[index].unbind(1)
+        two = torch.stack([2 * targets, 2 * targets + 1], 1).flatten()
+        return Moves(self.components, survivors, movers, targets, self.merge_pairs(pairs[index]), halves.select(two))
 
     # --- two that become one ---
 
-    def _losses_without(self, log_joint: Tensor, weight: Tensor) -> Tensor:
+    def _deletion_losses(self, log_joint: Tensor, weight: Tensor) -> Tensor:
         """What the free energy loses without each component, ``(K,)``."""
         best = log_joint.argmax(1, keepdim=True)
         rest = log_joint.scatter(1, best, -math.inf).logsumexp(1, keepdim=True)
@@ -463,10 +466,10 @@ class MoveSearch:
 
     def merge_pairs(self, pairs: Tensor) -> Gaussians:
         """The components that pairs become."""
-        found = self.components.select(pairs[:, 0])
+        unions = self.components.select(pairs[:, 0])
         if len(pairs):
-            found = found.best_on_their_own(self._statistics(pairs), self.prior)
-        return dataclasses.replace(found, weights=self.components.weights[pairs].sum(1))
+            unions = unions.best_on_their_own(self._statistics(pairs), self.prior)
+        return dataclasses.replace(unions, weights=self.components.weights[pairs].sum(1))
 
     def _statistics(self, pairs: Tensor) -> Statistics:
         return merge_statistics(self.components.kind, self.statistics, pairs)
@@ -474,13 +477,13 @@ class MoveSearch:
     def _entropies(self, pairs: Tensor) -> Tensor:
         """The decrease of entropy by merging pairs, ``(M,)``."""
         number = len(self.components)
-        known, change = pairs[:, 0] * number + pairs[:, 1], self.weight.new_zeros(len(pairs))
+        pair_code, change = pairs[:, 0] * number + pairs[:, 1], self.weight.new_zeros(len(pairs))
         for i, j in itertools.combinations(range(self.near.shape[1]), 2):
             one, other, weight = self.near[:, i], self.near[:, j], self.weight[:, [i, j]]
             code = one.minimum(other) * number + one.maximum(other)
-            place = torch.searchsorted(known, code).clamp(max=len(known) - 1)
+            place = torch.searchsorted(pair_code, code).clamp(max=len(pair_code) - 1)
             entropy = torch.special.entr(weight.sum(1)) - torch.special.entr(weight).sum(1)
-            change.index_add_(0, place, torch.where(known[place] == code, entropy, 0.0))
+            change.index_add_(0, place, torch.where(pair_code[place] == code, entropy, 0.0))
         return change
 
     # --- two in the place of one ---
@@ -524,9 +527,9 @@ def _sides(x: Tensor, owner: Tensor, number: int, generator: torch.Generator | N
     """Log weights ``(N, 2)`` of halves, by the side of the component's mean."""
     size = torch.bincount(owner, minlength=number)
     at = torch.rand(2, number, dtype=torch.float64, generator=generator, device=generator_device(generator)).to(x.device)
-    drawn = (size.cumsum(0) - size + (at * size).long()).clamp(max=len(x) - 1)
+    draws = (size.cumsum(0) - size + (at * size).long()).clamp(max=len(x) - 1)
     mean = x.new_zeros(number, x.shape[1]).index_add_(0, owner, x) / size.clamp(min=1).unsqueeze(1)
-    side = ((x - mean[owner]) * (x[drawn[0]] - x[drawn[1]])[owner]).sum(1) > 0
+    side = ((x - mean[owner]) * (x[draws[0]] - x[draws[1]])[owner]).sum(1) > 0
     return x.new_zeros(len(x), 2).masked_fill(torch.stack([side, ~side], 1), -math.inf)
 
 
@@ -537,33 +540,33 @@ def match_merges_with_splits(pairs: Tensor, losses: Tensor, gains: Tensor) -> tu
     """
     order, best = losses.argsort(stable=True).tolist(), iter(gains.argsort(descending=True, stable=True).tolist())
     both, cost, gain = pairs.tolist(), losses.tolist(), gains.tolist()
-    taken: set[int] = set()
-    chosen: list[tuple[int, int]] = []
+    used: set[int] = set()
+    matches: list[tuple[int, int]] = []
     for pair in order:
-        if not taken.isdisjoint(both[pair]):
+        if not used.isdisjoint(both[pair]):
             continue
         # What is passed over here is taken, or will be with this pair.
-        split = next((k for k in best if k not in taken and k not in both[pair]), None)
+        split = next((k for k in best if k not in used and k not in both[pair]), None)
         if split is None or not gain[split] > cost[pair]:
             break
-        taken.update((*both[pair], split))
-        chosen.append((pair, split))
-    found = torch.tensor(chosen, dtype=torch.int64, device=pairs.device).reshape(-1, 2)
-    return found[:, 0], found[:, 1]
+        used.update((*both[pair], split))
+        matches.append((pair, split))
+    table = torch.tensor(matches, dtype=torch.int64, device=pairs.device).reshape(-1, 2)
+    return table[:, 0], table[:, 1]
 
 
 @torch.no_grad()
 def accept_moves(
-    moves: Moves, tried: Callable[[Moves], tuple[Population, Tensor]], model: torch.nn.Module
+    moves: Moves, evaluate: Callable[[Moves], tuple[Population, Tensor]], model: torch.nn.Module
 ) -> tuple[Moves, Population | None]:
     """Makes all moves, or halves their number until the free energy rises.
 
-    ``tried`` does moves and returns populations and their free energy. The model's parameters are put back if none is done, or something
+    ``evaluate`` does moves and returns populations and their free energy. The model's parameters are put back if none is done, or something
     fails.
     """
     before, population = [value.clone() for value in model.parameters()], None
     try:
-        moves, population = _accept(moves, tried)
+        moves, population = _accept(moves, evaluate)
     finally:
         if population is None:
             for value, old in zip(model.parameters(), before, strict=True):
@@ -571,12 +574,12 @@ def accept_moves(
     return moves, population
 
 
-def _accept(moves: Moves, tried: Callable[[Moves], tuple[Population, Tensor]]) -> tuple[Moves, Population | None]:
+def _accept(moves: Moves, evaluate: Callable[[Moves], tuple[Population, Tensor]]) -> tuple[Moves, Population | None]:
     if not len(moves):
         return moves, None
-    least = tried(moves.first(0))[1]
+    least = evaluate(moves.first(0))[1]
     while len(moves):
-        population, free_energy = tried(moves)
+        population, free_energy = evaluate(moves)
         if bool(free_energy >= least):
             return moves, population
         moves = moves.first(len(moves) // 2)

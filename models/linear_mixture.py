@@ -16,7 +16,8 @@ from pyro_truncated.extend import check_counts, names_arguments, takes_arrays
 from pyro_truncated.models.data_model import FLOOR, DataModel, check_data
 from pyro_truncated.search import MaxInnerProductIndex, SearchBatch
 
-NEVER_USED = 1e-8
+# Components with fewer expected data points have none.
+MIN_COMPONENT_COUNT = 1e-8
 
 
 def best_weights(counts: Tensor) -> Tensor:
@@ -110,22 +111,22 @@ class LinearMixture(DataModel):
         self.weights = PyroParam(weights, constraints.simplex)  # type: ignore[assignment]
         self.register_buffer("knows_data", torch.zeros((), dtype=torch.bool))
 
-    def later_buffers(self) -> dict[str, Tensor]:
+    def new_buffers(self) -> dict[str, Tensor]:
         """Buffers that mixtures of earlier versions lack, as they are in those."""
         return {"knows_data": torch.zeros((), dtype=torch.bool, device=self.weights.device)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Unpickles mixtures of earlier versions, too."""
         super().__setstate__(state)
-        for name, value in self.later_buffers().items():
+        for name, value in self.new_buffers().items():
             if name not in self._buffers:
                 self.register_buffer(name, value)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Loads states of earlier versions, too."""
-        for name, value in self.later_buffers().items():
-            found = state_dict.setdefault(f"{prefix}{name}", value)
-            if found.shape != value.shape and 0 in (found.numel(), value.numel()):
+        for name, value in self.new_buffers().items():
+            saved = state_dict.setdefault(f"{prefix}{name}", value)
+            if saved.shape != value.shape and 0 in (saved.numel(), value.numel()):
                 state_dict[f"{prefix}{name}"] = value
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -181,9 +182,9 @@ class LinearMixture(DataModel):
             ValueError: if the data have another number of dimensions, or the number is below 1.
         """
         check_counts(num_states=num_states)
-        return self.likeliest_given(check_data(y, self.num_observed), min(num_states, self.num_components))
+        return self.search_components(check_data(y, self.num_observed), min(num_states, self.num_components))
 
-    def likeliest_given(self, y: Tensor, num_states: int, known: Population | None = None) -> Tensor:
+    def search_components(self, y: Tensor, num_states: int, population: Population | None = None) -> Tensor:
         """The same for populations that may hold likely components."""
         functions = self.linear_functions(y)
         number = (
@@ -192,10 +193,10 @@ class LinearMixture(DataModel):
             else max(_ROWS_PER_BLOCK, min(_MAX_ROWS_PER_BLOCK, _FEATURES // functions.coefficients.shape[1]))
         )
         rows = y.split(number)
-        if known is None or functions.are_few:
+        if population is None or functions.are_few:
             return torch.cat([functions.query(self.linear_features(some), num_states) for some in rows])
-        held = known.states(torch.int64)[..., 0].split(number)
-        parts = zip(rows, held, strict=True)
+        states = population.states(torch.int64)[..., 0].split(number)
+        parts = zip(rows, states, strict=True)
         return torch.cat([functions.query(self.linear_features(some), num_states, own) for some, own in parts])
 
     def default_search(self, num_states: int) -> Search:
@@ -239,11 +240,11 @@ class LikeliestComponents(Search):
         if _SITE not in batch.observations:
             raise ValueError(f"LikeliestComponents found no observed site {_SITE!r}; the model has {list(batch.observations)}")
         number, y = min(self.num_states, self.model.num_components), batch.observations[_SITE]
-        known = None if batch.is_new else batch.population
-        likeliest = self.model.likeliest_given(check_data(y, self.model.num_observed), number, known)
+        population = None if batch.is_new else batch.population
+        likeliest = self.model.search_components(check_data(y, self.model.num_observed), number, population)
         return batch.evaluate(batch.space.pack(likeliest.unsqueeze(-1)))
 
     def improve(self, batch: SearchBatch, steps: int = 1) -> Population:
         """The populations after one step, to which further ones would add little."""
-        found: Population = super().improve(batch, min(steps, 1))
-        return found
+        population: Population = super().improve(batch, min(steps, 1))
+        return population

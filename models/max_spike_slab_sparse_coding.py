@@ -15,7 +15,7 @@ from torch.distributions import constraints
 from pyro_truncated import GibbsDraws, Population
 from pyro_truncated.distributions import MaximumSlabs, MaximumSuperposition, PiecewiseGaussian
 from pyro_truncated.extend import names_arguments, selected_rows, shard_sum, takes_arrays
-from pyro_truncated.models.data_model import NEVER_SEEN, activation, cast_like, check_data, count_data
+from pyro_truncated.models.data_model import MIN_COUNT, activation, cast_like, check_data, count_data
 from pyro_truncated.models.dictionary import best_claims, best_slabs, dictionary_from_claims
 from pyro_truncated.models.slab_priors import draw_moments
 from pyro_truncated.models.superposed_causes import SparseCoding
@@ -99,7 +99,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
         size = count_data(y, num_data)
-        self._meet(y)
+        self._warn_about_data(y)
         # Outside of the plate, where parameters that were given a prior are drawn.
         prior, slab_mean, slab_scale, weight, scale = self.prior, self.slab_mean, self.slab_scale, self.weight, self.scale
         with pyro.plate("data", size, subsample_size=batch_size) as index:
@@ -152,13 +152,13 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         Returns:
             Draws ``(n, sweeps, K)``, zero where a latent is off, and the probabilities ``(n, K)`` that the latents are on.
         """
-        self._meet(y)
+        self._warn_about_data(y)
         slabs = {"prior": self.prior, "slab_mean": self.slab_mean, "slab_scale": self.slab_scale}
         budget: dict[str, Any] = {"burn_in": burn_in, "sweeps": sweeps, "temperature": temperature, "rows": rows, "generator": generator}
-        drawn: tuple[Tensor, Tensor] = self.likelihood().draw_coefficients(
+        draws: tuple[Tensor, Tensor] = self.likelihood().draw_coefficients(
             check_data(y, self.num_observed), selected, coefficients, **slabs, **budget
         )
-        return drawn
+        return draws
 
     @torch.no_grad()
     @takes_arrays
@@ -257,7 +257,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         sums = [statistics[name] for name in ("active", "coefficients", "coefficient_squares")]
         count, first, second = (value.sum() for value in sums) if self.shared_slab else sums
         slab_mean, slab_scale = best_slabs(count, first, second, self.slab_mean, self.slab_scale)
-        gain = torch.where((count > NEVER_SEEN) & (slab_mean > 0), slab_mean.reciprocal(), 1.0)
+        gain = torch.where((count > MIN_COUNT) & (slab_mean > 0), slab_mean.reciprocal(), 1.0)
         self._set_dictionary(dictionary_from_claims(self.weight.double(), statistics, gain), statistics, statistics["errors"])
         self.slab_mean = (slab_mean * gain).to(self.slab_mean)
         self.slab_scale = (slab_scale * gain).to(self.slab_scale)
@@ -278,8 +278,8 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
             TypeError: for a population of indicators: the mean over their slabs has no formula.
         """
         if not isinstance(population, GibbsDraws):
-            given = type(population).__name__
-            raise TypeError(f"{type(self).__name__} reconstructs from draws of its slabs, GibbsGuide(model).draws(); got {given}")
+            kind = type(population).__name__
+            raise TypeError(f"{type(self).__name__} reconstructs from draws of its slabs, GibbsGuide(model).draws(); got {kind}")
         mean = torch.zeros(len(population.selected), self.num_observed, dtype=torch.float64, device=population.selected.device)
         for coefficients in population.spread(self.num_latents).unbind(1):
             mean += self.likelihood(coefficients, self.weight.double()).mean

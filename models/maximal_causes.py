@@ -22,7 +22,7 @@ from pyro_truncated.distributions import (
     or_missing,
 )
 from pyro_truncated.extend import generator_device, names_arguments, shard_sum
-from pyro_truncated.models.data_model import FLOOR, NEVER_SEEN, random_rows
+from pyro_truncated.models.data_model import FLOOR, MIN_COUNT, random_rows
 from pyro_truncated.models.dictionary import best_claims, dictionary_from_claims, weight_floor
 from pyro_truncated.models.superposed_causes import SparseCoding, SuperposedCauses
 
@@ -115,17 +115,17 @@ def means_above_background(means: Tensor) -> Tensor:
 
 def assign_to_background(sums: Tensor, is_left: Tensor) -> Tensor:
     """Sums ``(D, H + 1)`` with some causes' given to the background, the last."""
-    given = (sums * is_left).sum(-1, keepdim=True)
-    return torch.cat([sums.masked_fill(is_left, 0.0)[:, :-1], sums[:, -1:] + given], -1)
+    claimed = (sums * is_left).sum(-1, keepdim=True)
+    return torch.cat([sums.masked_fill(is_left, 0.0)[:, :-1], sums[:, -1:] + claimed], -1)
 
 
-def with_returns(
+def return_to_background(
     means: Tensor,
-    apart: dict[str, Tensor],
+    separate: dict[str, Tensor],
     claims: dict[str, Tensor],
     expected_losses: _Losses,
     expected_errors: _Errors,
-    within: _Limits,
+    limit: _Limits,
     total: _Total,
 ) -> dict[str, Tensor]:
     r"""Returns claims with hidden causes that recover where this lowers losses.
@@ -135,15 +135,15 @@ def with_returns(
     explain them better than the common one. In each dimension the cause that gains most is tried at its mean, and the background at that of
     the rest.
 
-    ``means (D, H + 1)`` end with the background; ``apart`` has ``wins`` and ``won`` under :func:`means_above_background`, ``claims`` are
-    those of :func:`~pyro_truncated.models.dictionary.best_claims`. ``within`` keeps means within their limits.
+    ``means (D, H + 1)`` end with the background; ``separate`` has ``wins`` and ``won`` under :func:`means_above_background`, ``claims`` are
+    those of :func:`~pyro_truncated.models.dictionary.best_claims`. ``limit`` keeps means within their limits.
     """
-    is_hidden, parts = means_above_background(means) > means, {"wins": apart["wins"], "won": apart["won"], "errors": claims["errors"]}
+    is_hidden, parts = means_above_background(means) > means, {"wins": separate["wins"], "won": separate["won"], "errors": claims["errors"]}
     sums = dict(zip(parts, total(list(parts.values())), strict=True))
-    left = {name: assign_to_background(sums[name], is_hidden)[:, -1:] for name in ("wins", "won")}
-    common = within(_per_win(left), slice(None))
-    asked = within(_per_win(sums), slice(None)).maximum(common)
-    gains = (expected_losses(common, sums) - expected_losses(asked, sums)).masked_fill(~is_hidden, 0.0)
+    background = {name: assign_to_background(sums[name], is_hidden)[:, -1:] for name in ("wins", "won")}
+    common = limit(_per_win(background), slice(None))
+    claims_per_win = limit(_per_win(sums), slice(None)).maximum(common)
+    gains = (expected_losses(common, sums) - expected_losses(claims_per_win, sums)).masked_fill(~is_hidden, 0.0)
     most, first = gains.max(-1, keepdim=True)
     may_gain = most.squeeze(-1) > 0
     # On a device all dimensions are tried: to see which of them may gain would be to wait for it.
@@ -151,18 +151,18 @@ def with_returns(
     if not len(where):
         return claims
     is_left = is_hidden.scatter(-1, first, False)[where]
-    left = {name: assign_to_background(sums[name][where], is_left) for name in ("wins", "won")}
-    tried = within(torch.where(left["wins"] > NEVER_SEEN, _per_win(left), means[where]), where)
-    wins, errors = assign_to_background(apart["wins"][where], is_left), expected_errors(tried, where)
+    background = {name: assign_to_background(sums[name][where], is_left) for name in ("wins", "won")}
+    trial = limit(torch.where(background["wins"] > MIN_COUNT, _per_win(background), means[where]), where)
+    wins, errors = assign_to_background(separate["wins"][where], is_left), expected_errors(trial, where)
     is_lower = may_gain[where] & (total([errors])[0] < sums["errors"][where])
-    changed = {"wins": wins, "claims": wins * tried}
-    taken = {name: torch.where(is_lower.unsqueeze(-1), value, claims[name][where]) for name, value in changed.items()}
-    taken["errors"] = torch.where(is_lower, errors, claims["errors"][where])
-    return {**claims, **{name: claims[name].index_copy(0, where, value) for name, value in taken.items()}}
+    changed = {"wins": wins, "claims": wins * trial}
+    updated = {name: torch.where(is_lower.unsqueeze(-1), value, claims[name][where]) for name, value in changed.items()}
+    updated["errors"] = torch.where(is_lower, errors, claims["errors"][where])
+    return {**claims, **{name: claims[name].index_copy(0, where, value) for name, value in updated.items()}}
 
 
 def _per_win(sums: dict[str, Tensor]) -> Tensor:
-    return sums["won"] / sums["wins"].clamp(min=NEVER_SEEN)
+    return sums["won"] / sums["wins"].clamp(min=MIN_COUNT)
 
 
 _FAMILIES: dict[str, type[FamilyMaximum]] = {
@@ -264,7 +264,9 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
         noise = torch.rand(rows.shape, generator=generator, device=generator_device(generator)).to(rows)
         mean = y.nanmean(0).nan_to_num(0.0)
         least = weight_floor({"squares": y.square().nansum(0), "observed": (~y.isnan()).sum(0)}).squeeze(-1)
+        # The least entries at the start, relative to the mean.
         floor = 0.05 * mean.maximum(least)
+        # Half of a random row and half of the mean, changed by up to a tenth.
         self.weight = self._within(0.5 * (rows + mean) * (0.9 + 0.2 * noise), floor).mT.to(self.weight).contiguous()
         self.background = self._within(0.5 * mean, floor).to(self.background)
         self._start_prior()
@@ -306,9 +308,9 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
         def within(means: Tensor, dimensions: Tensor | slice) -> Tensor:
             return self._within(means, floor[dimensions])
 
-        statistics["won"] = statistics["wins"] * self._within(won / wins.clamp(min=NEVER_SEEN), 0.0)
+        statistics["won"] = statistics["wins"] * self._within(won / wins.clamp(min=MIN_COUNT), 0.0)
         claims: dict[str, Tensor] = best_claims(means, statistics, expected_errors, total)
-        claims = with_returns(means, apart, claims, expected_losses, expected_errors, within, total)
+        claims = return_to_background(means, apart, claims, expected_losses, expected_errors, within, total)
         if self.family == "gamma":
             claims["logs"] = torch.where(rows.isnan(), 1.0, rows.double()).log().sum(0)
         return claims

@@ -10,7 +10,7 @@ from torch.distributions import constraints
 from pyro_truncated import Population
 from pyro_truncated.distributions import NoisyOrSuperposition, or_missing
 from pyro_truncated.extend import generator_device, names_arguments
-from pyro_truncated.models.data_model import FLOOR, NEVER_SEEN, random_rows
+from pyro_truncated.models.data_model import FLOOR, MIN_COUNT, random_rows
 from pyro_truncated.models.superposed_causes import SuperposedCauses
 
 
@@ -91,6 +91,7 @@ class NoisyOr(SuperposedCauses):
     def _start(self, y: Tensor, generator: torch.Generator | None) -> None:
         rows = random_rows(y, self.num_latents, generator)
         noise = torch.rand(rows.shape, generator=generator, device=generator_device(generator)).to(y.device)
+        # Probabilities from 0.2 to 0.6, and a tenth more where a random row is one.
         self.weight = (0.2 + 0.4 * noise + 0.1 * rows).mT.to(self.weight).contiguous()
         self._start_prior()
 
@@ -117,7 +118,7 @@ class NoisyOr(SuperposedCauses):
         """
         old, trials = self.weight.double(), statistics["trials"]
         weight = self._fixed_point(statistics) if self.update == "fixed_point" else statistics["causes"] / trials
-        weight = torch.where(trials > NEVER_SEEN, weight, old).clamp(FLOOR, 1 - FLOOR)
+        weight = torch.where(trials > MIN_COUNT, weight, old).clamp(FLOOR, 1 - FLOOR)
         self.weight = weight.to(self.weight)
         if self.learn_leak:
             observed = statistics["observed"]

@@ -72,7 +72,7 @@ class Clusters(NamedTuple):
         """Some of them."""
         return Clusters(*(value[index] for value in self))
 
-    def stand_out(self, noise: Tensor) -> Tensor:
+    def salient_pixels(self, noise: Tensor) -> Tensor:
         """Which pixels ``(K, t, u)`` exceed the noise that averages leave."""
         left_over = self.objects.shape[1] * noise / self.size
         return self.objects.square().sum(1) > 4 * left_over[:, None, None]
@@ -93,6 +93,7 @@ def estimate_background(pixels: Tensor, generator: torch.Generator | None, steps
         behind = share.log() - 0.5 * ((some - colour).square() / variance + variance.log()).sum(1)
         before = (1 - share).log() - 0.5 * ((some - mean).square() / wide + wide.log()).sum(1)
         is_behind = (behind - before).sigmoid()
+        # Neither part may vanish.
         share = is_behind.mean().clamp(0.05, 0.99)
         colour, spread = _moments(some, is_behind)
         mean, wide = _moments(some, 1 - is_behind)
@@ -107,7 +108,7 @@ def _moments(points: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return mean, (weights * (points - mean).square()).sum(0)
 
 
-def lone_windows(images: Tensor, noise: Tensor, canvas: Canvas, num_objects: int) -> Windows:
+def isolated_windows(images: Tensor, noise: Tensor, canvas: Canvas, num_objects: int) -> Windows:
     """Windows of images ``(N, height, width, F)``, less background, with little around them."""
     num_channels = images.shape[-1]
     alone, energy, place = _brightest_windows(images.square().sum(-1) - num_channels * noise, canvas)
@@ -133,64 +134,66 @@ def typical_objects(windows: Windows, number: int, generator: torch.Generator | 
     """
     # Twenty candidates for each object, of which two remain for the steps of k-means.
     count = min(20 * number, 500)
-    drawn = torch.randperm(len(windows.energy), generator=generator, device=generator_device(generator))[:count].to(windows.energy.device)
-    found = Clusters(windows.within(0)[drawn], torch.ones_like(drawn), windows.energy[drawn])
-    found = _repeat_objects(found.take(prune_objects(missing_energy(windows, found)[0], 2 * number)), len(drawn), generator)
+    candidates = torch.randperm(len(windows.energy), generator=generator, device=generator_device(generator))[:count].to(
+        windows.energy.device
+    )
+    clusters = Clusters(windows.within(0)[candidates], torch.ones_like(candidates), windows.energy[candidates])
+    clusters = _repeat_objects(clusters.take(prune_objects(missing_energy(windows, clusters)[0], 2 * number)), len(candidates), generator)
     for _ in range(4):
-        found = _average(windows, found)
-    return found.take(prune_objects(missing_energy(windows, found)[0], number))
+        clusters = _average(windows, clusters)
+    return clusters.take(prune_objects(missing_energy(windows, clusters)[0], number))
 
 
-def _repeat_objects(found: Clusters, number: int, generator: torch.Generator | None, *, copy_noise: float = 0.1) -> Clusters:
+def _repeat_objects(clusters: Clusters, number: int, generator: torch.Generator | None, *, copy_noise: float = 0.1) -> Clusters:
     """Adds noise to objects beyond the first ``number``, which repeat these."""
-    device = found.objects.device if generator is None else generator.device
-    noise = torch.randn(found.objects[number:].shape, generator=generator, device=device).to(found.objects)
-    size = found.objects[number:].square().mean((1, 2, 3), keepdim=True).sqrt()
-    return found._replace(objects=torch.cat([found.objects[:number], found.objects[number:] + copy_noise * size * noise]))
+    device = clusters.objects.device if generator is None else generator.device
+    noise = torch.randn(clusters.objects[number:].shape, generator=generator, device=device).to(clusters.objects)
+    size = clusters.objects[number:].square().mean((1, 2, 3), keepdim=True).sqrt()
+    return clusters._replace(objects=torch.cat([clusters.objects[:number], clusters.objects[number:] + copy_noise * size * noise]))
 
 
-def missing_energy(windows: Windows, found: Clusters) -> tuple[Tensor, Tensor]:
+def missing_energy(windows: Windows, clusters: Clusters) -> tuple[Tensor, Tensor]:
     """The missing share of windows' energy and best shift, ``(n, K)``."""
-    products = [conv2d(part, found.objects).flatten(2).max(2) for part in windows.within(1).split(100)]
+    products = [conv2d(part, clusters.objects).flatten(2).max(2) for part in windows.within(1).split(100)]
     product, shift = (torch.cat([getattr(part, name) for part in products]) for name in ("values", "indices"))
     energy = windows.energy.unsqueeze(1)
-    return (energy + found.energy - 2 * product).clamp(min=0.0) / energy.clamp(min=1e-12), shift
+    return (energy + clusters.energy - 2 * product).clamp(min=0.0) / energy.clamp(min=1e-12), shift
 
 
-def prune_objects(missing: Tensor, number: int) -> Tensor:
+def prune_objects(missing_share: Tensor, number: int) -> Tensor:
     """Positions of so many objects, without those that the others explain best."""
-    explained = (_MAX_MISSING_SHARE - missing).clamp(min=0.0)
-    kept = torch.arange(explained.shape[1], device=missing.device)
-    while len(kept) > number:
-        best = explained[:, kept].topk(2, 1)
-        losses = torch.zeros_like(missing[0, kept]).index_add_(0, best.indices[:, 0], best.values[:, 0] - best.values[:, 1])
-        kept = torch.cat([kept[: losses.argmin()], kept[losses.argmin() + 1 :]])
-    return kept[torch.arange(number, device=kept.device) % len(kept)]
+    explained = (_MAX_MISSING_SHARE - missing_share).clamp(min=0.0)
+    index = torch.arange(explained.shape[1], device=missing_share.device)
+    while len(index) > number:
+        best = explained[:, index].topk(2, 1)
+        losses = torch.zeros_like(missing_share[0, index]).index_add_(0, best.indices[:, 0], best.values[:, 0] - best.values[:, 1])
+        index = torch.cat([index[: losses.argmin()], index[losses.argmin() + 1 :]])
+    return index[torch.arange(number, device=index.device) % len(index)]
 
 
-def _average(windows: Windows, found: Clusters) -> Clusters:
+def _average(windows: Windows, clusters: Clusters) -> Clusters:
     """Objects as means of the windows that resemble them most."""
-    missing, shift = missing_energy(windows, found)
-    nearest = missing.min(1)
+    missing_share, shift = missing_energy(windows, clusters)
+    nearest = missing_share.min(1)
     is_alike, owner = nearest.values < _MAX_MISSING_SHARE, nearest.indices
     best = shift.gather(1, owner.unsqueeze(1)).squeeze(1)
-    (height, width), (rows, columns) = found.objects.shape[-2:], windows.reach
+    (height, width), (rows, columns) = clusters.objects.shape[-2:], windows.reach
     side = 2 * columns + 1
     aligned = _cut(
         windows.pixels, torch.arange(len(best), device=best.device), best // side, best % side, (height + 2 * rows, width + 2 * columns)
     )
-    size = torch.zeros_like(found.size).index_add_(0, owner, is_alike.to(found.size))
+    size = torch.zeros_like(clusters.size).index_add_(0, owner, is_alike.to(clusters.size))
     total = torch.zeros_like(aligned[:1]).repeat(len(size), 1, 1, 1).index_add_(0, owner, aligned * is_alike[:, None, None, None])
     mean = total / size.clamp(min=1)[:, None, None, None]
     # Where most of it is seen: the first window may have cut something off.
-    seen = conv2d(mean.square().sum(1, keepdim=True), _centre(height, width).to(mean)[None, None]).flatten(1).argmax(1)
-    objects = _cut(mean, torch.arange(len(seen), device=seen.device), seen // side, seen % side, (height, width))
+    corner = conv2d(mean.square().sum(1, keepdim=True), _centre(height, width).to(mean)[None, None]).flatten(1).argmax(1)
+    objects = _cut(mean, torch.arange(len(corner), device=corner.device), corner // side, corner % side, (height, width))
     energy = objects.square().sum((1, 2, 3)) - objects[0].numel() * windows.noise / size.clamp(min=1)
     several = size > 1
     return Clusters(
-        torch.where(several[:, None, None, None], objects, found.objects),
-        torch.where(several, size, found.size),
-        torch.where(several, energy, found.energy),
+        torch.where(several[:, None, None, None], objects, clusters.objects),
+        torch.where(several, size, clusters.size),
+        torch.where(several, energy, clusters.energy),
     )
 
 
@@ -204,18 +207,19 @@ def _brightest_windows(contrast: Tensor, canvas: Canvas, *, windows_per_image: i
     rows, columns = (cells - 1 + side + 2 * _MARGIN for cells, side in zip(canvas.grid, (height, width), strict=True))
     around = _cut(contrast.unsqueeze(1), every, corner, corner, (rows, columns), canvas.wrap)
     score, inside = conv2d(around, kernels).flatten(2).unbind(1)
-    found = []
+    peaks = []
     for _ in range(windows_per_image):
         best = score.max(1)
-        found.append((best.values, inside.gather(1, best.indices.unsqueeze(1)).squeeze(1), best.indices))
+        peaks.append((best.values, inside.gather(1, best.indices.unsqueeze(1)).squeeze(1), best.indices))
         score = score.masked_fill(_overlap(best.indices, canvas), -torch.inf)
-    alone, energy, place = (torch.stack(values, 1) for values in zip(*found, strict=True))
+    alone, energy, place = (torch.stack(values, 1) for values in zip(*peaks, strict=True))
     return alone, energy, place
 
 
 def _centre(height: int, width: int) -> Tensor:
     """Weights of a window's pixels, lower off its centre."""
     down, right = torch.arange(height).double() - (height - 1) / 2, torch.arange(width).double() - (width - 1) / 2
+    # A tenth less at the corners.
     return 1 - 0.2 * ((down[:, None] / height).square() + (right / width).square())
 
 
@@ -239,10 +243,10 @@ def _cut(pictures: Tensor, which: Tensor, top: Tensor, left: Tensor, size: tuple
         along = corner.unsqueeze(1) + torch.arange(steps, device=corner.device)
         index.append(along % limit)
         is_inside.append((along >= 0) & (along < limit))
-    found = pictures.movedim(1, -1)[which[:, None, None], index[0].unsqueeze(2), index[1].unsqueeze(1)]
+    parts = pictures.movedim(1, -1)[which[:, None, None], index[0].unsqueeze(2), index[1].unsqueeze(1)]
     if not wrap:
-        found = found * (is_inside[0].unsqueeze(2) & is_inside[1].unsqueeze(1)).unsqueeze(-1)
-    return found.movedim(-1, 1)
+        parts = parts * (is_inside[0].unsqueeze(2) & is_inside[1].unsqueeze(1)).unsqueeze(-1)
+    return parts.movedim(-1, 1)
 
 
 _MIN_WEIGHT = 1e-8
@@ -383,10 +387,11 @@ class OcclusiveComponents(UniqueModule):
         rows = first_rows(self._check(y), generator).double()
         unit = data_scale(rows.square().sum(), torch.tensor(float(rows.numel())))
         background, noise = estimate_background(rows.flatten(0, 2) / unit, generator)
-        windows = lone_windows(rows / unit - background, noise, self.canvas, self.num_objects)
-        found = typical_objects(windows, self.num_objects, generator)
-        self.features = (unit * (found.objects.movedim(1, -1) + background)).to(self.features)
-        self.masks = torch.where(found.stand_out(noise), 0.7, 0.3).to(self.masks)
+        windows = isolated_windows(rows / unit - background, noise, self.canvas, self.num_objects)
+        clusters = typical_objects(windows, self.num_objects, generator)
+        self.features = (unit * (clusters.objects.movedim(1, -1) + background)).to(self.features)
+        # Likely on where the object differs from the background, but undecided.
+        self.masks = torch.where(clusters.salient_pixels(noise), 0.7, 0.3).to(self.masks)
         self.prior = torch.full_like(self.prior, min(0.5, 4 / self.num_objects))
         self.scale = (unit * max(scale, self.min_scale)).to(self.scale)
         self.background = (unit * background).to(self.background)
@@ -479,17 +484,16 @@ class OcclusiveComponents(UniqueModule):
 
     def _best_scale(self, sums: Tensor, means: Tensor, old: Tensor, floor: Tensor) -> Tensor:
         weight = sums[..., 0].sum() * self.num_channels
-        variance = _squared_errors(sums, means) / weight.clamp(min=_MIN_WEIGHT)
+        variance = OccludedScene.squared_errors(sums, means) / weight.clamp(min=_MIN_WEIGHT)
         best = variance.clamp(min=0.0).sqrt().maximum(floor)
         return torch.where(weight > _MIN_WEIGHT, best, old.detach().double()).to(old)
 
     def _check(self, y: Tensor) -> Tensor:
         expected = (self.canvas.height, self.canvas.width, self.num_channels)
-        message = f"y must be finite and of shape (N, {', '.join(map(str, expected))}) with N > 0; got {tuple(y.shape)}"
         check_real(y)
         if y.dim() != 4 or y.shape[1:] != expected or not len(y):
-            raise ValueError(message)
-        raise_if(~y.isfinite().all(), message)
+            raise ValueError(f"y must be of shape (N, {', '.join(map(str, expected))}) with N > 0; got {tuple(y.shape)}")
+        raise_if(~y.isfinite().all(), lambda: f"y must be finite; got {int((~y.isfinite()).sum())} entries that are not")
         return y
 
 
@@ -497,9 +501,3 @@ def _means(sums: Tensor, old: Tensor) -> Tensor:
     """Weighted means ``(..., F)`` from sums ``(..., F + 2)``, or old ones."""
     weight = sums[..., :1]
     return torch.where(weight > _MIN_WEIGHT, sums[..., 1:-1] / weight.clamp(min=_MIN_WEIGHT), old)
-
-
-def _squared_errors(sums: Tensor, means: Tensor) -> Tensor:
-    """Sum of squared distances to means ``(..., F)``, from sums ``(..., F + 2)``."""
-    errors: Tensor = sums[..., -1] - 2 * (sums[..., 1:-1] * means).sum(-1) + sums[..., 0] * means.square().sum(-1)
-    return errors.sum()

@@ -17,7 +17,7 @@ _MAX_DOUBLE_ROWS = 1000
 # More scattered rows are drawn in rounds.
 _MAX_SCATTERED_AT_ONCE = 4000
 # Of their draws so many are held against each other at a time; whole trials.
-_HELD_AT_A_TIME = 512
+_DRAWS_PER_BLOCK = 512
 
 
 def spread_rows(points: Tensor, number: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
@@ -42,29 +42,29 @@ def spread_rows(points: Tensor, number: int, generator: torch.Generator | None =
     if number > _MAX_DOUBLE_ROWS:
         points = points.float()  # twice as fast, and no cluster depends on the last digits
     trials = 2 + int(math.log(number))
-    chosen = _greedy(points, number, trials, generator)
+    index = _greedy(points, number, trials, generator)
     if number == 1:
-        return chosen, torch.zeros(len(points), dtype=torch.int64, device=points.device)
-    nearest = _TwoNearest(points, chosen)
+        return index, torch.zeros(len(points), dtype=torch.int64, device=points.device)
+    nearest = _TwoNearest(points, index)
     # The search ends after ten swaps in a row that lower the cost by less than a share of what one centre accounts for.
     failures, least = 0, 0.02 * nearest.cost / number
     for _ in range(max(25, number)):
         failures = 0 if nearest.swap(_draw_positions(nearest.distance[0], trials, generator), least) else failures + 1
         if failures == 10:
             break
-    return nearest.chosen, nearest.index[0]
+    return nearest.centers, nearest.index[0]
 
 
 def _greedy(points: Tensor, number: int, trials: int, generator: torch.Generator | None) -> Tensor:
-    chosen = torch.zeros(number, dtype=torch.int64, device=points.device)
-    chosen[:1] = _draw_positions(torch.ones_like(points[:, 0]), 1, generator)
-    distance = _square(points, chosen[:1])[0]
+    index = torch.zeros(number, dtype=torch.int64, device=points.device)
+    index[:1] = _draw_positions(torch.ones_like(points[:, 0]), 1, generator)
+    distance = _square(points, index[:1])[0]
     for k in range(1, number):
-        drawn = _draw_positions(distance, trials, generator)
-        lower = _square(points, drawn).minimum(distance)
+        draws = _draw_positions(distance, trials, generator)
+        lower = _square(points, draws).minimum(distance)
         best = lower.sum(1).argmin()
-        chosen[k], distance = drawn[best], lower[best]
-    return chosen
+        index[k], distance = draws[best], lower[best]
+    return index
 
 
 def scattered_rows(points: Tensor, number: int, generator: torch.Generator | None = None, cells: int = 1) -> Tensor:
@@ -89,33 +89,33 @@ def _in_rounds(points: Tensor, number: int, generator: torch.Generator | None, c
     that share of its square distance which those taken before in the round have left.
     """
     power = points.square().sum(1)
-    chosen = _greedy(points, min(cells, number), _TRIALS_PER_DRAW, generator)
-    cell = _find_nearest(points, power, chosen)
-    distance = (points - points[chosen[cell]]).square().sum(1)
-    while len(chosen) < number:
+    index = _greedy(points, min(cells, number), _TRIALS_PER_DRAW, generator)
+    cell = _find_nearest(points, power, index)
+    distance = (points - points[index[cell]]).square().sum(1)
+    while len(index) < number:
         if not bool(distance.any()):  # all different rows are there
-            return torch.cat([chosen, _draw_positions(distance, number - len(chosen), generator)])
+            return torch.cat([index, _draw_positions(distance, number - len(index), generator)])
         # Rounds grow as long as all can be held against each other.
-        size = _TRIALS_PER_DRAW * min(len(chosen) // 8 + 16, 1024, number - len(chosen))
-        drawn = _best_first(points, distance, power, _draw_positions(distance, size, generator), cell)
-        at_most = distance[drawn] * torch.rand(size, generator=generator, device=generator_device(generator)).to(distance)
-        taken = drawn[_find_distant(points[drawn], at_most)]
-        nearest = taken[_find_nearest(points, power, taken)]
-        chosen, distance = torch.cat([chosen, taken]), distance.minimum((points - points[nearest]).square().sum(1))
-    return chosen
+        size = _TRIALS_PER_DRAW * min(len(index) // 8 + 16, 1024, number - len(index))
+        draws = _best_first(points, distance, power, _draw_positions(distance, size, generator), cell)
+        limits = distance[draws] * torch.rand(size, generator=generator, device=generator_device(generator)).to(distance)
+        new = draws[_find_distant(points[draws], limits)]
+        nearest = new[_find_nearest(points, power, new)]
+        index, distance = torch.cat([index, new]), distance.minimum((points - points[nearest]).square().sum(1))
+    return index
 
 
-def _best_first(points: Tensor, distance: Tensor, power: Tensor, drawn: Tensor, cell: Tensor, *, max_distances: int = 2**20) -> Tensor:
+def _best_first(points: Tensor, distance: Tensor, power: Tensor, draws: Tensor, cell: Tensor, *, max_distances: int = 2**20) -> Tensor:
     """These rows with the best draws of cells first."""
-    gain = torch.zeros_like(distance[drawn])
+    gain = torch.zeros_like(distance[draws])
     number = int(cell.max()) + 1
-    for own, rows in zip(_parts(cell[drawn], number), _parts(cell, number), strict=True):
+    for own, rows in zip(_parts(cell[draws], number), _parts(cell, number), strict=True):
         rest, across = (distance - power)[rows].unsqueeze(0), points[rows].mT
         for part in own.split(max(1, max_distances // max(1, len(rows)))):
-            lower = torch.addmm(rest, points[drawn[part]], across, alpha=2.0).sub_(power[drawn[part]].unsqueeze(1))
+            lower = torch.addmm(rest, points[draws[part]], across, alpha=2.0).sub_(power[draws[part]].unsqueeze(1))
             gain[part] = lower.clamp_(min=0.0).sum(1)
     order = gain.view(-1, _TRIALS_PER_DRAW).argsort(1, descending=True)
-    return drawn.view(-1, _TRIALS_PER_DRAW).gather(1, order).flatten()
+    return draws.view(-1, _TRIALS_PER_DRAW).gather(1, order).flatten()
 
 
 def _parts(cell: Tensor, number: int) -> tuple[Tensor, ...]:
@@ -124,29 +124,29 @@ def _parts(cell: Tensor, number: int) -> tuple[Tensor, ...]:
     return parts
 
 
-def _find_distant(points: Tensor, at_most: Tensor) -> Tensor:
-    """Positions of draws ``(T, D)`` further than ``at_most`` from those before."""
-    has_near, taken = torch.zeros_like(at_most, dtype=torch.bool), []
-    for start in range(0, len(points), _HELD_AT_A_TIME):
-        some = points[start : start + _HELD_AT_A_TIME]
-        is_near = _square(some, torch.arange(len(some), device=some.device)) <= at_most[start : start + len(some)]
+def _find_distant(points: Tensor, limits: Tensor) -> Tensor:
+    """Positions of draws ``(T, D)`` further than ``limits`` from those before."""
+    has_near, distant = torch.zeros_like(limits, dtype=torch.bool), []
+    for start in range(0, len(points), _DRAWS_PER_BLOCK):
+        some = points[start : start + _DRAWS_PER_BLOCK]
+        is_near = _square(some, torch.arange(len(some), device=some.device)) <= limits[start : start + len(some)]
         free = _first_free(is_near.cpu().numpy(), has_near[start : start + len(some)].cpu().numpy())
         own = torch.tensor(free, dtype=torch.int64, device=points.device)
-        has_near[start:] |= (_square(points[start:], own) <= at_most[start:]).any(0)
-        taken.append(start + own)
-    return torch.cat(taken)
+        has_near[start:] |= (_square(points[start:], own) <= limits[start:]).any(0)
+        distant.append(start + own)
+    return torch.cat(distant)
 
 
 def _first_free(is_near: np.ndarray, has_near: np.ndarray) -> list[int]:
     """The first draws that are not near to earlier ones."""
-    taken = []
+    first = []
     for start in range(0, len(is_near), _TRIALS_PER_DRAW):
         free = np.flatnonzero(~has_near[start : start + _TRIALS_PER_DRAW])
         if len(free):
             own = start + int(free[0])
             has_near |= is_near[own]
-            taken.append(own)
-    return taken
+            first.append(own)
+    return first
 
 
 def _find_nearest(points: Tensor, power: Tensor, rows: Tensor) -> Tensor:
@@ -159,9 +159,9 @@ def _find_nearest(points: Tensor, power: Tensor, rows: Tensor) -> Tensor:
 class _TwoNearest:
     """Each row's two nearest chosen rows, and removal costs."""
 
-    def __init__(self, points: Tensor, chosen: Tensor) -> None:
-        self.points, self.chosen = points, chosen
-        blocks = points.split(max(1, 2**24 // len(chosen)))
+    def __init__(self, points: Tensor, centers: Tensor) -> None:
+        self.points, self.centers = points, centers
+        blocks = points.split(max(1, 2**24 // len(centers)))
         self.distance, self.index = (torch.cat(parts, 1) for parts in zip(*map(self._find, blocks), strict=True))
 
     @property
@@ -169,16 +169,16 @@ class _TwoNearest:
         """Sum of the square distances to the nearest chosen row."""
         return self.distance[0].sum()
 
-    def swap(self, candidates: Tensor, least: Tensor) -> bool:
+    def swap(self, candidates: Tensor, min_gain: Tensor) -> bool:
         """Swaps the best candidate in if the cost falls enough."""
         distance = _square(self.points, candidates)
         added = distance.minimum(self.distance[0])
         dearer = distance.minimum(self.distance[1]) - added
-        cost = added.sum(1, keepdim=True) + distance.new_zeros(len(candidates), len(self.chosen)).index_add_(1, self.index[0], dearer)
-        candidate, place = divmod(int(cost.argmin()), len(self.chosen))
-        if not bool(cost[candidate, place] < self.cost - least):
+        cost = added.sum(1, keepdim=True) + distance.new_zeros(len(candidates), len(self.centers)).index_add_(1, self.index[0], dearer)
+        candidate, place = divmod(int(cost.argmin()), len(self.centers))
+        if not bool(cost[candidate, place] < self.cost - min_gain):
             return False
-        self.chosen[place] = candidates[candidate]
+        self.centers[place] = candidates[candidate]
         self._enter(distance[candidate], place)
         return True
 
@@ -192,8 +192,8 @@ class _TwoNearest:
         self.distance[:, bereft], self.index[:, bereft] = self._find(self.points[bereft])
 
     def _find(self, points: Tensor) -> tuple[Tensor, Tensor]:
-        found = torch.cdist(points, self.points[self.chosen]).topk(2, largest=False)
-        return found.values.square().mT, found.indices.mT
+        nearest = torch.cdist(points, self.points[self.centers]).topk(2, largest=False)
+        return nearest.values.square().mT, nearest.indices.mT
 
 
 def _draw_positions(weight: Tensor, number: int, generator: torch.Generator | None) -> Tensor:

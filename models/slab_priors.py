@@ -12,7 +12,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import GibbsDraws, Population
 from pyro_truncated.distributions import CorrelatedSlabSuperposition, SpikeSlabSuperposition
-from pyro_truncated.models.data_model import FLOOR, NEVER_SEEN
+from pyro_truncated.models.data_model import FLOOR, MIN_COUNT
 from pyro_truncated.models.dictionary import best_slabs, cholesky
 
 Statistics = dict[str, Tensor]
@@ -20,9 +20,9 @@ Statistics = dict[str, Tensor]
 Total = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 Likelihood = SpikeSlabSuperposition | CorrelatedSlabSuperposition
 
-_FIRST_VARIANCE = 0.5
+_INIT_VARIANCE = 0.5
 # So many data points tell a good step from a bad one.
-_TRIAL = 250
+_TRIAL_ROWS = 250
 
 
 class SlabPrior(Protocol):
@@ -72,7 +72,7 @@ class IndependentSlabs:
 
     def first_scale(self, num_latents: int, dtype: torch.dtype | None = None) -> Tensor:
         """See :class:`SlabPrior`."""
-        return torch.full((num_latents,), _FIRST_VARIANCE**0.5, dtype=dtype)
+        return torch.full((num_latents,), _INIT_VARIANCE**0.5, dtype=dtype)
 
     def distribution(self, mean: Tensor, scale: Tensor) -> dist.TorchDistribution:
         """See :class:`SlabPrior`."""
@@ -128,7 +128,7 @@ class CorrelatedSlabs:
 
     def first_scale(self, num_latents: int, dtype: torch.dtype | None = None) -> Tensor:
         """See :class:`SlabPrior`."""
-        return torch.full((num_latents,), _FIRST_VARIANCE**0.5, dtype=dtype).diag()
+        return torch.full((num_latents,), _INIT_VARIANCE**0.5, dtype=dtype).diag()
 
     def distribution(self, mean: Tensor, scale: Tensor) -> dist.TorchDistribution:
         """See :class:`SlabPrior`."""
@@ -158,16 +158,16 @@ class CorrelatedSlabs:
             return gains.nan_to_num(-torch.inf).argmax(0, keepdim=True)
 
         (number,) = total([torch.tensor(len(population), device="cpu")])
-        if number > _TRIAL and len(means) > 1:
+        if number > _TRIAL_ROWS and len(means) > 1:
             # Few of the data points and states nominate a step, all decide whether it is taken in the place of that of EM.
-            few = positions % -(-int(number) // _TRIAL) == 0
+            few = positions % -(-int(number) // _TRIAL_ROWS) == 0
             nominees = _with_first(best(means, covariances, _part(population, few)))
             means, covariances = means[nominees], covariances[nominees]
-        chosen = best(means, covariances, population) if len(means) > 1 else [0]
+        index = best(means, covariances, population) if len(means) > 1 else [0]
         for name in names[:3]:
             del statistics[name]
         # Averages over batches of what each asks for are a covariance again.
-        claims = {"slab_means": means[chosen][0], "slab_covariances": covariances[chosen][0]}
+        claims = {"slab_means": means[index][0], "slab_covariances": covariances[index][0]}
         return statistics | {name: statistics["num_data"] * claim for name, claim in claims.items()}
 
     def best(self, statistics: Statistics, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -218,12 +218,12 @@ def _with_first(number: Tensor) -> Tensor:
 
 def _per(total: Tensor, count: Tensor) -> Tensor:
     """The quotient; zero where nothing is counted."""
-    return torch.where(count > NEVER_SEEN, total / count, 0.0)
+    return torch.where(count > MIN_COUNT, total / count, 0.0)
 
 
-def _part(population: Population, chosen: Tensor) -> Population:
+def _part(population: Population, is_part: Tensor) -> Population:
     """The four likeliest states of the chosen data points ``(N,)``."""
-    where = chosen.nonzero().squeeze(-1)
+    where = is_part.nonzero().squeeze(-1)
     indices = where if population.indices is None else population.indices[where]
     log_joint, states = population.log_joint[where].topk(min(4, population.num_states), sorted=False)
     words = population.words[where].gather(1, states.unsqueeze(-1).expand(-1, -1, population.words.shape[-1]))
@@ -235,7 +235,7 @@ def _floor_covariances(covariance: Tensor, power: Tensor) -> Tensor:
     deviation = covariance.diagonal(dim1=-2, dim2=-1).maximum(FLOOR * power).sqrt()
     outer = deviation.unsqueeze(-1) * deviation.unsqueeze(-2)
     relative = 0.5 * (covariance + covariance.mT) / outer
-    is_low = _may_be_below_floor(relative)
+    is_low = _floor_mask(relative)
     values, vectors = torch.linalg.eigh(relative[is_low])
     floored: Tensor = (vectors * values.clamp(min=FLOOR).unsqueeze(-2)) @ vectors.mT * outer[is_low]
     covariance = covariance.clone()
@@ -243,7 +243,7 @@ def _floor_covariances(covariance: Tensor, power: Tensor) -> Tensor:
     return covariance
 
 
-def _may_be_below_floor(relative: Tensor) -> Tensor | slice:
+def _floor_mask(relative: Tensor) -> Tensor | slice:
     """Which matrices may have an eigenvalue below the floor, by a factor."""
     if relative.device.type != "cpu":
         return slice(None)

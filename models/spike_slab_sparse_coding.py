@@ -201,9 +201,9 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         self._slabs.bring_into_units(statistics, gain)
 
 
-def _gauge(old: Tensor, weight: Tensor, slab_mean: Tensor, *, vanishing: float = 1e-8) -> Tensor:
+def _gauge(old: Tensor, weight: Tensor, slab_mean: Tensor, *, tolerance: float = 1e-8) -> Tensor:
     """Factors ``(H,)``, with the slab mean's sign, that keep elements' norms."""
     old_norm, norm = old.norm(dim=0), weight.norm(dim=0)
     # An element that vanishes does so itself: the scale of its slab would soon be no number.
-    ratio = torch.where((old_norm > 0) & (norm > vanishing * old_norm), norm / old_norm, 1.0)
+    ratio = torch.where((old_norm > 0) & (norm > tolerance * old_norm), norm / old_norm, 1.0)
     return torch.where(slab_mean < 0, -ratio, ratio)

@@ -73,7 +73,7 @@ class SuperposedCauses(DataModel):
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
         size = count_data(y, num_data)
-        self._meet(y)
+        self._warn_about_data(y)
         # Outside of the plate, where parameters that were given a prior are drawn.
         prior, weight, others = self.prior, self.weight, self._likelihood_parameters()
         with pyro.plate("data", size, subsample_size=batch_size) as index:
@@ -97,7 +97,7 @@ class SuperposedCauses(DataModel):
         """What the likelihood takes after the dictionary."""
         return ()
 
-    def _meet(self, y: Tensor | None) -> None:
+    def _warn_about_data(self, y: Tensor | None) -> None:
         """Warns of data that the model cannot explain."""
 
     @torch.no_grad()
@@ -143,6 +143,7 @@ def _first_weight(constraint: constraints.Constraint, shape: tuple[int, int], dt
     if constraint is constraints.real:
         return torch.randn(shape, dtype=dtype)
     uniform = torch.rand(shape, dtype=dtype)
+    # Neither small nor all the same.
     return 0.2 + 0.5 * uniform if constraint is constraints.unit_interval else 0.5 + uniform
 
 
@@ -194,7 +195,7 @@ class SparseCoding(SuperposedCauses):
         self.scale = deviation.to(self.scale)
         self._start_prior()
 
-    def _meet(self, y: Tensor | None) -> None:
+    def _warn_about_data(self, y: Tensor | None) -> None:
         """Looks once, at the first data."""
         if self.is_positive and y is not None and not self._has_met_data:
             self._has_met_data = True
@@ -203,7 +204,7 @@ class SparseCoding(SuperposedCauses):
     def _first_dictionary(self, y: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """Elements and the deviation of the noise to start from."""
         self._has_met_data = False
-        self._meet(y)
+        self._warn_about_data(y)
         weight, deviation, floor = first_dictionary(y, self.num_latents, generator)
         return weight.abs().maximum(floor) if self.is_positive else weight, deviation
 

@@ -223,7 +223,7 @@ class RestartUnused:
         if not is_restarting:
             raise TypeError(f"RestartUnused needs a model with the method restart_unused; {type(model).__name__} has none")
         is_closed_form: bool = isinstance(model, ClosedFormModel)
-        if is_closed_form and ClosedForm.driving(model) is not training.svi.optim:
+        if is_closed_form and ClosedForm.find(model) is not training.svi.optim:
             raise TypeError(
                 f"RestartUnused needs a {type(model).__name__} trained by ClosedForm; got {type(training.svi.optim).__name__}. "
                 "Pass the last ClosedForm(model) that was made for the model to SVI."

@@ -149,7 +149,7 @@ def _psi(dtype: torch.dtype) -> None:
     rows, columns = torch.rand(4, 6, 3, dtype=dtype), torch.rand(3, 3, 5, dtype=dtype)
     for summed in (False, True):
         factors = [factor.clone().requires_grad_() for factor in (*rows, *columns)]
-        mixture_products(*factors, summed=summed).sum().backward()
+        mixture_products(*factors, sum_rows=summed).sum().backward()
 
 
 def _mixtures(dtype: torch.dtype) -> None:

@@ -209,7 +209,7 @@ def sampler(move: Move) -> tuple[SVI, Tensor]:
     y = data(CASES["maxima"])
     model = MaxSpikeSlabSparseCoding(D, 6, dtype=torch.float64).initialize(y, torch.Generator().manual_seed(1))
     model, y = move(model), move(y)
-    return SVI(model, GibbsGuide(model), ClosedForm(model), GibbsEM(Preselection(Singletons(), 3), sweeps=1, burn_in=1, settling=2)), y
+    return SVI(model, GibbsGuide(model), ClosedForm(model), GibbsEM(Preselection(Singletons(), 3), sweeps=1, burn_in=1, warm_up=2)), y
 
 
 def scenes(move: Move, order: str) -> tuple[SVI, Tensor]:

@@ -221,7 +221,7 @@ def test_two_views(device: str) -> None:
     model = SpikeSlabMRD(50, [12, 12], 4, kernel="linear").to(device)
     result = fit_gplvm(model, views, warm_up=50, steps=50, generator=torch.Generator().manual_seed(0))
     assert math.isfinite(result.bound)
-    Posterior(model, views).shared()
+    Posterior(model, views).group_dimensions()
     assert model.loc.device.type == device
 
 

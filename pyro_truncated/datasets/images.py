@@ -135,11 +135,13 @@ def generated_images(num: int, size: int, generator: torch.Generator | None = No
         for r, c, disc_radius, disc_grey in zip(row * size, column * size, radius, grey, strict=True):
             image[(grid[:, None] - r).square() + (grid - c).square() < disc_radius.square()] = disc_grey
         noise = torch.fft.ifft2(torch.fft.fft2(torch.randn(size, size, generator=generator)) * falloff).real
+        # Texture with a twentieth of the range as its deviation.
         images.append((image + 0.05 * noise / noise.std()).clamp(0, 1))
     return images
 
 
-_AT_A_TIME = 50_000
+# Patches that are written at once.
+_ROWS_PER_BLOCK = 50_000
 
 
 def image_patches(images: Sequence[Tensor], size: int, num: int, generator: torch.Generator | None = None) -> Tensor:
@@ -161,9 +163,9 @@ def image_patches(images: Sequence[Tensor], size: int, num: int, generator: torc
     position = torch.rand(2, num, generator=generator, dtype=torch.float64)
     patches = images[0].new_empty(num, size, size)
     for index, window in enumerate(windows):
-        chosen = source == index
-        row, column = ((position[axis, chosen] * window.shape[axis]).long() for axis in (0, 1))
-        patches[chosen] = window[row, column]
+        is_own = source == index
+        row, column = ((position[axis, is_own] * window.shape[axis]).long() for axis in (0, 1))
+        patches[is_own] = window[row, column]
     return patches.flatten(1)
 
 
@@ -226,10 +228,10 @@ def fit_whitening(data: Tensor, variance: float = 0.95) -> Whitening:
         raise ValueError("data must vary to be whitened; got rows that are all equal")
     share = eigenvalues.cumsum(0) / eigenvalues.sum()
     numerical_rank = int((eigenvalues > eigenvalues[0] * len(eigenvalues) * torch.finfo(data.dtype).eps).sum())
-    kept = min(int((share < variance).sum()) + 1, numerical_rank)
-    root, basis = eigenvalues[:kept].sqrt(), eigenvectors[:, :kept]
+    rank = min(int((share < variance).sum()) + 1, numerical_rank)
+    root, basis = eigenvalues[:rank].sqrt(), eigenvectors[:, :rank]
     whiten, dewhiten = (basis / root) @ basis.mT, (basis * root) @ basis.mT
-    return Whitening(mean.to(data), whiten.to(data), dewhiten.to(data), kept)
+    return Whitening(mean.to(data), whiten.to(data), dewhiten.to(data), rank)
 
 
 def whitened_patches(
@@ -268,9 +270,9 @@ def whitened_patches(
         Whitened patches ``(N, size**2)`` and the whitening.
     """
     size, num = check_count("size", size), check_count("num", num)
-    kept = _structured_patches([clamp_brightest(image, clamp) for image in images], size, num, structure, generator)
-    whitening = fit_whitening(kept, variance) if whitening is None else whitening
-    return whitening.apply(kept), whitening
+    patches = _structured_patches([clamp_brightest(image, clamp) for image in images], size, num, structure, generator)
+    whitening = fit_whitening(patches, variance) if whitening is None else whitening
+    return whitening.apply(patches), whitening
 
 
 def save_whitened_patches(
@@ -311,10 +313,10 @@ def save_whitened_patches(
     images = [clamp_brightest(image, clamp) for image in images]
     whitening: Whitening | None = None
     written = np.lib.format.open_memmap(file, mode="w+", dtype=np.float32, shape=(num, size**2))
-    for start in range(0, num, _AT_A_TIME):
-        kept = _structured_patches(images, size, min(_AT_A_TIME, num - start), structure, generator)
-        whitening = fit_whitening(kept, variance) if whitening is None else whitening
-        written[start : start + len(kept)] = whitening.apply(kept).numpy()
+    for start in range(0, num, _ROWS_PER_BLOCK):
+        patches = _structured_patches(images, size, min(_ROWS_PER_BLOCK, num - start), structure, generator)
+        whitening = fit_whitening(patches, variance) if whitening is None else whitening
+        written[start : start + len(patches)] = whitening.apply(patches).numpy()
     written.flush()
     assert whitening is not None
     return whitening
@@ -324,12 +326,12 @@ def _structured_patches(images: Sequence[Tensor], size: int, num: int, structure
     """Patches ``(num, size**2)`` with structure, without their mean brightness."""
     patches = image_patches(images, size, 2 * num, generator)
     deviation = patches.std(1)
-    kept = patches[(deviation > 0) & (deviation >= structure * deviation.median())][:num]
-    if len(kept) < num:
+    structured = patches[(deviation > 0) & (deviation >= structure * deviation.median())][:num]
+    if len(structured) < num:
         raise ValueError(
             f"fewer than half of the patches have a standard deviation of at least {structure} times the median; lower `structure`"
         )
-    return kept - kept.mean(1, keepdim=True)
+    return structured - structured.mean(1, keepdim=True)
 
 
 def clamp_brightest(values: Tensor, share: float) -> Tensor:

@@ -115,7 +115,7 @@ def agree(value: T) -> T:
         return _NUMBERS[int(header[0, 5])](header[0, 4].item())  # type: ignore[return-value]
     message = torch.empty(int(header[0, 1]), dtype=torch.uint8) if rank() else packed
     message = message.to(_device())
-    with _reaching():
+    with _explain_lost_process():
         dist.broadcast(message, src=0)
     return value if rank() == 0 else _unpack(message)
 
@@ -132,14 +132,14 @@ def gather(value: T) -> list[T]:
     """
     if size() == 1:
         return [value]
-    own, lengths = _padded(_GATHER, value)
+    own, lengths = _pad(_GATHER, value)
     messages = [torch.empty_like(own) for _ in lengths]
-    with _reaching():
+    with _explain_lost_process():
         dist.all_gather(messages, own)
     return [_unpack(message[:length]) for message, length in zip(messages, lengths, strict=True)]
 
 
-def _padded(kind: int, value: Any) -> tuple[Tensor, list[int]]:
+def _pad(kind: int, value: Any) -> tuple[Tensor, list[int]]:
     """Returns a message, padded to the longest one, and all lengths."""
     packed = _pack(value)
     lengths = _exchange(kind, len(packed), 0)[:, 1].long().tolist()
@@ -150,15 +150,15 @@ def collect(value: T) -> list[T] | None:
     """Gathers picklable objects on the first process; others get ``None``."""
     if size() == 1:
         return [value]
-    own, lengths = _padded(_COLLECT, value)
+    own, lengths = _pad(_COLLECT, value)
     messages = [torch.empty_like(own) for _ in lengths] if rank() == 0 else None
-    with _reaching():
+    with _explain_lost_process():
         dist.gather(own, messages)
     return None if messages is None else [_unpack(message[:length]) for message, length in zip(messages, lengths, strict=True)]
 
 
 @contextmanager
-def failing_together() -> Iterator[None]:
+def propagate_errors() -> Iterator[None]:
     """A context whose error ends all processes at their next message."""
     if size() == 1 or _is_watched.get():
         yield
@@ -190,16 +190,16 @@ def _exchange(verb: int, length: int, fingerprint: int, payload: Tensor | None =
     if payload is not None:
         own[4 : 4 + payload.numel()] = payload.cpu()
     device = _device()
-    found = [torch.empty_like(own, device=device) for _ in range(size())]
-    with _reaching():
-        dist.all_gather(found, own.to(device))
-    header = torch.stack(found).cpu()
+    headers = [torch.empty_like(own, device=device) for _ in range(size())]
+    with _explain_lost_process():
+        dist.all_gather(headers, own.to(device))
+    header = torch.stack(headers).cpu()
     if bool(header[:, 3].any()):
         messages: list[Any] = [None] * size()
-        with _reaching():
+        with _explain_lost_process():
             dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}")
-        told = [f"process {number} failed with {message}" for number, message in enumerate(messages) if message is not None]
-        raise OtherProcessError("; ".join(told))
+        failures = [f"process {number} failed with {message}" for number, message in enumerate(messages) if message is not None]
+        raise OtherProcessError("; ".join(failures))
     if bool((header[:, 0] != verb).any()):
         raise OtherProcessError(
             "the processes of this run take different steps: each must make the same calls, in the same order, with the same model"
@@ -208,12 +208,12 @@ def _exchange(verb: int, length: int, fingerprint: int, payload: Tensor | None =
 
 
 def _all_reduce(flat: Tensor) -> None:
-    with _reaching():
+    with _explain_lost_process():
         dist.all_reduce(flat)
 
 
 @contextmanager
-def _reaching() -> Iterator[None]:
+def _explain_lost_process() -> Iterator[None]:
     """Says in words of ours that another process is gone."""
     try:
         yield

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.collectives import agree
-from pyro_truncated.distributed.shards import collect_rows, draw_alike, ending_together, find_part, is_owned
+from pyro_truncated.distributed.shards import collect_rows, find_part, owned_parameters, propagate_shard_errors, synchronize_generator
 from pyro_truncated.utils.console import ReprFromArguments
 
 # SVI shows its optimiser to nobody.
@@ -31,9 +31,9 @@ def local_names() -> frozenset[str]:
 
     Optimisers of other runs, whose parameters the store does not hold, do not count.
     """
-    held = {id(value) for _, value in pyro.get_param_store().named_parameters()}
+    shared_ids = {id(value) for _, value in pyro.get_param_store().named_parameters()}
     stepped = {optimizer: {id(value) for value in optimizer.optimizer.optim_objs} for optimizer in _made}
-    return frozenset().union(*(optimizer.local for optimizer, own in stepped.items() if not own or own & held))
+    return frozenset().union(*(optimizer.local for optimizer, own in stepped.items() if not own or own & shared_ids))
 
 
 class AllReduced(ReprFromArguments, PyroOptim):
@@ -68,7 +68,7 @@ class AllReduced(ReprFromArguments, PyroOptim):
     def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
         """Sums the gradients in the order of names and takes the step."""
         params = list(params)
-        with collectives.failing_together():
+        with collectives.propagate_errors():
             if collectives.size() > 1:
                 self._sum(params)
             self.optimizer(params, *args, **kwargs)
@@ -77,7 +77,7 @@ class AllReduced(ReprFromArguments, PyroOptim):
         store = pyro.get_param_store()
         # Sets of parameters have another order in every process.
         named = {str(store.param_name(param)): param for param in params}
-        shared = [named[name] for name in sorted(named) if name not in self.local and not is_owned(named[name])]
+        shared = [named[name] for name in sorted(named) if name not in self.local and named[name] not in owned_parameters]
         gradients = collectives.add([torch.zeros_like(param) if param.grad is None else param.grad for param in shared])
         for param, gradient in zip(shared, gradients, strict=True):
             param.grad = gradient
@@ -120,17 +120,17 @@ class SummedELBO(ReprFromArguments, ELBO):
 
     def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """The loss of all data."""
-        with ending_together((args, dict(kwargs))):
+        with propagate_shard_errors((args, dict(kwargs))):
             return self._total(self.elbo.loss(model, guide, *args, **kwargs), args, kwargs)
 
     def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Returns the loss of all data; gradients are of this process's share."""
-        with ending_together((args, dict(kwargs))):
+        with propagate_shard_errors((args, dict(kwargs))):
             return self._total(self.elbo.loss_and_grads(model, guide, *args, **kwargs), args, kwargs)
 
     def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of all data for ``DistributedDataParallel``, which averages gradients."""
-        with ending_together((args, dict(kwargs))):
+        with propagate_shard_errors((args, dict(kwargs))):
             own: Tensor = self.elbo.differentiable_loss(model, guide, *args, **kwargs)
             scaled = own if find_part(args, dict(kwargs)) is None else own * collectives.size()
             return scaled + (self._total(float(own.detach()), args, kwargs) - scaled.detach())
@@ -223,18 +223,18 @@ def start_as_first(model: Any, guide: Any, search: Any) -> None:
 
     Parameters that :class:`AllReduced` leaves to every process stay as they are.
     """
-    held = dict(pyro.get_param_store().named_parameters())
+    parameters = dict(pyro.get_param_store().named_parameters())
     modules = {name: part for name, part in (("model", model), ("guide", guide)) if isinstance(part, torch.nn.Module)}
     for name, module in modules.items():
-        held |= {f"{name}.{key}": value for key, value in module.named_parameters()}
+        parameters |= {f"{name}.{key}": value for key, value in module.named_parameters()}
     if "model" in modules:
-        held |= {f"model.{key}": value for key, value in model.named_buffers()}
-    left = {id(tensor) for name, tensor in held.items() if name in local_names()}
-    tensors = [tensor for _, tensor in sorted(held.items()) if id(tensor) not in left]
+        parameters |= {f"model.{key}": value for key, value in model.named_buffers()}
+    local_ids = {id(tensor) for name, tensor in parameters.items() if name in local_names()}
+    tensors = [tensor for _, tensor in sorted(parameters.items()) if id(tensor) not in local_ids]
     for tensor, value in zip(tensors, collectives.agree([tensor.detach() for tensor in tensors]), strict=True):
         tensor.copy_(value)
-    learned = search.state_dict()
+    state = search.state_dict()
     # What was learned from shards was learned together: it is alike, but for what each process keeps of its data points.
-    if not all(collectives.gather(bool(collect_rows(learned)))):
-        search.load_state_dict(collectives.agree(learned))
-    draw_alike(None)
+    if not all(collectives.gather(bool(collect_rows(state)))):
+        search.load_state_dict(collectives.agree(state))
+    synchronize_generator(None)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pyro_truncated.distributed import collectives
-from pyro_truncated.utils.arguments import check_counts
+from pyro_truncated.utils.arguments import Renamed, check_counts
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.devices import generator_device
 
@@ -74,24 +74,26 @@ class Shard(Tensor):
     file: mmap.mmap | None
 
     @classmethod
-    def of(cls, rows: Tensor, portion: Portion, file: mmap.mmap | None = None) -> Shard:
+    def from_rows(cls, rows: Tensor, portion: Portion, file: mmap.mmap | None = None) -> Shard:
         """The same memory, as a shard."""
-        made: Shard = rows.as_subclass(cls)
-        made.portion, made.file = portion, file
-        return made
+        shard: Shard = rows.as_subclass(cls)
+        shard.portion, shard.file = portion, file
+        return shard
+
+    of = Renamed("from_rows")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             value = func(*args, **(kwargs or {}))
         is_kept = getattr(func, "__name__", "") in _KEEP_ROWS and args and isinstance(args[0], Shard) and isinstance(value, Tensor)
-        return Shard.of(value, args[0].portion) if is_kept else value
+        return Shard.from_rows(value, args[0].portion) if is_kept else value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shard:
-        return Shard.of(self.as_subclass(Tensor).__deepcopy__(memo), self.portion)
+        return Shard.from_rows(self.as_subclass(Tensor).__deepcopy__(memo), self.portion)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return Shard.of, (self.as_subclass(Tensor), self.portion)
+        return Shard.from_rows, (self.as_subclass(Tensor), self.portion)
 
 
 def shard(array: Any, *, split: bool = True) -> Shard:
@@ -134,7 +136,7 @@ def shard(array: Any, *, split: bool = True) -> Shard:
     portion = Portion(first, len(array), total)
     if min(total, *lengths) < 1 or total < collectives.size():
         raise ValueError(f"there must be at least one data point per process; got {total} for {collectives.size()} processes")
-    return Shard.of(_tensor(array), portion, find_memory_map(array))
+    return Shard.from_rows(_tensor(array), portion, find_memory_map(array))
 
 
 def _tensor(array: Any) -> Tensor:
@@ -152,24 +154,24 @@ def _tensor(array: Any) -> Tensor:
         return torch.from_numpy(array)
 
 
-def let_go(y: Any) -> None:
+def release_pages(y: Any) -> None:
     """Releases memory of a file that has been read."""
     if isinstance(y, Shard):
         release(y.file)
 
 
-def refuse_part(y: Any, why: str) -> None:
+def refuse_shards(y: Any, reason: str) -> None:
     """Refuses shards of data of which other processes hold the rest."""
     if find_part(y) is not None:
-        raise NotImplementedError(f"{why}; pass the whole data in one process")
+        raise NotImplementedError(f"{reason}; pass the whole data in one process")
 
 
 def find_portion(arguments: Any) -> Portion | None:
     """Returns the rows held by shards among a model's arguments, or ``None``."""
-    found = {leaf.portion for leaf in tree_leaves(arguments) if isinstance(leaf, Shard)}
-    if len(found) > 1:
-        raise ValueError(f"the model's arguments are shards of different rows: {sorted(map(str, found))}")
-    return next(iter(found), None)
+    portions = {leaf.portion for leaf in tree_leaves(arguments) if isinstance(leaf, Shard)}
+    if len(portions) > 1:
+        raise ValueError(f"the model's arguments are shards of different rows: {sorted(map(str, portions))}")
+    return next(iter(portions), None)
 
 
 def find_part(*arguments: Any) -> Portion | None:
@@ -247,9 +249,10 @@ def _rows_here(y: Tensor, positions: Tensor) -> Tensor:
     if not isinstance(y, Shard) or y.file is None:
         return plain[positions]
     rows = plain.new_empty(len(positions), *plain.shape[1:])
+    # Rows of a file at once.
     for part in torch.arange(len(positions), device=positions.device).split(1000):
         rows[part] = plain[positions[part]]
-        let_go(y)
+        release_pages(y)
     return rows
 
 
@@ -267,7 +270,7 @@ def some_rows(y: Tensor, number: int, generator: torch.Generator | None = None) 
     """
     total = total_rows(y)
     if find_part(y) is not None:
-        draw_alike(generator)
+        synchronize_generator(generator)
     if total <= number:
         return y if len(y) == total else whole(rows_at(y, torch.arange(total)))
     return rows_at(y, _draw_positions(total, number, generator).sort().values)
@@ -279,7 +282,7 @@ def drawn_rows(y: Tensor, number: int, generator: torch.Generator | None = None)
     ``generator`` is in the same state on every process from now on.
     """
     if find_part(y) is not None:
-        draw_alike(generator)
+        synchronize_generator(generator)
     return whole(rows_at(y, _draw_positions(total_rows(y), number, generator)))
 
 
@@ -287,7 +290,7 @@ def _draw_positions(total: int, number: int, generator: torch.Generator | None) 
     return torch.randperm(total, generator=generator, device=generator_device(generator))[:number]
 
 
-def draw_alike(generator: torch.Generator | None) -> None:
+def synchronize_generator(generator: torch.Generator | None) -> None:
     """Gives a generator the state that it has in the first process."""
     generator = torch.default_generator if generator is None else generator
     generator.set_state(collectives.agree(generator.get_state()))
@@ -300,7 +303,7 @@ def own_rows(values: Tensor, y: Tensor) -> Tensor:
 
 def whole(rows: Tensor) -> Shard:
     """Data that every process holds whole, to do the same with them."""
-    return Shard.of(as_tensors(rows), Portion(0, len(rows), len(rows)))
+    return Shard.from_rows(as_tensors(rows), Portion(0, len(rows), len(rows)))
 
 
 def find_memory_map(array: Any) -> mmap.mmap | None:
@@ -383,7 +386,7 @@ class RowBatch:
     def __exit__(self, *_: Any) -> None:
         assert self._token is not None
         _current.reset(self._token)
-        let_go(self.data)
+        release_pages(self.data)
 
 
 def current_batch() -> RowBatch | None:
@@ -451,22 +454,18 @@ class Batches:
         return self._order[1]
 
 
-_left: Any = WeakIdKeyDictionary()
+# Parameters whose rows belong to the data points of each process.
+owned_parameters: Any = WeakIdKeyDictionary()
 
 
-def leave_to_owners(parameter: Tensor) -> None:
+def register_owned_rows(parameter: Tensor) -> None:
     """Marks a parameter whose rows belong to this process's data points."""
-    _left[parameter] = True
+    owned_parameters[parameter] = True
 
 
-def take_from_owners(parameter: Tensor) -> None:
+def unregister_owned_rows(parameter: Tensor) -> None:
     """Marks a parameter that holds the rows of all data points."""
-    _left.pop(parameter, None)
-
-
-def is_owned(parameter: Tensor) -> bool:
-    """Whether :func:`leave_to_owners` has said so."""
-    return parameter in _left
+    owned_parameters.pop(parameter, None)
 
 
 def gather_owned_rows(own: Tensor, portion: Portion, positions: Tensor) -> Tensor:
@@ -485,7 +484,7 @@ def gather_all_rows(own: Tensor, y: Any) -> Tensor:
 
 def as_shard_like(values: Tensor, y: Any) -> Tensor:
     """Returns rows computed from a shard as such a shard."""
-    return Shard.of(values, y.portion) if isinstance(y, Shard) else values
+    return Shard.from_rows(values, y.portion) if isinstance(y, Shard) else values
 
 
 def own_positions(positions: Tensor, portion: Portion | None) -> Tensor:
@@ -495,9 +494,9 @@ def own_positions(positions: Tensor, portion: Portion | None) -> Tensor:
     return positions[(positions >= portion.first) & (positions < portion.first + portion.size)] - portion.first
 
 
-def ending_together(arguments: Any) -> AbstractContextManager[None]:
+def propagate_shard_errors(arguments: Any) -> AbstractContextManager[None]:
     """A context whose errors end all processes, if arguments hold shards."""
-    return nullcontext() if find_part(arguments) is None else collectives.failing_together()
+    return nullcontext() if find_part(arguments) is None else collectives.propagate_errors()
 
 
 class _OwnerRows(Function):
@@ -523,14 +522,14 @@ def collect_rows(state: Any) -> dict[str, Tensor]:
     A state with rows is a dictionary. ``rows`` are tensors with a row for each of the first data points of this process, zeros where
     unknown. ``first_position`` is that of the first row among all data; ``is_spread`` says whether other processes have the rest.
     """
-    found: dict[str, Tensor] = {}
+    rows: dict[str, Tensor] = {}
 
     def note(name: str, tensor: Tensor) -> Tensor:
-        found[name] = tensor
+        rows[name] = tensor
         return tensor
 
     _map(state, note, {}, "")
-    return found
+    return rows
 
 
 def without_rows(state: Any) -> Any:
@@ -541,15 +540,15 @@ def without_rows(state: Any) -> Any:
 
 def with_rows(state: Any, rows: Mapping[str, Tensor], portion: Portion) -> Any:
     """Returns the state with these rows of this process's data points."""
-    where = {"first_position": portion.first, "is_spread": portion.is_part}
-    return _map(state, lambda name, tensor: rows.get(name, tensor), where, "")
+    placement = {"first_position": portion.first, "is_spread": portion.is_part}
+    return _map(state, lambda name, tensor: rows.get(name, tensor), placement, "")
 
 
-def _map(state: Any, change: Callable[[str, Tensor], Tensor], where: Mapping[str, Any], name: str) -> Any:
+def _map(state: Any, change: Callable[[str, Tensor], Tensor], placement: Mapping[str, Any], name: str) -> Any:
     if isinstance(state, list):
-        return [_map(value, change, where, f"{name}.{number}") for number, value in enumerate(state)]
+        return [_map(value, change, placement, f"{name}.{number}") for number, value in enumerate(state)]
     if not isinstance(state, Mapping):
         return state
     if "rows" in state:
-        return {**state, **where, "rows": {key: change(f"{name}.{key}", tensor) for key, tensor in state["rows"].items()}}
-    return {key: _map(value, change, where, f"{name}.{key}") for key, value in state.items()}
+        return {**state, **placement, "rows": {key: change(f"{name}.{key}", tensor) for key, tensor in state["rows"].items()}}
+    return {key: _map(value, change, placement, f"{name}.{key}") for key, value in state.items()}

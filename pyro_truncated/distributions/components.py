@@ -45,8 +45,8 @@ class Component(Categorical):
         if not probs.is_cpu:
             return self._sample_by_inversion(torch.Size(sample_shape) + self.batch_shape)
         if any(probs.stride()[:-1]) or probs.dim() == 1:
-            drawn: Tensor = super().sample(sample_shape)  # type: ignore[no-untyped-call]
-            return drawn
+            draws: Tensor = super().sample(sample_shape)  # type: ignore[no-untyped-call]
+            return draws
         shape = torch.Size(sample_shape) + self.batch_shape
         with torch.no_grad():
             return torch.multinomial(probs[(0,) * (probs.dim() - 1)], max(1, shape.numel()), True)[: shape.numel()].reshape(shape)
@@ -308,7 +308,7 @@ class ComponentLowRankNormal(ComponentGaussian):
 
     def __init__(self, component: Tensor, loc: Tensor, factor: Tensor, scale: Tensor, validate_args: bool | None = None) -> None:
         if loc.dim() != 2 or factor.dim() != 3 or factor.shape[:2] != loc.shape or scale.shape not in (loc.shape[:1], ()):
-            shapes = ", ".join(str(tuple(given.shape)) for given in (loc, factor, scale))
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (loc, factor, scale))
             raise ValueError(f"loc must have shape (K, D), factor (K, D, R) and scale (K,) or (); got {shapes}")
         self.factor, self.scale = factor, scale
         super().__init__(component, loc, validate_args)

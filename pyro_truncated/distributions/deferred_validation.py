@@ -73,13 +73,13 @@ def validate_later(distribution: Distribution, value: Tensor) -> None:
         ValueError: if the shape of the value does not fit, or it is outside of the support.
     """
 
-    def complain(value: Tensor) -> None:
+    def validate(value: Tensor) -> None:
         Distribution._validate_sample(distribution, value)
 
     if not isinstance(value, Tensor) or not is_vectorised(value):
-        complain(value)
+        validate(value)
         return
-    support = _Later(distribution.support, complain)
+    support = _Later(distribution.support, validate)
     shapes = {"_batch_shape": distribution.batch_shape, "_event_shape": distribution.event_shape}
     Distribution._validate_sample(SimpleNamespace(support=support, **shapes), value)  # type: ignore[arg-type]
 
@@ -89,11 +89,11 @@ class _Later(constraints.Constraint):
 
     Args:
         base: the constraint.
-        complain: raises an error about values that do not satisfy it.
+        validate: raises an error about values that do not satisfy it.
     """
 
-    def __init__(self, base: Any, complain: Callable[[Tensor], None]) -> None:
-        self.base, self.complain = base, complain
+    def __init__(self, base: Any, validate: Callable[[Tensor], None]) -> None:
+        self.base, self.validate = base, validate
         super().__init__()
 
     def __repr__(self) -> str:
@@ -104,7 +104,7 @@ class _Later(constraints.Constraint):
         valid: Tensor = self.base.check(value)
         if not is_vectorised(value):
             return valid
-        raise_if(~valid.all(), lambda: self.complain(value))
+        raise_if(~valid.all(), lambda: self.validate(value))
         return torch.ones((), dtype=torch.bool, device="cpu")
 
 

@@ -156,11 +156,11 @@ class LinearSuperposition(GaussianSuperposition):
             scaled; pairs of the two shapes add up by broadcasting.
         """
         rows, is_observed = without_missing(population.select_rows(value))
-        seen = None if is_observed is None else is_observed.double()
+        mask = None if is_observed is None else is_observed.double()
         if levels is None and population.space.is_binary:
-            active, pairs = _binary_moments(population, temperature, seen)
+            active, pairs = _binary_moments(population, temperature, mask)
         else:
-            active, pairs = _moments(population, temperature, seen, levels)
+            active, pairs = _moments(population, temperature, mask, levels)
         return {
             **data_sums(rows, is_observed),
             "states": active.sum(0),
@@ -235,28 +235,30 @@ def error_with_bias(weight: Tensor, bias: Tensor, statistics: Statistics) -> Ten
     return squares + (weight * (products - 2 * cross)).sum(-1)
 
 
-def _binary_moments(population: Population, temperature: float, observed: Tensor | None) -> tuple[Tensor, Tensor]:
+def _binary_moments(population: Population, temperature: float, is_observed: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns first moments ``(N, H)`` and second moments.
 
     The latter are ``(H, H)``, or ``(D, H, H)`` over the data points that have dimension ``d``.
     """
     # Their sums are one in float64: about the means, latents that vary together would have negative second moments.
     weights, num_latents = population.weights(temperature, torch.float64), population.space.num_latents
-    if observed is None:
+    if is_observed is None:
         return ops.moments(population.words, weights, num_latents)
-    first, second = [], observed.new_zeros(observed.shape[1], num_latents**2)
+    first, second = [], is_observed.new_zeros(is_observed.shape[1], num_latents**2)
     size = rows_per_block(16 * num_latents**2)
-    for block_words, block_weights, seen in zip(population.words.split(size), weights.split(size), observed.split(size), strict=True):
+    for block_words, block_weights, mask in zip(population.words.split(size), weights.split(size), is_observed.split(size), strict=True):
         active, pairs = ops.moments(block_words, block_weights, num_latents, per_datum=True)
         first.append(active)
-        second.addmm_(seen.mT, pairs.flatten(1))
+        second.addmm_(mask.mT, pairs.flatten(1))
     return torch.cat(first), second.unflatten(1, (num_latents, num_latents))
 
 
-def _moments(population: Population, temperature: float, observed: Tensor | None, levels: Tensor | None) -> tuple[Tensor, Tensor]:
+def _moments(population: Population, temperature: float, is_observed: Tensor | None, levels: Tensor | None) -> tuple[Tensor, Tensor]:
     """The same for latents of several values."""
     shape = (population.space.num_latents,) * 2
-    pairs = torch.zeros(shape if observed is None else (observed.shape[1], *shape), dtype=torch.float64, device=population.words.device)
+    pairs = torch.zeros(
+        shape if is_observed is None else (is_observed.shape[1], *shape), dtype=torch.float64, device=population.words.device
+    )
     first = []
     size = rows_per_block(64 * population.num_states * shape[0])
     for start, block in zip(range(0, max(1, len(population)), size), population.split(size), strict=True):
@@ -264,9 +266,9 @@ def _moments(population: Population, temperature: float, observed: Tensor | None
         coefficients = states.double() if levels is None else levels.double()[states]
         weighted = block.weights(temperature, torch.float64).unsqueeze(-1) * coefficients
         first.append(weighted.sum(1))
-        if observed is None:
+        if is_observed is None:
             pairs += weighted.flatten(0, 1).mT @ coefficients.flatten(0, 1)
         else:
-            seen = observed[start : start + size]
-            pairs += (seen.mT @ (weighted.mT @ coefficients).flatten(1)).unflatten(1, shape)
+            mask = is_observed[start : start + size]
+            pairs += (mask.mT @ (weighted.mT @ coefficients).flatten(1)).unflatten(1, shape)
     return torch.cat(first), pairs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from pyro_truncated.ops import raise_if
 from pyro_truncated.ops.maximum import Segments, maximum_segments
 from pyro_truncated.ops.unpacked import max_superposition
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import Renamed, names_arguments
 from pyro_truncated.utils.constraints import check_entries, finite, or_missing, positive_finite, without_missing
 
 
@@ -523,11 +522,7 @@ class PiecewiseGaussian(TorchDistribution):
         self.segments = segments
         super().__init__(segments.edges.shape[:-1], validate_args=validate_args)
 
-    @classmethod
-    def of_maximum(cls, *args: Tensor, **kwargs: Tensor) -> PiecewiseGaussian:
-        """The old name of :meth:`from_maximum`."""
-        warnings.warn("of_maximum has a new name: use from_maximum", DeprecationWarning, stacklevel=2)
-        return cls.from_maximum(*args, **kwargs)
+    of_maximum = Renamed("from_maximum")
 
     @classmethod
     def from_maximum(

@@ -15,7 +15,7 @@ from torch import Tensor
 from pyro_truncated.distributed import collectives
 from pyro_truncated.ops import defer_checks
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.arguments import check_kinds
+from pyro_truncated.utils.arguments import Renamed, check_kinds
 from pyro_truncated.utils.console import ReprFromArguments
 from pyro_truncated.utils.devices import module_device, to_device
 
@@ -122,13 +122,15 @@ class ClosedForm(ReprFromArguments, PyroOptim):
         self.drive()
 
     @staticmethod
-    def driving(model: Any) -> ClosedForm | None:
+    def find(model: Any) -> ClosedForm | None:
         """Returns the object that trains a model: the last one not released."""
         try:
             driver = _drivers.get(model)
         except TypeError:  # a program that cannot be looked up is not the model of any
             return None
         return None if driver is None else driver()
+
+    driving = Renamed("find")
 
     def drive(self) -> None:
         """Takes the training of the model over, as a new object does."""
@@ -148,12 +150,12 @@ class ClosedForm(ReprFromArguments, PyroOptim):
         """
         if self.minibatch == "online" or self.statistics is None or indices is None or self.visited is None:
             return None
-        seen = self.visited[indices.cpu()].nonzero().squeeze(-1)
-        if len(seen) == len(indices) > 0:
+        visited = self.visited[indices.cpu()].nonzero().squeeze(-1)
+        if len(visited) == len(indices) > 0:
             return population
-        seen = seen.to(population.words.device, non_blocking=True)
-        where = None if population.indices is None else population.indices[seen]
-        return Population(population.space, population.words[seen], population.log_joint[seen], where) if len(seen) else None
+        visited = visited.to(population.words.device, non_blocking=True)
+        where = None if population.indices is None else population.indices[visited]
+        return Population(population.space, population.words[visited], population.log_joint[visited], where) if len(visited) else None
 
     def collect(
         self,
@@ -185,7 +187,10 @@ class ClosedForm(ReprFromArguments, PyroOptim):
                 "Pass the ClosedForm object to SVI, or call ClosedForm.release() to train the model by gradients."
             )
         if indices is not None and self.minibatch == "incremental" and len(indices.unique()) < len(indices):
-            raise ValueError("a data point occurs twice in the minibatch; draw without replacement, or use minibatch='online'")
+            raise ValueError(
+                f"a data point occurs twice in the minibatch; got {len(indices)} positions, {len(indices.unique())} of them distinct. "
+                "Draw without replacement, or use minibatch='online'"
+            )
         self._pending = True
         total = sum_over_processes if is_part else dict
         if indices is None:
@@ -194,23 +199,23 @@ class ClosedForm(ReprFromArguments, PyroOptim):
             self._blend(total(new), num_data / len(indices) if scale is None else scale)
         else:
             change = new if old is None else {name: value - old[name] for name, value in new.items()}
-            change, held = total(self._replace_expected_statistics(change, indices, num_data)), self.statistics
-            self.statistics = change if held is None else {name: held[name] + value for name, value in change.items()}
+            change, before = total(self._replace_expected_statistics(change, indices, num_data)), self.statistics
+            self.statistics = change if before is None else {name: before[name] + value for name, value in change.items()}
         if self.minibatch == "incremental":
             if self.visited is None:
                 self.visited = torch.zeros(num_data, dtype=torch.bool)
             self.visited[slice(None) if indices is None else indices.cpu()] = True
 
-    def renew(self, visited: Statistics, *, is_part: bool) -> None:
+    def renew(self, statistics: Statistics, *, is_part: bool) -> None:
         """Replaces the streamed statistics after populations have changed.
 
         Args:
-            visited: their statistics.
+            statistics: their statistics.
             is_part: whether other processes have those of other data points, which are added.
         """
         assert self.visited is not None
-        expected = _plus(visited, self.expected, int((~self.visited).sum()))
-        self.statistics = sum_over_processes(expected) if is_part else expected
+        total = _add_expected(statistics, self.expected, int((~self.visited).sum()))
+        self.statistics = sum_over_processes(total) if is_part else total
 
     def _replace_expected_statistics(self, change: Statistics, indices: Tensor, num_data: int) -> Statistics:
         """Returns the change where visited data points replace expected ones."""
@@ -218,7 +223,7 @@ class ClosedForm(ReprFromArguments, PyroOptim):
         if is_beginning and hasattr(self.model, "expected_statistics"):
             self.expected = self.model.expected_statistics()
         visited = 0 if self.visited is None else int(self.visited[indices.cpu()].sum())
-        return _plus(change, self.expected, (num_data if is_beginning else 0) + visited - len(indices))
+        return _add_expected(change, self.expected, (num_data if is_beginning else 0) + visited - len(indices))
 
     def _blend(self, new: Statistics, scale: float) -> None:
         rate = 1.0 if self.statistics is None else self.step_size(self.num_steps)
@@ -231,13 +236,13 @@ class ClosedForm(ReprFromArguments, PyroOptim):
             raise RuntimeError("ClosedForm has no statistics to use; train with SVI and a Truncated_ELBO on the very model it was made for")
         self._pending = False
         self.num_steps += 1
-        with torch.no_grad(), _all_or_nothing(self.model):
+        with torch.no_grad(), _restore_on_error(self.model):
             self.model.maximize(self.statistics)
 
     def release(self) -> None:
         """Gives the model back to gradient training."""
         self._pending = False
-        if ClosedForm.driving(self.model) is self:
+        if ClosedForm.find(self.model) is self:
             del _drivers[self.model]
 
     def get_state(self) -> dict[str, Any]:
@@ -262,7 +267,7 @@ class ClosedForm(ReprFromArguments, PyroOptim):
 @contextlib.contextmanager
 def restore_driver(model: Any) -> Iterator[None]:
     """Hands a model back to who trained it before."""
-    driver = ClosedForm.driving(model)
+    driver = ClosedForm.find(model)
     try:
         yield
     finally:
@@ -271,7 +276,7 @@ def restore_driver(model: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _all_or_nothing(model: Any) -> Iterator[None]:
+def _restore_on_error(model: Any) -> Iterator[None]:
     """A context that restores a model's parameters after an error."""
     parameters = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
     before = [parameter.detach().clone() for parameter in parameters]
@@ -284,9 +289,11 @@ def _all_or_nothing(model: Any) -> Iterator[None]:
         raise
 
 
-def _plus(statistics: Statistics, expected: Statistics | None, times: int) -> Statistics:
+def _add_expected(statistics: Statistics, expectation: Statistics | None, times: int) -> Statistics:
     """With so many data points more that are as expected."""
-    return statistics if expected is None or not times else {name: value + times * expected[name] for name, value in statistics.items()}
+    return (
+        statistics if expectation is None or not times else {name: value + times * expectation[name] for name, value in statistics.items()}
+    )
 
 
 def sum_over_processes(statistics: Statistics) -> Statistics:

@@ -19,7 +19,15 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.distributed.launch import start_as_first
-from pyro_truncated.distributed.shards import draw_alike, ending_together, find_part, find_portion, global_positions, shard_sum, total_rows
+from pyro_truncated.distributed.shards import (
+    find_part,
+    find_portion,
+    global_positions,
+    propagate_shard_errors,
+    shard_sum,
+    synchronize_generator,
+    total_rows,
+)
 from pyro_truncated.em.closed_form import ClosedForm, Statistics
 from pyro_truncated.ops import defer_checks, draw_seed, lazy_values
 from pyro_truncated.search.base import SearchBatch
@@ -27,7 +35,7 @@ from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.annealing import Temperature, temperature_at
-from pyro_truncated.utils.arguments import check_count, names_arguments
+from pyro_truncated.utils.arguments import check_count, describe, names_arguments, renames
 from pyro_truncated.utils.devices import module_device
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
@@ -210,7 +218,9 @@ class GibbsGuide(PyroModule):
         if len(selected):
             coefficients, chances = self.model.gibbs(y[rows], selected, last.squeeze(1), rows=batch.positions, **arguments)
         is_finite = coefficients.isfinite().all() & chances.isfinite().all()
-        ops.raise_if(~is_finite, "the Gibbs sampler drew values that are not finite; check the model's parameters and the data")
+        ops.raise_if(
+            ~is_finite, lambda: f"Gibbs draws must be finite; got {describe(coefficients)}. Check the model's parameters and the data"
+        )
         ops.on_success(lambda: self._keep_(rows, selected, coefficients, chances))
         return GibbsDraws(selected, coefficients, chances, indices)
 
@@ -231,8 +241,8 @@ class GibbsGuide(PyroModule):
         self._check_has_draws()
         with pyro.plate("data", len(self.coefficients), subsample_size=batch_size) as index:
             draws = self.draws(index).spread(self.model.num_latents)
-            chosen = torch.randint(draws.shape[1], (len(draws),), device=draws.device)
-            values = self.model.site_values(draws[torch.arange(len(draws), device=draws.device), chosen])
+            draw = torch.randint(draws.shape[1], (len(draws),), device=draws.device)
+            values = self.model.site_values(draws[torch.arange(len(draws), device=draws.device), draw])
             return {name: pyro.sample(name, dist.Delta(value, event_dim=1)) for name, value in values.items()}
 
     def _in_units(self, rows: slice | Tensor) -> Tensor:
@@ -291,8 +301,8 @@ class GibbsGuide(PyroModule):
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         # A fresh guide has no buffers yet: make them in the shapes that come in.
         for name in self.ROWS:
-            value, held = state_dict.get(prefix + name), self._buffers.get(name)
-            if value is not None and (held is None or held.shape != value.shape):
+            value, buffer = state_dict.get(prefix + name), self._buffers.get(name)
+            if value is not None and (buffer is None or buffer.shape != value.shape):
                 self.register_buffer(name, torch.empty_like(value, device=module_device(self.model)))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -337,7 +347,7 @@ class GibbsEM(ELBO):
         search: selects the latents. Its proposals are not used.
         sweeps: sweeps whose outcomes are kept as draws.
         burn_in: sweeps before them.
-        settling: E-steps that chains take before the first one with an M-step; 0 where a model begins with random parameters.
+        warm_up: E-steps that chains take before the first one with an M-step; 0 where a model begins with random parameters.
         temperature: factor :math:`\ge 1` on the variance of the noise in the E-step, a number or a function of the step ``t = 0, 1, ...``.
         batch_size: data points per step, drawn without replacement. Default: all.
         generator: source of randomness. Default: torch's global generator.
@@ -350,32 +360,33 @@ class GibbsEM(ELBO):
         Shelton, Bornschein, Sheikh, Berkes and Lücke, "Select and Sample - A Model of Efficient Neural Inference and Learning", NIPS 2011.
     """
 
+    @renames(settling="warm_up")
     def __init__(
         self,
         search: Preselection,
         *,
         sweeps: int = 3,
         burn_in: int = 2,
-        settling: int = 10,
+        warm_up: int = 10,
         temperature: Temperature = 1.0,
         batch_size: int | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
         if not isinstance(search, Preselection):
             raise TypeError(f"search must select latents: a Preselection, such as GPSelect(5); got {type(search).__name__}")
-        sweeps, burn_in, settling = check_count("sweeps", sweeps), check_count("burn_in", burn_in, 0), check_count("settling", settling, 0)
+        sweeps, burn_in, warm_up = check_count("sweeps", sweeps), check_count("burn_in", burn_in, 0), check_count("warm_up", warm_up, 0)
         batch_size = None if batch_size is None else check_count("batch_size", batch_size)
         super().__init__()  # type: ignore[no-untyped-call]
         self.search = search
         self.sweeps = sweeps
         self.burn_in = burn_in
-        self.settling = settling
+        self.warm_up = warm_up
         self.temperature = temperature
         self.batch_size = batch_size
         self.generator = generator
         self.num_steps = 0
         self._known_guide: Any = None
-        self._settled_guide: Any = None
+        self._warm_guide: Any = None
 
     def loss(self, model: Any, guide: Any, y: Tensor, *args: Any, **kwargs: Any) -> float:
         """Returns minus the mean log joint of the present draws."""
@@ -387,26 +398,26 @@ class GibbsEM(ELBO):
         Raises:
             TypeError: if no :class:`~pyro_truncated.ClosedForm` drives the model.
         """
-        closed_form = ClosedForm.driving(model)
+        closed_form = ClosedForm.find(model)
         if closed_form is None:
             raise TypeError("GibbsEM needs ClosedForm(model) as the optimiser; to train by gradients use an AutoTruncated guide")
-        with ending_together(y):
+        with propagate_shard_errors(y):
             is_part = find_part(y) is not None
             if is_part and self._known_guide is not guide:
                 start_as_first(model, guide, self.search)
-                draw_alike(self.generator)
+                synchronize_generator(self.generator)
             self._known_guide = guide
             return self._step(closed_form, _check(guide, model), y, is_part)
 
     def _step(self, closed_form: ClosedForm, guide: GibbsGuide, y: Tensor, is_part: bool) -> float:
         indices, scale = self._subsample(y)
-        self._settle(guide, y, indices)
+        self._warm_up(guide, y, indices)
         with defer_checks():
             draws = self._update(guide, y, indices)
             # A model that looks at its statistics brings it along.
-            known = lazy_values(_total(guide.model.expected_log_joint(draws, y), y))
+            values = lazy_values(_total(guide.model.expected_log_joint(draws, y), y))
             statistics = guide.model.sufficient_statistics(draws, y)
-            loss = -known()[0] * scale
+            loss = -values()[0] * scale
         self.num_steps += 1
         warn_if_nan(loss, "loss")  # type: ignore[call-overload]
         closed_form.collect(statistics, None, indices, len(y), scale=scale, is_part=is_part)
@@ -418,19 +429,19 @@ class GibbsEM(ELBO):
         with _draw_key(self.generator) if find_portion(y) is not None else nullcontext(self.generator) as generator:
             return guide.update_(self.search, y, indices, generator=generator, **budget)
 
-    def _settle(self, guide: GibbsGuide, y: Tensor, indices: Tensor | None) -> None:
+    def _warm_up(self, guide: GibbsGuide, y: Tensor, indices: Tensor | None) -> None:
         """Lets chains that have not begun come to the parameters."""
-        if self._settled_guide is guide:
+        if self._warm_guide is guide:
             return
-        new = _not_begun(guide, y)
-        given = new if indices is None else new[indices]
+        new = _new_mask(guide, y)
+        selected = new if indices is None else new[indices]
         # Processes take as many steps, those too whose chains have all begun.
-        num_new, num_given = (int(value) for value in shard_sum(y)([new.sum(), given.sum()]))
-        rows = given.nonzero().squeeze(-1) if indices is None else indices[given]
-        for _ in range(self.settling if num_given else 0):
+        num_new, num_given = (int(value) for value in shard_sum(y)([new.sum(), selected.sum()]))
+        rows = selected.nonzero().squeeze(-1) if indices is None else indices[selected]
+        for _ in range(self.warm_up if num_given else 0):
             self._update(guide, y, None if len(rows) == len(y) else rows)
         if num_new == num_given:
-            self._settled_guide = guide
+            self._warm_guide = guide
 
     def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
         return get_importance_trace("flat", math.inf, model, guide, args, kwargs)
@@ -441,12 +452,12 @@ class GibbsEM(ELBO):
         if self.batch_size is None or self.batch_size >= total:
             return None, 1.0
         device = None if self.generator is None else self.generator.device
-        chosen = torch.randperm(total, generator=self.generator, device=device)[: self.batch_size].sort().values.to(y.device)
+        index = torch.randperm(total, generator=self.generator, device=device)[: self.batch_size].sort().values.to(y.device)
         first = int(global_positions(y)[0])
-        return chosen[(chosen >= first) & (chosen < first + len(y))] - first, total / self.batch_size
+        return index[(index >= first) & (index < first + len(y))] - first, total / self.batch_size
 
 
-def _not_begun(guide: GibbsGuide, y: Tensor) -> Tensor:
+def _new_mask(guide: GibbsGuide, y: Tensor) -> Tensor:
     """Which data points here have no draws yet, ``(N,)``."""
     if hasattr(guide, "unit") and len(guide.unit) == len(y):
         return guide.unit[:, 0] == 0

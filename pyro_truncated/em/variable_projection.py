@@ -116,6 +116,7 @@ class FittedUnits:
 
     def fit(self, steps: int) -> float:
         """Takes steps of L-BFGS; the square error and the penalties after them."""
+        # Line searches take more evaluations than steps, as torch has it by default.
         most = int(1.25 * steps)
         optimizer = torch.optim.LBFGS(self.learned, max_iter=steps, max_eval=most, history_size=20, line_search_fn="strong_wolfe")
 
@@ -140,7 +141,7 @@ class FittedUnits:
             self._last_layer.bias.copy_(solution[-1])
 
     @torch.no_grad()
-    def worth(self) -> Tensor:
+    def deletion_loss(self) -> Tensor:
         """Returns the rise of the penalised error without each unit, ``(J,)``."""
         solution, moments = self._solve(self._design())
         rises: Tensor = solution.square().sum(1) / torch.linalg.inv(moments).diagonal()
@@ -156,14 +157,14 @@ class FittedUnits:
         size = math.sqrt(_mean_square(torch.cat([value.flatten() for value in before])))
         design = self._design()
         others = design[:, [column for column in range(design.shape[1]) if column != unit]]
-        left, basis = self._weighted_means - others @ self._solve(others)[0], torch.linalg.qr(others).Q
+        residual, basis = self._weighted_means - others @ self._solve(others)[0], torch.linalg.qr(others).Q
         best, gained = [value[unit] for value in before], 0.0
         # At least 256 candidates for a unit.
         for _ in range(-(-256 // self._hidden_layer.out_features)):
             # All units together are further candidates.
             for value in self._incoming:
                 value.copy_(size * torch.randn(value.shape, dtype=value.dtype))
-            gains = _gains(self._design()[:, : self._hidden_layer.out_features], basis, left)
+            gains = _gains(self._design()[:, : self._hidden_layer.out_features], basis, residual)
             first = int(gains.argmax())
             if float(gains[first]) > gained:
                 best, gained = [value[first].clone() for value in self._incoming], float(gains[first])
@@ -177,15 +178,15 @@ class FittedUnits:
         They have a column of ones if there is an offset.
         """
         self.evaluations += 1
-        seen: list[Tensor] = []
+        parts: list[Tensor] = []
         handle = self._last_layer.register_forward_pre_hook(
-            lambda _, *given: seen.extend((*given[0], *given[1].values())), with_kwargs=True
+            lambda _, *given: parts.extend((*given[0], *given[1].values())), with_kwargs=True
         )
         try:
             self._network(self._targets.states)
         finally:
             handle.remove()
-        columns = [seen[0].double()] + ([] if self._last_layer.bias is None else [torch.ones_like(self._root)])
+        columns = [parts[0].double()] + ([] if self._last_layer.bias is None else [torch.ones_like(self._root)])
         return self._root * torch.cat(columns, 1)
 
     def _solve(self, design: Tensor) -> tuple[Tensor, Tensor]:
@@ -231,6 +232,7 @@ def fit_unit_by_unit(decoder: Decoder, targets: Targets) -> bool:
     if not units.learned:
         return False
     error, work = units.square_error(), len(targets.states) * sum(value.numel() for value in before)
+    # L-BFGS steps of the first fit.
     units.fit(200)
     units.put_last_layer()
     # Noise and weight sizes now belong to a network that fits.
@@ -238,14 +240,14 @@ def fit_unit_by_unit(decoder: Decoder, targets: Targets) -> bool:
     lowest, failed = units.fit(_REFIT_STEPS), 0
     # Evaluations of all fits, and their states times weights: 3 to 7 CPU seconds.
     while failed < decoder.last.in_features and units.evaluations < min(4000, 1e10 / work):
-        kept = snapshot(units.learned)
-        units.redraw(int(units.worth().argsort()[failed]))
-        reached = units.fit(_REFIT_STEPS)
+        best_parameters = snapshot(units.learned)
+        units.redraw(int(units.deletion_loss().argsort()[failed]))
+        new_error = units.fit(_REFIT_STEPS)
         # Relative gain in squared error that a new unit needs; for 25 numbers 0.01 nats.
-        if reached < (1 - 1e-3) * lowest:
-            lowest, failed = reached, 0
+        if new_error < (1 - 1e-3) * lowest:
+            lowest, failed = new_error, 0
         else:
-            load_snapshot(units.learned, kept)
+            load_snapshot(units.learned, best_parameters)
             failed += 1
     units.put_last_layer()
     has_fallen = units.square_error() < error
@@ -254,10 +256,10 @@ def fit_unit_by_unit(decoder: Decoder, targets: Targets) -> bool:
     return has_fallen
 
 
-def _gains(columns: Tensor, basis: Tensor, left: Tensor) -> Tensor:
+def _gains(columns: Tensor, basis: Tensor, residual: Tensor) -> Tensor:
     """Returns the error that each column removes beside a basis, ``(J,)``."""
     columns = columns - basis @ (basis.mT @ columns)
-    return (columns.mT @ left).square().sum(1) / columns.square().sum(0).clamp(min=_MIN_MEAN_SQUARE)
+    return (columns.mT @ residual).square().sum(1) / columns.square().sum(0).clamp(min=_MIN_MEAN_SQUARE)
 
 
 def _mean_square(value: Tensor) -> float:

@@ -1,7 +1,10 @@
 """Gaussian processes, pivoted Cholesky factors, and kernels under uncertain inputs."""
 
+import warnings
+from typing import Any
+
 from pyro_truncated.gp.active_set_distributions import ActiveSetScaleWarning
-from pyro_truncated.gp.active_sets import ActiveSet, Split, UniformSplits, growing
+from pyro_truncated.gp.active_sets import ActiveSet, Split, UniformSplits, linear_growth
 from pyro_truncated.gp.cholesky import JitterWarning, PivotedCholesky, pivoted_cholesky
 from pyro_truncated.gp.data_kernels import (
     CountKernel,
@@ -84,7 +87,7 @@ __all__ = [
     "UniformSplits",
     "as_data_kernel",
     "closed_form",
-    "growing",
+    "linear_growth",
     "pivoted_cholesky",
     "psi_statistics",
     "shortest_path",
@@ -92,3 +95,10 @@ __all__ = [
     "spectrum",
     "weisfeiler_lehman",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "growing":
+        warnings.warn("gp.growing has a new name: use gp.linear_growth", DeprecationWarning, stacklevel=2)
+        return linear_growth
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

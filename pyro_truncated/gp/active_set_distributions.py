@@ -36,7 +36,7 @@ class ActiveSetScaleWarning(UserWarning):
     """
 
 
-def warn_if_scaled(num_active: int, batch_size: int, num_data: int | None = None) -> None:
+def warn_about_scale(num_active: int, batch_size: int, num_data: int | None = None) -> None:
     """Warns if handlers scale a minibatch's active points like all others.
 
     A plate that takes ``B`` of ``N`` data points multiplies every log density by ``N / B``, that of the active set, too. What is scaled on
@@ -238,7 +238,7 @@ class ActiveSetGaussianProcess(TorchDistribution):
         self.loc = torch.as_tensor(loc, dtype=latents.dtype, device=latents.device)
         num_active, num_outputs = check_count("num_active", num_active, least=0), check_count("num_outputs", num_outputs)
         self.num_active, self.num_data = num_active, num_data
-        warn_if_scaled(num_active, latents.shape[-2], num_data)
+        warn_about_scale(num_active, latents.shape[-2], num_data)
         # Computed here, so that impossible sizes are refused before any work.
         batch_size = latents.shape[-2]
         self.weights = split_weights(batch_size, num_active, batch_size if num_data is None else num_data, like=latents)
@@ -388,5 +388,5 @@ class ActiveSetPosterior(ActiveSetGaussianProcess):
         (factor,) = self.sites().factors
         step = torch.cholesky_solve(self.targets - self.loc - noisy, factor.cholesky)
         identity = torch.eye(self.num_active, dtype=step.dtype, device=step.device)
-        moved = (self._matrix + self.noise.reshape(()) * identity) @ step
-        return self.loc + draw + torch.cat([moved, self._cross.mT @ step], -2)
+        shifted = (self._matrix + self.noise.reshape(()) * identity) @ step
+        return self.loc + draw + torch.cat([shifted, self._cross.mT @ step], -2)

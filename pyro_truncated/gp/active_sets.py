@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from pyro_truncated.gp.cholesky import FINE_JITTER, factorize, inducing_cholesky, pivoted_cholesky, stable_cholesky
 from pyro_truncated.gp.kernels import covariance, prior_variance
-from pyro_truncated.utils.arguments import check_count, check_counts, names_arguments
+from pyro_truncated.utils.arguments import check_count, check_counts, describe, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 
 
@@ -89,15 +89,17 @@ class ActiveSet:
         whitened = torch.linalg.solve_triangular(cholesky, outputs, upper=False)
         return _Factor(rows, columns, outputs.shape[-1], cholesky, whitened, jitter)
 
-    def _factor_patterns(self, matrix: Tensor, observed: Tensor) -> list[_Factor]:
-        if observed.dim() > 2:
-            raise ValueError("an active set with batch dimensions must have no missing entries; make one active set for each batch entry")
-        patterns, which = torch.unique(observed.mT, dim=0, return_inverse=True)
-        found = []
+    def _factor_patterns(self, matrix: Tensor, is_observed: Tensor) -> list[_Factor]:
+        if is_observed.dim() > 2:
+            raise ValueError(
+                f"an active set with batch dimensions must be complete; got outputs {describe(self.outputs)}. Make one for each batch entry"
+            )
+        patterns, which = torch.unique(is_observed.mT, dim=0, return_inverse=True)
+        factors = []
         for number, pattern in enumerate(patterns):
             rows, columns = pattern.nonzero().squeeze(-1), (which == number).nonzero().squeeze(-1)
-            found.append(self._factor(matrix[..., rows, :][..., rows], rows, columns, self.outputs[rows][:, columns]))
-        return found
+            factors.append(self._factor(matrix[..., rows, :][..., rows], rows, columns, self.outputs[rows][:, columns]))
+        return factors
 
     @property
     def size(self) -> int:
@@ -133,8 +135,8 @@ class ActiveSet:
         parts = []
         for factor in self.factors:
             basis = torch.linalg.solve_triangular(factor.cholesky, cross[..., factor.rows, :], upper=False)
-            left = (prior - basis.square().sum(-2)).clamp(min=0.0)
-            parts.append((basis.mT @ factor.whitened, (left if noiseless else left + self.noise).unsqueeze(-1)))
+            rest = (prior - basis.square().sum(-2)).clamp(min=0.0)
+            parts.append((basis.mT @ factor.whitened, (rest if noiseless else rest + self.noise).unsqueeze(-1)))
         if len(parts) == 1 and isinstance(self.factors[0].columns, slice):
             return parts[0]
         order = torch.cat([torch.as_tensor(factor.columns) for factor in self.factors]).argsort()
@@ -149,7 +151,7 @@ class ActiveSet:
             ValueError: if entries of the active set are missing, so that outputs have different ones.
         """
         if len(self.factors) > 1 or not isinstance(self.factors[0].rows, slice):
-            raise ValueError("active points must have no missing outputs for a covariance that outputs share; take complete data points")
+            raise ValueError(f"active points must be complete for a covariance that outputs share; got outputs {describe(self.outputs)}")
         cross = covariance(self.kernel, self.latents, latents)
         basis = torch.linalg.solve_triangular(self.factors[0].cholesky, cross, upper=False)
         explained: Tensor = basis.mT @ basis
@@ -191,7 +193,7 @@ class NearestSet:
         if latents.dim() != 2 or outputs.dim() != 2 or len(latents) != len(outputs):
             raise ValueError(f"latents (N, Q) and outputs (N, D) must agree; got {tuple(latents.shape)}, {tuple(outputs.shape)}")
         if bool(outputs.isnan().any()):
-            raise ValueError("outputs must be complete for active sets of neighbours; leave data points with missing outputs out")
+            raise ValueError(f"outputs must be complete for active sets of neighbours; got {describe(outputs)}")
         self.latents, self.outputs, self.kernel = latents, outputs, kernel
         self.noise = torch.as_tensor(noise, dtype=latents.dtype, device=latents.device).reshape(())
         self.num_neighbors = min(check_count("num_neighbors", num_neighbors), len(latents))
@@ -203,8 +205,8 @@ class NearestSet:
         # Several large tensors come and go, and small ones are not asked of the system each time.
         rows = max(1, 1_000_000 // max(len(self.latents), self.num_neighbors**2))
         own = torch.full((len(latents),), -1, device=latents.device) if leave_out is None else leave_out
-        found = [self._closest(z, n) for z, n in zip(latents.split(rows), own.split(rows), strict=True)]
-        near = torch.cat(found) if found else own.new_empty(0, self.num_neighbors)
+        nearest = [self._closest(z, n) for z, n in zip(latents.split(rows), own.split(rows), strict=True)]
+        near = torch.cat(nearest) if nearest else own.new_empty(0, self.num_neighbors)
         return Neighborhoods(self, near, torch.cat([self._factor(part) for part in near.split(rows)]))
 
     def _closest(self, latents: Tensor, leave_out: Tensor) -> Tensor:
@@ -250,8 +252,8 @@ class Neighborhoods:
         weights = torch.linalg.solve_triangular(self.cholesky.mT, basis, upper=True).squeeze(-1)
         # A sum over rows of the data by index: no tensor of places by neighbours by outputs.
         mean = functional.embedding_bag(self.near, data.outputs, per_sample_weights=weights, mode="sum")
-        left = (prior_variance(data.kernel, latents) - basis.square().sum((-2, -1))).clamp(min=0.0)
-        return mean, (left if noiseless else left + data.noise).unsqueeze(-1)
+        variance = (prior_variance(data.kernel, latents) - basis.square().sum((-2, -1))).clamp(min=0.0)
+        return mean, (variance if noiseless else variance + data.noise).unsqueeze(-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,17 +271,17 @@ class ProjectedStatistics:
     moment: Tensor
 
 
-def projected_statistics(kernel: Kernel, chosen: Tensor, latents: Tensor, outputs: Tensor, block: int = 5000) -> ProjectedStatistics:
+def projected_statistics(kernel: Kernel, points: Tensor, latents: Tensor, outputs: Tensor, block: int = 5000) -> ProjectedStatistics:
     """Sums over data points, projected on latents ``(M, Q)``: ``O(N M (M + D))``."""
     if bool(outputs.isnan().any()):
-        raise ValueError("outputs must not be missing for a projection; leave incomplete data points out")
-    gram = chosen.new_zeros(len(chosen), len(chosen), dtype=torch.float64)
-    moment = chosen.new_zeros(len(chosen), outputs.shape[1], dtype=torch.float64)
+        raise ValueError(f"outputs must be complete for a projection; got {describe(outputs)}")
+    gram = points.new_zeros(len(points), len(points), dtype=torch.float64)
+    moment = points.new_zeros(len(points), outputs.shape[1], dtype=torch.float64)
     for z, x in zip(latents.split(block), outputs.split(block), strict=True):
-        cross = covariance(kernel, chosen.double(), z.double()).double()
+        cross = covariance(kernel, points.double(), z.double()).double()
         gram += cross @ cross.mT
         moment += cross @ x.double()
-    return ProjectedStatistics(chosen, gram, moment)
+    return ProjectedStatistics(points, gram, moment)
 
 
 class ProjectedSet:
@@ -313,8 +315,8 @@ class ProjectedSet:
         """Predictive means ``(*batch, D)`` and variances ``(*batch, 1)``, or ``noiseless`` ones."""
         cross = covariance(self.kernel, latents.reshape(-1, latents.shape[-1]).double(), self.latents.double())
         features = cross @ self._whiten.mT
-        left = prior_variance(self.kernel, latents).reshape(-1) - features.square().sum(-1) + (features @ self._shrink.mT).square().sum(-1)
-        variance = left.clamp(min=0.0).to(latents.dtype) + (0.0 if noiseless else self.noise)
+        rest = prior_variance(self.kernel, latents).reshape(-1) - features.square().sum(-1) + (features @ self._shrink.mT).square().sum(-1)
+        variance = rest.clamp(min=0.0).to(latents.dtype) + (0.0 if noiseless else self.noise)
         mean = features.to(latents.dtype) @ self._weights
         return mean.reshape(*latents.shape[:-1], mean.shape[-1]), variance.reshape(*latents.shape[:-1], 1)
 
@@ -383,9 +385,9 @@ class Split:
         """The minibatch's rows ``(B, ...)`` of all data."""
         return x[self.indices]
 
-    def latents(self, held: Sequence[Tensor]) -> list[Tensor]:
+    def latents(self, variables: Sequence[Tensor]) -> list[Tensor]:
         """The minibatch's rows of what is held of all data points."""
-        return [self.rows(values) for values in held]
+        return [self.rows(values) for values in variables]
 
     def normal(self, loc: Tensor, scale: Tensor) -> Any:
         """Normal distributions of its latents, with their means and deviations."""
@@ -406,7 +408,7 @@ class UniformSplits:
     Args:
         num_data: number of data points ``N``.
         batch_size: data points per minibatch ``B``. The last one of an epoch may hold fewer.
-        num_active: size of the active set, or a function of the epoch (0, 1, ...), such as :func:`growing`.
+        num_active: size of the active set, or a function of the epoch (0, 1, ...), such as :func:`linear_growth`.
         generator: source of randomness.
 
     Raises:
@@ -444,10 +446,10 @@ def pivots(kernel: Kernel, latents: Tensor, size: int) -> Tensor:
         return prior_variance(kernel, X) if diag else covariance(kernel, X, X if Z is None else Z)
 
     with torch.no_grad():
-        found = pivoted_cholesky(evaluate, latents.detach().double(), size).pivots
+        index = pivoted_cholesky(evaluate, latents.detach().double(), size).pivots
     others = torch.ones(len(latents), dtype=torch.bool, device=latents.device)
-    others[found] = False
-    return torch.cat([found, others.nonzero().squeeze(-1)[: size - len(found)]])
+    others[index] = False
+    return torch.cat([index, others.nonzero().squeeze(-1)[: size - len(index)]])
 
 
 def least_variance(kernel: Kernel, latents: Tensor, size: int, noise: Tensor | float | None = None, num_targets: int = 500) -> Tensor:
@@ -466,16 +468,17 @@ def least_variance(kernel: Kernel, latents: Tensor, size: int, noise: Tensor | f
         which = torch.arange(0, len(points), -(-len(points) // num_targets), device=points.device)
         prior = covariance(kernel, points[which], points).double()
         spread = prior_variance(kernel, points).double()
+        # By default a hundredth of the prior variance.
         noise = 1e-2 * spread.mean() if noise is None else noise
         spread = spread + noise
         # E is never formed: it is the prior less the outer products of these rows, and the sums of squares are updated with it.
         rows = points.new_empty(size, len(points))
         squares = prior.square().sum(0)
-        chosen = torch.empty(size, dtype=torch.int64, device=points.device)
+        index = torch.empty(size, dtype=torch.int64, device=points.device)
         free = torch.ones(len(points), dtype=torch.bool, device=points.device)
         for step in range(size):
             best = torch.where(free, squares / spread, -1.0).argmax()
-            chosen[step], free[best] = best, False
+            index[step], free[best] = best, False
             row = covariance(kernel, points[best].unsqueeze(0), points).squeeze(0).double() - rows[:step, best] @ rows[:step]
             row = row / spread[best].sqrt()
             column = row[which]
@@ -483,15 +486,15 @@ def least_variance(kernel: Kernel, latents: Tensor, size: int, noise: Tensor | f
             squares = squares - 2 * row * projection + row.square() * column.square().sum()
             rows[step] = row
             spread = (spread - row.square()).clamp(min=float(noise))
-    return chosen
+    return index
 
 
 @names_arguments
-def growing(start: int, stop: int, epochs: int) -> Callable[[int], int]:
+def linear_growth(start: int, stop: int, epochs: int) -> Callable[[int], int]:
     """A size that grows linearly from ``start`` to ``stop``, then stays.
 
     Example:
-        >>> size = growing(50, 200, 10)
+        >>> size = linear_growth(50, 200, 10)
         >>> size(0), size(10), size(20)
         (50, 200, 200)
     """

@@ -77,8 +77,8 @@ class SubsetGPModel(Model):
             spread = DenseLinearOperator((scale.square() * covariance).to(X))
             normals.append(MultivariateNormal((mean[..., output] * scale + shift).to(X), spread))
         joint = normals[0] if len(normals) == 1 else MultitaskMultivariateNormal.from_independent_mvns(normals)
-        found = GPyTorchPosterior(distribution=joint)
-        return found if posterior_transform is None else posterior_transform(found)
+        posterior = GPyTorchPosterior(distribution=joint)
+        return posterior if posterior_transform is None else posterior_transform(posterior)
 
     def _moments(self, X: Tensor) -> tuple[Tensor, Tensor]:
         """Means ``(*batch, q, H)`` and covariances ``(*batch, q, q)`` of the standardised functions."""

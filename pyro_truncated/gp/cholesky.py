@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.kernels import Covariance
-from pyro_truncated.utils.arguments import check_count, names_arguments
+from pyro_truncated.utils.arguments import check_count, describe, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.constraints import check_entries, finite
 
@@ -63,20 +63,20 @@ def factorize(covariance: Tensor, noise: Tensor) -> tuple[Tensor, float]:
     level = covariance.detach().diagonal(dim1=-2, dim2=-1).mean()
     floor, _ = _additions(covariance.dtype)
     missing = max(0.0, floor - float(noise.detach().max() / level))
-    found = _first_factor(_lift(covariance, noise), level, missing)
-    if found is None:
+    factor = _first_factor(_lift(covariance, noise), level, missing)
+    if factor is None:
         raise NotPositiveDefiniteError(
             f"the covariance matrix of {covariance.shape[-1]} points cannot be factorised (mean prior variance {float(level):.3g}, noise "
             f"{float(noise.detach().max()):.3g}); check latents and kernel for NaN and infinity"
         )
-    if found[1]:
+    if factor[1]:
         warnings.warn(
-            f"the covariance of {covariance.shape[-1]} points is nearly singular in {covariance.dtype}: {found[1]:.1g} of the prior "
+            f"the covariance of {covariance.shape[-1]} points is nearly singular in {covariance.dtype}: {factor[1]:.1g} of the prior "
             "variance was added to the noise of the active set. Use float64, or a larger noise.",
             JitterWarning,
             stacklevel=2,
         )
-    return found
+    return factor
 
 
 def stable_cholesky(matrix: Tensor, level: Tensor | None = None) -> Tensor:
@@ -86,12 +86,12 @@ def stable_cholesky(matrix: Tensor, level: Tensor | None = None) -> Tensor:
     addition helps.
     """
     level = matrix.detach().diagonal(dim1=-2, dim2=-1).mean() if level is None else level.detach()
-    found = _first_factor(matrix, level)
-    if found is None:
+    factor = _first_factor(matrix, level)
+    if factor is None:
         raise NotPositiveDefiniteError(
             f"the covariance matrix is not positive definite (mean of its diagonal: {float(level):.3g}); check inputs and kernel"
         )
-    return found[0]
+    return factor[0]
 
 
 def inducing_cholesky(matrix: Tensor, jitter: float = INDUCING_JITTER) -> Tensor:
@@ -111,25 +111,25 @@ def independent_cholesky(matrix: Tensor, prior: Tensor | None = None) -> tuple[T
     factor, info = torch.linalg.cholesky_ex(matrix)
     if not int(info) and bool((factor.diagonal().square() > floor).all()):
         return torch.arange(len(matrix), device=matrix.device), factor
-    kept: list[int] = []
+    positions: list[int] = []
     rows = torch.zeros_like(matrix)
-    left = matrix.diagonal().clone()
+    residual = matrix.diagonal().clone()
     for i in range(len(matrix)):
-        if not float(left[i]) > float(floor[i]):
+        if not float(residual[i]) > float(floor[i]):
             continue
-        k = len(kept)
-        column = (matrix[:, i] - rows[:, :k] @ rows[i, :k]) / left[i].sqrt()
+        k = len(positions)
+        column = (matrix[:, i] - rows[:, :k] @ rows[i, :k]) / residual[i].sqrt()
         rows[:, k] = column
-        left = left - column.square()
-        kept.append(i)
-    chosen = torch.tensor(kept, dtype=torch.int64, device=matrix.device)
-    return chosen, rows[chosen][:, : len(kept)].tril()
+        residual = residual - column.square()
+        positions.append(i)
+    index = torch.tensor(positions, dtype=torch.int64, device=matrix.device)
+    return index, rows[index][:, : len(positions)].tril()
 
 
-def _first_factor(matrix: Tensor, level: Tensor, least: float = 0.0) -> tuple[Tensor, float] | None:
+def _first_factor(matrix: Tensor, level: Tensor, base_share: float = 0.0) -> tuple[Tensor, float] | None:
     """The factor with the least share of a level added."""
     for addition in _ladder(matrix.dtype):
-        share = least + addition
+        share = base_share + addition
         factor, info = torch.linalg.cholesky_ex(_lift(matrix, share * level) if share else matrix)
         if not bool(info.any()) and bool(factor.detach().sum().isfinite()):
             return factor, share
@@ -139,6 +139,7 @@ def _first_factor(matrix: Tensor, level: Tensor, least: float = 0.0) -> tuple[Te
 def _ladder(dtype: torch.dtype) -> Iterator[float]:
     yield 0.0
     share, most = _additions(dtype)
+    # But for rounding, up to the largest one.
     while share <= 1.5 * most:
         yield share
         share *= 10
@@ -148,8 +149,8 @@ def _additions(dtype: torch.dtype) -> tuple[float, float]:
     return _ADDITIONS.get(dtype, _ADDITIONS[torch.float32])
 
 
-def _lift(matrix: Tensor, amount: Tensor) -> Tensor:
-    return matrix + torch.diag_embed(amount.expand(matrix.shape[:-1]))
+def _lift(matrix: Tensor, addition: Tensor) -> Tensor:
+    return matrix + torch.diag_embed(addition.expand(matrix.shape[:-1]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,8 +187,8 @@ class PivotedCholesky:
             ``(M, Q)``; inner products of these with rows of :attr:`factor` are the approximate covariances.
         """
         triangle = self.factor[self.pivots]
-        found: Tensor = torch.linalg.solve_triangular(triangle, cross.mT, upper=False).mT
-        return found
+        features: Tensor = torch.linalg.solve_triangular(triangle, cross.mT, upper=False).mT
+        return features
 
 
 @names_arguments
@@ -233,10 +234,12 @@ def pivoted_cholesky(kernel: Covariance, inputs: Tensor, max_rank: int, toleranc
     # Below it, what is left of a diagonal is rounding error.
     floor = (1e-13 * prior.max()).expand(len(prior))
     enough = tolerance * prior.sum()
-    found = greedy_cholesky(prior, lambda due: kernel(inputs, inputs[due]), max_rank, floor, enough=enough, ahead=ahead)
-    if not bool(found.residual.isfinite().all()):
-        raise ValueError("kernel must be finite at the inputs; got NaN or infinity. Check inputs and kernel parameters")
-    return found
+    factor = greedy_cholesky(prior, lambda due: kernel(inputs, inputs[due]), max_rank, floor, enough=enough, ahead=ahead)
+    if not bool(factor.residual.isfinite().all()):
+        raise ValueError(
+            f"kernel must be finite at the inputs; got variances {describe(factor.residual)}. Check inputs and kernel parameters"
+        )
+    return factor
 
 
 def greedy_cholesky(
@@ -245,11 +248,10 @@ def greedy_cholesky(
     max_rank: int,
     floor: Tensor,
     *,
-    noise: float = 0.0,
     enough: float | Tensor = 0.0,
     ahead: int = 1,
 ) -> PivotedCholesky:
-    """The factor by pivots of largest conditional (noisy) variance.
+    """The factor by pivots of largest conditional variance.
 
     ``columns`` gives columns ``(N, b)`` of the matrix at positions ``(b,)``. Inputs below ``floor (N,)`` are no pivots; it ends at the sum
     of variances ``enough``. ``ahead`` columns of likely next pivots are computed along with one that is due.
@@ -260,35 +262,33 @@ def greedy_cholesky(
     pivots: list[int] = []
     ready: dict[int, Tensor] = {}
     while len(pivots) < factor.shape[1] and residual.sum() > enough:
-        left = torch.where(free & (residual > floor), residual, -torch.inf)
-        rank, pivot = len(pivots), int(left.argmax())
-        if not bool(left[pivot] > 0):
+        candidates = torch.where(free & (residual > floor), residual, -torch.inf)
+        rank, pivot = len(pivots), int(candidates.argmax())
+        if not bool(candidates[pivot] > 0):
             break
         if pivot not in ready:
-            due = [pivot, *(other for other in left.topk(min(ahead, len(left))).indices.tolist() if other != pivot)][:ahead]
+            due = [pivot, *(other for other in candidates.topk(min(ahead, len(candidates))).indices.tolist() if other != pivot)][:ahead]
             ready = dict(zip(due, columns(torch.tensor(due, device=prior.device)).unbind(1), strict=True))
         column = ready[pivot] - factor[:, :rank] @ factor[pivot, :rank]
-        # Rounding must not touch what is known: the pivot's variance is the remaining one, and without noise earlier ones are explained.
-        if not noise:
-            column[pivots] = 0.0
+        # Rounding must not touch what is known: the pivot's variance is the remaining one, and earlier ones are explained.
+        column[pivots] = 0.0
         column[pivot] = residual[pivot]
-        factor[:, rank] = column / (residual[pivot] + noise).sqrt()
+        factor[:, rank] = column / residual[pivot].sqrt()
         residual = (residual - factor[:, rank] ** 2).clamp(min=0.0)
         pivots.append(pivot)
         free[pivot] = False
-        if not noise:
-            residual[pivots] = 0.0
-    chosen = torch.tensor(pivots, dtype=torch.int64, device=prior.device)
-    return PivotedCholesky(factor[:, : len(pivots)].contiguous(), chosen, residual)
+        residual[pivots] = 0.0
+    index = torch.tensor(pivots, dtype=torch.int64, device=prior.device)
+    return PivotedCholesky(factor[:, : len(pivots)].contiguous(), index, residual)
 
 
 def cholesky_at(kernel: Covariance, inputs: Tensor, pivots: Tensor) -> PivotedCholesky:
     r"""Returns the factor at given pivots, without those that depend on others."""
     columns = kernel(inputs, inputs[pivots])
-    kept, triangle = independent_cholesky(columns[pivots])
-    factor = torch.linalg.solve_triangular(triangle, columns[:, kept].mT, upper=False).mT
+    rows, triangle = independent_cholesky(columns[pivots])
+    factor = torch.linalg.solve_triangular(triangle, columns[:, rows].mT, upper=False).mT
     # What the pivots know is known exactly.
-    factor[pivots[kept]] = triangle
+    factor[pivots[rows]] = triangle
     residual = (kernel(inputs, diag=True) - factor.square().sum(1)).clamp(min=0.0)
-    residual[pivots[kept]] = 0.0
-    return PivotedCholesky(factor.contiguous(), pivots[kept], residual)
+    residual[pivots[rows]] = 0.0
+    return PivotedCholesky(factor.contiguous(), pivots[rows], residual)

@@ -55,8 +55,8 @@ def covariance_at(kernel: kernels.Kernel, parameters: Mapping[str, Tensor]) -> C
     def covariances(X: Tensor, Z: Tensor | None = None, diag: bool = False) -> Tensor:
         """Covariances of inputs, or their diagonal, at the parameters given."""
         with outside_programs():
-            found: Tensor = torch.func.functional_call(kernel, dict(parameters), (X, Z), {"diag": diag})
-        return found
+            matrix: Tensor = torch.func.functional_call(kernel, dict(parameters), (X, Z), {"diag": diag})
+        return matrix
 
     return covariances
 
@@ -69,8 +69,8 @@ def _evaluate(kernel: Any, points: tuple[Tensor, ...], diag: bool) -> Tensor:
         if not variance.dim() and lengthscale.dim() < 2:
             first, second = (kernel._slice_input(some) for some in points)
             return squared_exponential(first, second, lengthscale, variance)
-    found: Tensor = kernel(*points, diag=diag)
-    return found
+    matrix: Tensor = kernel(*points, diag=diag)
+    return matrix
 
 
 def squared_exponential(first: Tensor, second: Tensor, lengthscale: Tensor, variance: Tensor) -> Tensor:

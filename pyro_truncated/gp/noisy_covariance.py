@@ -71,9 +71,9 @@ class NoisyCovariance(abc.ABC):
             Means ``(n, P)``, and the variances ``(n,)`` that all outputs share, noise included.
         """
         self._check(targets)
-        chosen = slice(None) if rows is None else rows
-        diagonal = self.inverse_diagonal[chosen]
-        return targets[chosen] - self.solve(targets, rows) / diagonal.unsqueeze(-1), 1 / diagonal
+        index = slice(None) if rows is None else rows
+        diagonal = self.inverse_diagonal[index]
+        return targets[index] - self.solve(targets, rows) / diagonal.unsqueeze(-1), 1 / diagonal
 
     @takes_arrays
     def log_likelihood(self, targets: Tensor, num_outputs: int | None = None) -> Tensor:
@@ -191,10 +191,10 @@ class LowRankCovariance(NoisyCovariance):
     def solve(self, targets: Tensor, rows: Tensor | None = None) -> Tensor:
         r""":math:`C^{-1} R`, ``(N, P)``, or only the given rows of it."""
         self._check(targets)
-        chosen = slice(None) if rows is None else rows
+        index = slice(None) if rows is None else rows
         scale = self.noise.sqrt().unsqueeze(-1)
         scaled = targets / scale
-        solution: Tensor = (scaled[chosen] - self.basis[:, chosen].mT @ (self.basis @ scaled)) / scale[chosen]
+        solution: Tensor = (scaled[index] - self.basis[:, index].mT @ (self.basis @ scaled)) / scale[index]
         return solution
 
     def quadratic(self, targets: Tensor) -> Tensor:
@@ -232,6 +232,6 @@ def _factorise(matrix: Tensor, noise: Tensor, **parts: Tensor) -> Tensor:
     try:
         return stable_cholesky(matrix)
     except NotPositiveDefiniteError as error:
-        told = ", ".join(f"{name} {'is' if bool(part.isfinite().all()) else 'is not'} finite" for name, part in parts.items())
+        states = ", ".join(f"{name} {'is' if bool(part.isfinite().all()) else 'is not'} finite" for name, part in parts.items())
         least, most = noise.detach().aminmax()
-        raise NotPositiveDefiniteError(f"{error}; {told}, noise, which must be positive, is from {least:g} to {most:g}") from error
+        raise NotPositiveDefiniteError(f"{error}; {states}, noise, which must be positive, is from {least:g} to {most:g}") from error

@@ -41,18 +41,18 @@ def minimize(
     tolerance: float = 1e-9,
     gradient_tolerance: float = 1e-7,
     memory: int = 100,
-    is_spent: Callable[[], bool] = lambda: False,
+    should_stop: Callable[[], bool] = lambda: False,
     on_better: Callable[[float], None] = lambda value: None,
 ) -> Minimum:
     """L-BFGS with strong Wolfe line searches that keeps the best parameters.
 
     ``evaluate`` returns the value and adds its gradient to the leaves ``parameters``, changed in place. Where there is no value (NaN,
     infinity, a failed factorisation) the line search meets a wall, far above and flat. It ends below ``tolerance`` or
-    ``gradient_tolerance``, or where ``is_spent`` says so; ``on_better`` is called with each new best value.
+    ``gradient_tolerance``, or where ``should_stop`` says so; ``on_better`` is called with each new best value.
     """
     if not parameters:
         return Minimum(float(evaluate()), 0)
-    best, kept, count = math.inf, snapshot(parameters), 0
+    best, best_values, count = math.inf, snapshot(parameters), 0
     limit = max_iterations * 5 // 4 if max_evaluations is None else max_evaluations
     optimizer = torch.optim.LBFGS(
         list(parameters), max_iter=min(max_iterations, limit), max_eval=limit, tolerance_change=tolerance,
@@ -60,8 +60,8 @@ def minimize(
     )  # fmt: skip
 
     def closure() -> float:
-        nonlocal best, kept, count
-        if count and (is_spent() or (max_evaluations is not None and count >= max_evaluations)):
+        nonlocal best, best_values, count
+        if count and (should_stop() or (max_evaluations is not None and count >= max_evaluations)):
             raise OutOfTimeError
         count += 1
         optimizer.zero_grad()
@@ -74,7 +74,7 @@ def minimize(
             # Torch's L-BFGS flattens gradients as they lie in memory.
             parameter.grad = None if parameter.grad is None else parameter.grad.contiguous()
         if value < best:
-            best, kept = value, snapshot(parameters)
+            best, best_values = value, snapshot(parameters)
             on_better(value)
         return value
 
@@ -83,7 +83,7 @@ def minimize(
     except OutOfTimeError:
         pass
     finally:
-        load_snapshot(parameters, kept)
+        load_snapshot(parameters, best_values)
         optimizer.zero_grad()
     return Minimum(best if math.isfinite(best) else math.nan, int(optimizer.state[parameters[0]].get("n_iter", 0)))
 
@@ -102,7 +102,7 @@ class FitSettings:
 
     Attributes:
         max_epochs: most alternations.
-        seconds_left: what is left of the time.
+        remaining_seconds: what is left of the time.
         tolerance: gain of an epoch, in nats per data point, below which the alternation ends.
         hyper_evaluations: evaluations of the objective per continuous phase.
         attempts: attempts to exchange members per discrete phase.
@@ -111,7 +111,7 @@ class FitSettings:
     """
 
     max_epochs: int
-    seconds_left: Callable[[], float]
+    remaining_seconds: Callable[[], float]
     tolerance: float = 1e-4
     hyper_evaluations: int = 5
     attempts: int = 4
@@ -133,14 +133,14 @@ class FitRecord:
         self._start = clock()
         self._bar = progress_bar(progress, unit="phase")
 
-    def seconds_left(self) -> float:
+    def remaining_seconds(self) -> float:
         """What is left of the time."""
         return math.inf if self.max_seconds is None else self.max_seconds - (self.clock() - self._start)
 
-    def share_left(self, share: float) -> Callable[[], float]:
+    def budget(self, share: float) -> Callable[[], float]:
         """A clock for a share of the seconds that are left."""
-        kept = 0.0 if self.max_seconds is None else (1 - share) * self.seconds_left()
-        return lambda: self.seconds_left() - kept
+        reserve = 0.0 if self.max_seconds is None else (1 - share) * self.remaining_seconds()
+        return lambda: self.remaining_seconds() - reserve
 
     def note(self, phase: str, value: float) -> None:
         """Adds a line to the history, and to the progress bar."""

@@ -221,19 +221,20 @@ class Sampling(Expectation):
         normal = torch.special.ndtri(uniform[..., :num_dims].clamp(smallest, 1 - smallest))
         slab = inputs.slab
         is_slab = uniform[..., num_dims : 2 * num_dims] < slab.detach()
-        drawn = torch.where(is_slab, slab, 1 - slab)
+        weight = torch.where(is_slab, slab, 1 - slab)
         other = torch.zeros_like(normal)
         if inputs.prior_share is not None:
             is_prior = uniform[..., 2 * num_dims :] < inputs.prior_share.detach()
             share = torch.where(is_prior, inputs.prior_share, 1 - inputs.prior_share)
-            drawn = torch.where(is_slab, drawn, drawn * share)
+            weight = torch.where(is_slab, weight, weight * share)
             other = torch.where(is_prior, normal, other)
         points = torch.where(is_slab, inputs.loc + inputs.variance.sqrt() * normal, other)
-        return Nodes(points, (drawn / drawn.detach()).prod(-1) / self.num_samples)
+        return Nodes(points, (weight / weight.detach()).prod(-1) / self.num_samples)
 
 
 def default_expectation(num_dims: int) -> Expectation:
     """Quadrature in up to two dimensions, samples in more."""
+    # A grid grows exponentially with the dimensions, samples do not.
     return Quadrature() if num_dims <= 2 else Sampling(256)
 
 
@@ -296,11 +297,11 @@ def psi_statistics(
     """
     if inducing.dim() != 2 or inducing.shape[1] != inputs.loc.shape[1]:
         raise ValueError(f"inducing inputs must have shape (M, {inputs.loc.shape[1]}); got {tuple(inducing.shape)}")
-    found = closed_form(kernel, inputs, inducing, per_datum)
-    if found is None:
-        chosen = expectation or default_expectation(len(kernel.active_dims))
-        found = _by_nodes(kernel, inputs, inducing, per_datum, chosen)
-    return found
+    statistics = closed_form(kernel, inputs, inducing, per_datum)
+    if statistics is None:
+        rule = expectation or default_expectation(len(kernel.active_dims))
+        statistics = _by_nodes(kernel, inputs, inducing, per_datum, rule)
+    return statistics
 
 
 @functools.singledispatch
@@ -340,15 +341,15 @@ def _value(kernel: kernels.Kernel, name: str) -> Tensor:
     return value
 
 
-def _bumps(inputs: SpikeSlabInputs, point: Tensor, half_norm: Tensor, apart: Tensor, square: Tensor, order: int, summed: bool) -> Tensor:
+def _bumps(inputs: SpikeSlabInputs, point: Tensor, half_norm: Tensor, decay: Tensor, square: Tensor, order: int, sum_rows: bool) -> Tensor:
     """Expected products of ``order`` squared exponentials around ``point (Q, P)``."""
     is_off = _find_zero_dimensions(inputs)
     if bool(is_off.any()):
         # Where no data point moves the spikes alone are left, which no data point has a part in.
         spikes = torch.exp(-(half_norm / square.unsqueeze(-1))[is_off].sum(0))
         rest = (~is_off).nonzero().flatten()
-        kept = _bumps(inputs.select(rest.tolist()), point[rest], half_norm[rest], apart[rest], square[rest], order, summed)
-        return kept * spikes
+        factors = _bumps(inputs.select(rest.tolist()), point[rest], half_norm[rest], decay[rest], square[rest], order, sum_rows)
+        return factors * spikes
     spread = order * inputs.variance + square
     slab = inputs.slab
     # A spike sees the inducing points from zero; a standard normal sees them as a slab of its own does.
@@ -356,11 +357,11 @@ def _bumps(inputs: SpikeSlabInputs, point: Tensor, half_norm: Tensor, apart: Ten
     if inputs.prior_share is not None:
         share = inputs.prior_share.unsqueeze(-1)
         wide = (order + square).unsqueeze(-1)
-        bump = (square.unsqueeze(-1) / wide).sqrt() * torch.exp(-apart - order * point.square() / (2 * wide))
+        bump = (square.unsqueeze(-1) / wide).sqrt() * torch.exp(-decay - order * point.square() / (2 * wide))
         base = (1 - share) * base + share * bump
     height = slab * (square / spread).sqrt()
     rate = order / (2 * spread)
-    return mixture_products(height, inputs.loc, rate, 1 - slab, point, apart, base, summed=summed)
+    return mixture_products(height, inputs.loc, rate, 1 - slab, point, decay, base, sum_rows=sum_rows)
 
 
 def _find_zero_dimensions(inputs: SpikeSlabInputs) -> Tensor:
@@ -424,15 +425,15 @@ def _(kernel: kernels.Sum, inputs: SpikeSlabInputs, inducing: Tensor, per_datum:
 @closed_form.register(kernels.Product)
 def _(kernel: kernels.Product, inputs: SpikeSlabInputs, inducing: Tensor, per_datum: bool) -> PsiStatistics | None:
     blocks = [slice(None)] if per_datum else _row_blocks(inputs, len(inducing) ** 2 * 4)
-    found = []
+    products = []
     for rows in blocks:
         parts = _parts(kernel, inputs.rows(rows), inducing, per_datum=True)
         if parts is None:
             return None
         a, b = parts
         psi2 = a.psi2 * b.psi2
-        found.append(PsiStatistics(a.psi0 * b.psi0, a.psi1 * b.psi1, psi2 if per_datum else psi2.sum(0)))
-    return _join(found, per_datum)
+        products.append(PsiStatistics(a.psi0 * b.psi0, a.psi1 * b.psi1, psi2 if per_datum else psi2.sum(0)))
+    return _join(products, per_datum)
 
 
 def _parts(
@@ -457,7 +458,7 @@ def _by_nodes(
     """Psi statistics as weighted sums over nodes, in blocks of data points."""
     num_dims = inputs.loc.shape[1]
     size = len(expectation.nodes(inputs.rows(slice(0, 1)).select(kernel.active_dims)).weights)
-    found = []
+    blocks = []
     for rows in _row_blocks(inputs, 4 * size * (len(inducing) + num_dims)):
         part = inputs.rows(rows)
         nodes = expectation.nodes(part.select(kernel.active_dims), rows.start)
@@ -471,8 +472,8 @@ def _by_nodes(
         psi0 = (weights * evaluate(kernel, flat, diag=True).reshape(points.shape[:2])).sum(0)
         psi1 = torch.einsum("sn,snm->nm", weights, cross)
         psi2 = torch.einsum("snm,snk->nmk" if per_datum else "snm,snk->mk", weights.unsqueeze(-1) * cross, cross)
-        found.append(PsiStatistics(psi0, psi1, psi2))
-    return _join(found, per_datum)
+        blocks.append(PsiStatistics(psi0, psi1, psi2))
+    return _join(blocks, per_datum)
 
 
 def _row_blocks(inputs: SpikeSlabInputs, entries_per_row: int) -> list[slice]:
@@ -480,8 +481,8 @@ def _row_blocks(inputs: SpikeSlabInputs, entries_per_row: int) -> list[slice]:
     return [slice(start, start + rows) for start in range(0, max(1, len(inputs)), rows)]
 
 
-def _join(found: list[PsiStatistics], per_datum: bool) -> PsiStatistics:
-    if len(found) == 1:
-        return found[0]
-    psi0, psi1, psi2 = zip(*found, strict=True)
+def _join(blocks: list[PsiStatistics], per_datum: bool) -> PsiStatistics:
+    if len(blocks) == 1:
+        return blocks[0]
+    psi0, psi1, psi2 = zip(*blocks, strict=True)
     return PsiStatistics(torch.cat(psi0), torch.cat(psi1), torch.cat(psi2) if per_datum else torch.stack(psi2).sum(0))

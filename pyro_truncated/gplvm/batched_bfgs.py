@@ -16,7 +16,7 @@ Functions = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclasses.dataclass
-class _Climb:
+class _Runs:
     """Batched BFGS runs: functions, points ``(L, Q)``, values, gradients, inverse curvatures."""
 
     rows: Tensor
@@ -42,50 +42,52 @@ class _Climb:
         values = self.values.reshape(len(self.values) // num, num)
         return values.argmax(0) * num + torch.arange(num, device=values.device)
 
-    def keep(self, chosen: Tensor) -> _Climb:
+    def select(self, index: Tensor) -> _Runs:
         """Only some of the climbs."""
-        return _Climb(*(getattr(self, field.name)[chosen] for field in dataclasses.fields(self)))
+        return _Runs(*(getattr(self, field.name)[index] for field in dataclasses.fields(self)))
 
     def advance_(self, functions: Functions, tolerance: float) -> None:
         """One evaluation for each climb that is not done."""
-        now = (~self.is_done).nonzero().squeeze(1)
-        here = self.keep(now)
-        slope = (here.gradients * here.steps).sum(1)
-        there = here.points + here.steps
-        values, gradients = _with_gradients(functions, there, here.rows)
+        index = (~self.is_done).nonzero().squeeze(1)
+        runs = self.select(index)
+        slope = (runs.gradients * runs.steps).sum(1)
+        points = runs.points + runs.steps
+        values, gradients = _with_gradients(functions, points, runs.rows)
         # A step is taken if it gains this share of what the slope promises.
-        is_better = values >= here.values + 1e-4 * slope
-        fall = here.gradients - gradients
-        scaled, curvatures = _curvatures(here, fall)
-        curvatures = torch.where(is_better[:, None, None], curvatures, here.curvatures)
-        new_gradients = torch.where(is_better[:, None], gradients, here.gradients)
+        is_better = values >= runs.values + 1e-4 * slope
+        gradient_drop = runs.gradients - gradients
+        scaled, curvatures = _curvatures(runs, gradient_drop)
+        curvatures = torch.where(is_better[:, None, None], curvatures, runs.curvatures)
+        new_gradients = torch.where(is_better[:, None], gradients, runs.gradients)
         new_steps = (curvatures @ new_gradients.unsqueeze(-1)).squeeze(-1)
         new_steps = new_steps * (1.0 / new_steps.norm(dim=1, keepdim=True).clamp(min=1.0))
         # The maximum of the parabola through both values and the slope.
-        shrink = (slope / (2 * (slope - (values - here.values)))).nan_to_num(0.5).clamp(0.1, 0.5)
-        new_steps = torch.where(is_better[:, None], new_steps, shrink[:, None] * here.steps)
-        new_values = torch.where(is_better, values, here.values)
+        shrink = (slope / (2 * (slope - (values - runs.values)))).nan_to_num(0.5).clamp(0.1, 0.5)
+        new_steps = torch.where(is_better[:, None], new_steps, shrink[:, None] * runs.steps)
+        new_values = torch.where(is_better, values, runs.values)
         expected = (new_gradients * new_steps).sum(1)
         # Gains below so many units in the last place of a value are not seen.
         least = tolerance + 8 * torch.finfo(values.dtype).eps * new_values.abs()
-        self.points[now] = torch.where(is_better[:, None], there, here.points)
-        self.values[now], self.gradients[now], self.steps[now], self.curvatures[now] = new_values, new_gradients, new_steps, curvatures
-        self.is_scaled[now] = torch.where(is_better, scaled, here.is_scaled)
-        self.is_done[now] = ~(expected > least)
+        self.points[index] = torch.where(is_better[:, None], points, runs.points)
+        self.values[index], self.gradients[index] = new_values, new_gradients
+        self.steps[index], self.curvatures[index] = new_steps, curvatures
+        self.is_scaled[index] = torch.where(is_better, scaled, runs.is_scaled)
+        self.is_done[index] = ~(expected > least)
 
 
-def _curvatures(here: _Climb, fall: Tensor) -> tuple[Tensor, Tensor]:
+def _curvatures(runs: _Runs, gradient_drop: Tensor) -> tuple[Tensor, Tensor]:
     """Updates inverse curvatures where functions bend down; tells whether they are scaled."""
-    step, bend = here.steps, (here.steps * fall).sum(1)
-    bends = bend > 1e-10 * step.norm(dim=1) * fall.norm(dim=1)
+    step, bend = runs.steps, (runs.steps * gradient_drop).sum(1)
+    # Below this cosine the function bends by rounding only.
+    bends = bend > 1e-10 * step.norm(dim=1) * gradient_drop.norm(dim=1)
     safe = torch.where(bends, bend, 1.0)
-    scale = torch.where(here.is_scaled, 1.0, safe / fall.square().sum(1).clamp(min=torch.finfo(fall.dtype).tiny))
-    H = here.curvatures * scale[:, None, None]
-    Hy = (H @ fall.unsqueeze(-1)).squeeze(-1)
-    outer = (1 + (fall * Hy).sum(1) / safe)[:, None, None] * step[:, :, None] * step[:, None, :]
+    scale = torch.where(runs.is_scaled, 1.0, safe / gradient_drop.square().sum(1).clamp(min=torch.finfo(gradient_drop.dtype).tiny))
+    H = runs.curvatures * scale[:, None, None]
+    Hy = (H @ gradient_drop.unsqueeze(-1)).squeeze(-1)
+    outer = (1 + (gradient_drop * Hy).sum(1) / safe)[:, None, None] * step[:, :, None] * step[:, None, :]
     mixed = Hy[:, :, None] * step[:, None, :]
-    found = H + (outer - mixed - mixed.mT) / safe[:, None, None]
-    return here.is_scaled | bends, torch.where(bends[:, None, None], found, here.curvatures)
+    updated = H + (outer - mixed - mixed.mT) / safe[:, None, None]
+    return runs.is_scaled | bends, torch.where(bends[:, None, None], updated, runs.curvatures)
 
 
 def _with_gradients(functions: Functions, points: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,12 +112,12 @@ def maximize_batched(functions: Functions, starts: Tensor, evaluations: int, len
     if not num:
         return starts[0]
     every = torch.arange(num, device=starts.device)
-    climb = _Climb.start(functions, every.repeat(num_starts), starts.reshape(num_starts * num, dim).clone(), length)
+    runs = _Runs.start(functions, every.repeat(num_starts), starts.reshape(num_starts * num, dim).clone(), length)
     for done in range(evaluations):
         # Which start leads shows early.
         if done == min(6, evaluations - 1):
-            climb = climb.keep(climb.leaders(num))
-        if bool(climb.is_done.all()):
+            runs = runs.select(runs.leaders(num))
+        if bool(runs.is_done.all()):
             break
-        climb.advance_(functions, tolerance)
-    return climb.points[climb.leaders(num)]
+        runs.advance_(functions, tolerance)
+    return runs.points[runs.leaders(num)]

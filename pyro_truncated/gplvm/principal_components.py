@@ -42,24 +42,24 @@ def principal_components(data: Tensor | Sequence[Tensor], num: int, generator: t
     number, total = total_rows(joint), shard_sum(joint)
     size = _finite_norm(joint, num)
     centred = joint.double() - total([joint.sum(0, dtype=torch.float64)])[0] / number
-    kept = min(num, number, joint.shape[1])
+    rank = min(num, number, joint.shape[1])
     if joint.shape[1] <= number:
         _, vectors = torch.linalg.eigh(total([centred.mT @ centred])[0])
-        scores = centred @ vectors.flip(1)[:, :kept]
+        scores = centred @ vectors.flip(1)[:, :rank]
     else:
         every = gather_all_rows(centred, joint)
         values, vectors = torch.linalg.eigh(every @ every.mT)
-        scores = own_rows(vectors.flip(1)[:, :kept] * values.flip(0)[:kept].clamp(min=0).sqrt(), joint)
+        scores = own_rows(vectors.flip(1)[:, :rank] * values.flip(0)[:rank].clamp(min=0).sqrt(), joint)
     scale = (total([scores.square().sum(0)])[0] / number).sqrt()
     rounding = 4 * torch.finfo(joint.dtype).eps * size / number**0.5
     # Singular values below this share of the largest are rounding: a Gram matrix keeps the square
     # root of the precision.
     useful = scale > torch.maximum(1e-7 * scale.max(), rounding)
     device = joint.device if generator is None else generator.device
-    drawn = torch.randn(number, num, generator=generator, dtype=torch.float64, device=device).to(joint.device)
-    found = own_rows(drawn, joint).clone()
-    found[:, :kept] = torch.where(useful, scores / scale.clamp(min=1e-300), found[:, :kept])
-    return found.to(joint.dtype)
+    draws = torch.randn(number, num, generator=generator, dtype=torch.float64, device=device).to(joint.device)
+    components = own_rows(draws, joint).clone()
+    components[:, :rank] = torch.where(useful, scores / scale.clamp(min=1e-300), components[:, :rank])
+    return components.to(joint.dtype)
 
 
 def _finite_norm(data: Tensor, num: int) -> Tensor:

@@ -75,7 +75,7 @@ class Trainer:
 
             search: Any = profile.search or GPSelect(5)
             self.guide: Any = GibbsGuide(profile.model)
-            self.elbo: Any = GibbsEM(search) if temperature is None else GibbsEM(search, settling=0, temperature=temperature)
+            self.elbo: Any = GibbsEM(search) if temperature is None else GibbsEM(search, warm_up=0, temperature=temperature)
         else:
             self.guide, self.truncated, space = _guides(profile, temperature is not None)
             search = profile.search or profile.default_search(space)

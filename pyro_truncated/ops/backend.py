@@ -94,9 +94,9 @@ def is_vectorised(tensor: Tensor) -> bool:
 
 
 def _kind(tensor: Tensor) -> str:
-    chosen = _chosen.get()
-    if chosen != "compiled" or tensor.is_cpu:
-        return chosen
+    kind = _chosen.get()
+    if kind != "compiled" or tensor.is_cpu:
+        return kind
     return "fused" if tensor.is_cuda and runs_triton(tensor.device) else "vectorised"
 
 
@@ -179,9 +179,9 @@ def gradient(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _load(kind: str, name: str) -> Any:
-    found: Any = _Kernels(name) if kind == "compiled" else importlib.import_module(f"pyro_truncated.ops.vectorised.{name}")
+    kernels: Any = _Kernels(name) if kind == "compiled" else importlib.import_module(f"pyro_truncated.ops.vectorised.{name}")
     if kind == "fused" and name in _FUSED:
         fused = importlib.import_module(f"pyro_truncated.ops.fused.{name}")
-        found = SimpleNamespace(**{**vars(found), **vars(fused)})
-    _loaded[kind, name] = found
-    return found
+        kernels = SimpleNamespace(**{**vars(kernels), **vars(fused)})
+    _loaded[kind, name] = kernels
+    return kernels

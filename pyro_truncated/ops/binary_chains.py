@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pyro_truncated.ops.backend import backend, gradient, remember_context
 from pyro_truncated.ops.packed_states import WORD_BITS
+from pyro_truncated.utils.arguments import describe
 
 
 class PairTerms(NamedTuple):
@@ -213,8 +214,8 @@ def best_flips(words: Tensor, unary: Tensor, transitions: Transitions, sums: Mes
         raise ValueError(f"gain must have shape (rows, P, M) with (rows, M) = {expected} and P members; got {tuple(gain.shape)}")
     onward = unary.double() + sums.backward
     kernels = backend("binary_chains", words)
-    found = kernels.flips(words, sums.log_weights(), gain, sums.forward, onward, *transitions, rows, size)
-    return Flips(*(part.unsqueeze(0) for part in found))
+    flips = kernels.flips(words, sums.log_weights(), gain, sums.forward, onward, *transitions, rows, size)
+    return Flips(*(part.unsqueeze(0) for part in flips))
 
 
 def masses(words: Tensor, unary: Tensor, transitions: Transitions, sums: Messages, states: Tensor, likelihood: Tensor) -> Tensor:
@@ -228,8 +229,8 @@ def masses(words: Tensor, unary: Tensor, transitions: Transitions, sums: Message
     kernel = backend("binary_chains", words).masses
     of_members: Tensor = kernel(words, unary, words, sums.forward, onward, *transitions)
     of_states: Tensor = kernel(states, likelihood, words, sums.forward, onward, *transitions)
-    found: Tensor = of_states - of_members.logsumexp(-1, keepdim=True)
-    return found
+    log_masses: Tensor = of_states - of_members.logsumexp(-1, keepdim=True)
+    return log_masses
 
 
 def block_posteriors(unary: Tensor, transitions: Transitions, block: Tensor) -> Tensor:
@@ -292,4 +293,4 @@ def _check(words: Tensor, unary: Tensor, transitions: Transitions) -> None:
     if bool((kind >= len(log_prob)).any()) or bool(((kind[:, 1:] >= 0) & (kind[:, :-1] < 0)).any()):
         raise ValueError(f"kind must be below {len(log_prob)}, and negative only beyond the end of a sequence; got up to {int(kind.max())}")
     if bool(unary.isnan().any()) or bool((unary == torch.inf).any()):
-        raise ValueError("unary must be log likelihoods, finite or minus infinity; got NaN or infinity")
+        raise ValueError(f"unary must be log likelihoods, finite or minus infinity; got {describe(unary)}")

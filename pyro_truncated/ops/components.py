@@ -44,7 +44,7 @@ def component_sums(component: Tensor, weight: Tensor, rows: Tensor, number: int)
 def check_components(component: Tensor, weight: Tensor, rows: Tensor, number: int) -> Tensor:
     """Checks components ``(N, S)``, weights and rows ``(N, D)``; returns 64-bit components."""
     if component.dim() != 2 or component.shape != weight.shape or rows.dim() != 2 or len(rows) != len(component):
-        shapes = ", ".join(str(tuple(given.shape)) for given in (component, weight, rows))
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (component, weight, rows))
         raise ValueError(f"component and weight must have shape (N, S) and rows (N, D); got {shapes}")
     component = as_integers(component)
     check_below(component, number)
@@ -143,8 +143,8 @@ def square_distances(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, 
     """
     # In more dimensions products of matrices are faster.
     with use_backend("vectorised") if are_differentiated(rows, loc, whitening) or rows.shape[1] > 32 else contextlib.nullcontext():
-        found: Tensor = backend("components", rows).square_distances(rows, row, component, loc, whitening)
-    return found
+        distances: Tensor = backend("components", rows).square_distances(rows, row, component, loc, whitening)
+    return distances
 
 
 # What a few temporaries of so many bytes hold is near a processor.
@@ -169,13 +169,13 @@ def log_densities(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, whi
     """
     size, rank = whitened.shape[1:]
     grouped, precision, ranks = GroupBlocks.from_groups(component, len(loc)), scale**-2, _ranks(whitened)
-    found = []
+    parts = []
     for part in grouped.parts(rows.element_size() * (3 * size + 2 * rank)):
         distance = rows[row[part.entry]] - loc[part.group].unsqueeze(1)
         explained = (distance @ _columns(whitened, ranks, part.group)).square().sum(-1)
         energy = precision[part.group].unsqueeze(1) * distance.square().sum(-1) - explained
-        found.append(constant[part.group].unsqueeze(1) - 0.5 * energy)
-    return grouped.gather(found)
+        parts.append(constant[part.group].unsqueeze(1) - 0.5 * energy)
+    return grouped.gather(parts)
 
 
 def posterior_means(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, factor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,14 +184,14 @@ def posterior_means(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, f
     Of pairs ``row``, ``component (E,)``; entries of ``rows (N, D)`` that are NaN are not observed.
     """
     if bool(rows.isnan().any()):
-        given = rows, row, component, loc, factor, scale
+        arguments = rows, row, component, loc, factor, scale
         # What rounding may take of the identity that the square of directions, in units of the
         # noise, is added to.
         if bool((factor.square().sum((1, 2)) * torch.finfo(rows.dtype).eps > 0.1 * scale.square()).any()):
             # The identity would be lost beside the square of the directions.
-            found = _observed_means(*(array.double() if array.is_floating_point() else array for array in given))
-            return found[0].to(rows.dtype), found[1].to(rows.dtype)
-        return _observed_means(*given)
+            result = _observed_means(*(array.double() if array.is_floating_point() else array for array in arguments))
+            return result[0].to(rows.dtype), result[1].to(rows.dtype)
+        return _observed_means(*arguments)
     whitened, _ = whiten(factor, scale)
     root = scale[:, None, None] * whitened
     variances = scale.square().unsqueeze(1) * root.square().sum(2)
@@ -209,60 +209,60 @@ def _observed_means(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, f
     bytes_of_covariance = rows.element_size() * size**2
     rank = factor.shape[2] if (ranks := _ranks(factor)) is None else ranks.max()
     is_few = (number < rank) & (bytes_of_covariance <= current_budget())
-    many, entries, found = (~is_few).nonzero().squeeze(1), [], [(rows.new_empty(0, size), rows.new_empty(0, size))]
+    many, entries, parts = (~is_few).nonzero().squeeze(1), [], [(rows.new_empty(0, size), rows.new_empty(0, size))]
     length = rows_per_block(bytes_of_covariance)
     for first, own in zip(range(0, len(loc), length), factor.split(length), strict=True):
         few = (is_few & (component >= first) & (component < first + length)).nonzero().squeeze(1)
         if len(few):
             few = few[number[few].argsort()]
             entries.append(few)
-            found.append(_means_by_entries(rows[row[few]], component[few] - first, loc[first:], own, scale[first:], number[few]))
+            parts.append(_means_by_entries(rows[row[few]], component[few] - first, loc[first:], own, scale[first:], number[few]))
     if len(many):
-        found.append(_means_by_directions(rows, row[many], component[many], loc, factor, scale))
+        parts.append(_means_by_directions(rows, row[many], component[many], loc, factor, scale))
     place = torch.cat([*entries, many]).argsort()
-    means, variances = (torch.cat(part)[place] for part in zip(*found, strict=True))
+    means, variances = (torch.cat(part)[place] for part in zip(*parts, strict=True))
     return means, variances
 
 
 def _means_by_entries(rows: Tensor, component: Tensor, loc: Tensor, factor: Tensor, scale: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
     r"""The same by :math:`C_{\cdot O} (C_{OO} + \sigma^2 I)^{-1}`, rows in order of observed entries."""
     covariance = factor @ factor.mT
-    prior, found = covariance.diagonal(dim1=1, dim2=2), []
+    prior, parts = covariance.diagonal(dim1=1, dim2=2), []
     per_row = rows.element_size() * 4 * rows.shape[1] * max(1, int(number[-1]))
     length = min(rows_per_block(per_row), rows_per_block(per_row, _CACHED_ROWS)) if rows.is_cpu else rows_per_block(per_row)
     for values, group, numbers in zip(rows.split(length), component.split(length), number.split(length), strict=True):
         above = values - loc[group]
         # Rows that see less than the last one are filled up with entries that nothing depends on.
         place = above.isnan().to(torch.uint8).argsort(dim=1, stable=True)[:, : max(1, int(numbers[-1]))]
-        is_seen = torch.arange(place.shape[1], device=place.device) < numbers.unsqueeze(1)
-        cross = covariance[group.unsqueeze(1), place] * is_seen.unsqueeze(2)
-        known = cross.gather(2, place.unsqueeze(1).expand(-1, place.shape[1], -1)) * is_seen.unsqueeze(1)
-        lower = cholesky(known + torch.where(is_seen, scale[group].square().unsqueeze(1), 1.0).diag_embed())
-        seen = torch.where(is_seen, above.gather(1, place), 0.0)
-        solved = torch.linalg.solve_triangular(lower, torch.cat([cross, seen.unsqueeze(2)], 2), upper=False)
+        is_observed = torch.arange(place.shape[1], device=place.device) < numbers.unsqueeze(1)
+        cross = covariance[group.unsqueeze(1), place] * is_observed.unsqueeze(2)
+        observed_cross = cross.gather(2, place.unsqueeze(1).expand(-1, place.shape[1], -1)) * is_observed.unsqueeze(1)
+        lower = cholesky(observed_cross + torch.where(is_observed, scale[group].square().unsqueeze(1), 1.0).diag_embed())
+        observed = torch.where(is_observed, above.gather(1, place), 0.0)
+        solved = torch.linalg.solve_triangular(lower, torch.cat([cross, observed.unsqueeze(2)], 2), upper=False)
         root, white = solved[..., :-1], solved[..., -1:]
-        found.append((loc[group] + (root.mT @ white).squeeze(2), (prior[group] - root.square().sum(1)).clamp(min=0.0)))
-    means, variances = (torch.cat(part) for part in zip(*found, strict=True))
+        parts.append((loc[group] + (root.mT @ white).squeeze(2), (prior[group] - root.square().sum(1)).clamp(min=0.0)))
+    means, variances = (torch.cat(part) for part in zip(*parts, strict=True))
     return means, variances
 
 
 def _means_by_directions(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, factor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     r"""The same by :math:`(\sigma^2 I + W_O^\top W_O)^{-1}`."""
     size, rank = factor.shape[1:]
-    grouped, ranks, found = GroupBlocks.from_groups(component, len(loc)), _ranks(factor), []
+    grouped, ranks, parts = GroupBlocks.from_groups(component, len(loc)), _ranks(factor), []
     for part in grouped.parts(rows.element_size() * (3 * rank**2 + 4 * size)):
         center, noise = loc[part.group].unsqueeze(1), scale[part.group]
         basis = _columns(factor, ranks, part.group) / noise[:, None, None]
         above = (rows[row[part.entry]] - center) / noise[:, None, None]
-        is_seen = (~above.isnan()).to(rows)
+        is_observed = (~above.isnan()).to(rows)
         pairs = _pairs(basis)
-        gram = (is_seen @ pairs).unflatten(-1, 2 * basis.shape[-1:])
+        gram = (is_observed @ pairs).unflatten(-1, 2 * basis.shape[-1:])
         spread = torch.cholesky_inverse(cholesky(_identity(basis) + gram))
         mean = (spread @ (above.nan_to_num(0.0) @ basis).unsqueeze(-1)).squeeze(-1) @ basis.mT
         variances = spread.flatten(2) @ pairs.mT
         noise = noise[:, None, None]
-        found.append((center + noise * mean, noise**2 * variances))
-    means, errors = (grouped.gather(list(part)) for part in zip(*found, strict=True))
+        parts.append((center + noise * mean, noise**2 * variances))
+    means, errors = (grouped.gather(list(part)) for part in zip(*parts, strict=True))
     return means, errors
 
 
@@ -336,10 +336,10 @@ def k_means(points: Tensor, start: Tensor, steps: int = 20) -> Tensor:
         nearest = _nearest(points, centres, 1).squeeze(1)
         size = torch.bincount(nearest, minlength=len(centres)).to(points).unsqueeze(1)
         total = torch.zeros_like(centres).index_add_(0, nearest, points)
-        moved = torch.where(size > 0, total / size.clamp(min=1), centres)
-        if torch.equal(moved, centres):
+        new_centres = torch.where(size > 0, total / size.clamp(min=1), centres)
+        if torch.equal(new_centres, centres):
             break
-        centres = moved
+        centres = new_centres
     return centres + mean
 
 

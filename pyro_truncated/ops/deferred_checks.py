@@ -32,13 +32,13 @@ class _PendingChecks:
         answers = [torch.stack(_on_one_device([problem for problem, _ in checks]))] if checks else []
         if lazy:
             answers = [answer.double() for answer in (*answers, *(one.values for one in lazy))]
-        found = torch.cat(_on_one_device(answers)).tolist() if answers else []
-        for is_problem, (_, complaint) in zip(found, checks, strict=False):
+        values = torch.cat(_on_one_device(answers)).tolist() if answers else []
+        for is_problem, (_, complaint) in zip(values, checks, strict=False):
             if is_problem:
                 _raise(complaint)
         start = len(checks)
         for one in lazy:
-            one.known = found[start : start + len(one.values)]
+            one.known = values[start : start + len(one.values)]
             start += len(one.values)
         for act in actions:
             act()
@@ -59,10 +59,10 @@ def _on_one_device(tensors: list[Tensor]) -> list[Tensor]:
 class _Lazy:
     """Numbers on a device, which are read with the next checks."""
 
-    def __init__(self, value: Tensor, pending: _PendingChecks) -> None:
-        self.values, self._pending = value.detach().flatten(), pending
+    def __init__(self, value: Tensor, checks: _PendingChecks) -> None:
+        self.values, self._pending = value.detach().flatten(), checks
         self.known: list[float] = []
-        pending.lazy.append(self)
+        checks.lazy.append(self)
 
     def __call__(self) -> list[float]:
         if self in self._pending.lazy:
@@ -92,21 +92,21 @@ def raise_if(problem: Tensor, complaint: _Complaint) -> None:
         _raise(complaint)
 
 
-def on_success(act: _Action) -> None:
+def on_success(action: _Action) -> None:
     """Runs an action now, or after all deferred checks have passed."""
     pending = _pending.get()
     if pending is not None and (pending.checks or pending.lazy or pending.actions):
-        pending.actions.append(act)
+        pending.actions.append(action)
     else:
-        act()
+        action()
 
 
 def lazy_values(value: Tensor) -> Callable[[], list[float]]:
     """Returns a function that reads a tensor's entries with the next checks."""
     pending = _pending.get()
     if pending is None or not is_vectorised(value):
-        known: list[float] = value.detach().flatten().tolist()
-        return lambda: known
+        values: list[float] = value.detach().flatten().tolist()
+        return lambda: values
     return _Lazy(value, pending)
 
 

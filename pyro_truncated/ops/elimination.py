@@ -84,13 +84,13 @@ class BucketTree:
             maximum: whether to maximise over states in place of summing, for the most probable joint state.
         """
         sums: list[Tensor | None] = [None] * len(self.separators)
-        shared: list[Tensor | None] = [None] * len(self.separators)
+        pair_tables: list[Tensor | None] = [None] * len(self.separators)
         for nodes, table in tables:
             bucket = self.find_bucket(nodes)
-            into = shared if len(nodes) == 2 and math.prod(table.shape[table.dim() - self.depth :]) == 1 else sums
-            held, table = into[bucket], table.double().clamp(min=IMPOSSIBLE)
-            into[bucket] = table if held is None else held + table
-        messages = Messages(self, sums, shared, dict(weights), maximum)
+            into = pair_tables if len(nodes) == 2 and math.prod(table.shape[table.dim() - self.depth :]) == 1 else sums
+            previous, table = into[bucket], table.double().clamp(min=IMPOSSIBLE)
+            into[bucket] = table if previous is None else previous + table
+        messages = Messages(self, sums, pair_tables, dict(weights), maximum)
         for node in self.order:
             messages.send(node)
         return messages
@@ -106,11 +106,16 @@ class Messages:
     """
 
     def __init__(
-        self, tree: BucketTree, sums: list[Tensor | None], shared: list[Tensor | None], weights: dict[int, Tensor], maximum: bool = False
+        self,
+        tree: BucketTree,
+        sums: list[Tensor | None],
+        pair_tables: list[Tensor | None],
+        weights: dict[int, Tensor],
+        maximum: bool = False,
     ) -> None:
         self.tree, self.weights = tree, weights
         # Tables of two variables that are the same for all members of the plates lie apart: sums over them are products of matrices.
-        self._sums, self._shared = sums, shared
+        self._sums, self._pair_tables = sums, pair_tables
         self._messages: list[Tensor | None] = [None] * len(sums)
         # How many of the messages in a bucket are impossible, and which entries of a message are. They are counted and not added up:
         # a message is taken out of a sum again, and what is left would be rounded as numbers of that size are.
@@ -119,35 +124,35 @@ class Messages:
         self._joints: dict[int, Tensor] = {}
         self._reduce: Callable[..., Tensor] = torch.amax if maximum else torch.logsumexp
         different = {id(own): own for own in weights.values()}.values()
-        parts = [part.detach().amin() for part in [*sums, *shared, *different] if part is not None]
+        parts = [part.detach().amin() for part in [*sums, *pair_tables, *different] if part is not None]
         self.may_be_impossible = bool(torch.stack(parts).amin() < IMPOSSIBLE / 2)
 
     def _sum(self, node: int) -> Tensor:
-        return _add(self._shared[node], self._own(node))
+        return _add(self._pair_tables[node], self._own(node))
 
     def _own(self, node: int) -> Tensor:
         return self._with_impossible(self._finite(node), self._counts[node])
 
     def _finite(self, node: int) -> Tensor:
-        held = self._sums[node]
-        return torch.zeros_like(self.weights[node]) if held is None else held
+        total = self._sums[node]
+        return torch.zeros_like(self.weights[node]) if total is None else total
 
     @staticmethod
-    def _with_impossible(held: Tensor, count: Tensor | None) -> Tensor:
-        return held if count is None else torch.where(count > 0, IMPOSSIBLE, held)
+    def _with_impossible(total: Tensor, count: Tensor | None) -> Tensor:
+        return total if count is None else torch.where(count > 0, IMPOSSIBLE, total)
 
-    def _sum_out(self, shared: Tensor | None, other: Tensor, dims: Sequence[int]) -> Tensor:
+    def _sum_out(self, table: Tensor | None, other: Tensor, dims: Sequence[int]) -> Tensor:
         """Sums (or maximises) some dimensions of two tables' product out."""
-        if shared is not None and len(dims) == 1 and self._reduce is torch.logsumexp:
-            found = _log_matmul(shared, other, dims[0])
-            if found is not None:
-                return found
-        return self._reduce(_add(shared, other), dims, keepdim=True)
+        if table is not None and len(dims) == 1 and self._reduce is torch.logsumexp:
+            product = _log_matmul(table, other, dims[0])
+            if product is not None:
+                return product
+        return self._reduce(_add(table, other), dims, keepdim=True)
 
     def send(self, node: int) -> None:
         """Sums a variable out, and sends the rest to its parent's bucket."""
         tree, parent = self.tree, self.tree.parents[node]
-        message = self._sum_out(self._shared[node], self._own(node) + self.weights[node], [tree.dim(node)])
+        message = self._sum_out(self._pair_tables[node], self._own(node) + self.weights[node], [tree.dim(node)])
         if parent is None:
             self._messages[node] = message
             return
@@ -156,56 +161,56 @@ class Messages:
             is_impossible = message.detach() < IMPOSSIBLE / 2
             if bool(is_impossible.any()):
                 message, count = message.masked_fill(is_impossible, 0.0), is_impossible.double()
-        beyond = self._beyond(node)
-        self._sums[parent] = _replace(self._sums[parent], self._messages[node], message, beyond)
-        self._counts[parent] = _replace(self._counts[parent], self._impossible[node], count, beyond)
+        outer_dims = self._outer_dims(node)
+        self._sums[parent] = _replace(self._sums[parent], self._messages[node], message, outer_dims)
+        self._counts[parent] = _replace(self._counts[parent], self._impossible[node], count, outer_dims)
         self._messages[node], self._impossible[node] = message, count
 
-    def _beyond(self, node: int) -> list[int]:
+    def _outer_dims(self, node: int) -> list[int]:
         """The plates of a variable beyond those of its clique."""
         tree = self.tree
         return sorted(tree.plates[node].difference(*(tree.plates[other] for other in tree.separators[node])))
 
     def evidence(self, node: int) -> Tensor:
         """The log sum over a component's states, by its last variable."""
-        found = self._messages[node]
-        assert found is not None
-        return found
+        message = self._messages[node]
+        assert message is not None
+        return message
 
-    def message_from_above(self, node: int, above: Mapping[int, Tensor]) -> Tensor:
+    def message_from_above(self, node: int, messages: Mapping[int, Tensor]) -> Tensor:
         """What a variable's clique gets from its parent's, given what that gets."""
         tree, parent = self.tree, self.tree.parents[node]
         if parent is None:
             return self.weights[node].new_zeros((1,) * tree.num_dims)
-        sent = self._messages[node]
-        assert sent is not None
+        message = self._messages[node]
+        assert message is not None
         count, own = self._counts[parent], self._impossible[node]
         others_count = count if count is None or own is None else count - own
-        rest = self._with_impossible(self._finite(parent) - sent, others_count) + self.weights[parent]
-        gone = [tree.dim(other) for other in (parent, *tree.separators[parent]) if other not in tree.separators[node]]
-        if not gone:
-            return _add(self._shared[parent], rest) + above[parent]
-        if _is_apart(self._shared[parent], rest, gone):
+        rest = self._with_impossible(self._finite(parent) - message, others_count) + self.weights[parent]
+        dims = [tree.dim(other) for other in (parent, *tree.separators[parent]) if other not in tree.separators[node]]
+        if not dims:
+            return _add(self._pair_tables[parent], rest) + messages[parent]
+        if _is_apart(self._pair_tables[parent], rest, dims):
             # The parent's states stay: only those above it are summed out.
-            return rest + self._sum_out(self._shared[parent], above[parent], gone)
-        return self._sum_out(self._shared[parent], rest + above[parent], gone)
+            return rest + self._sum_out(self._pair_tables[parent], messages[parent], dims)
+        return self._sum_out(self._pair_tables[parent], rest + messages[parent], dims)
 
     def _belief(self, node: int, down: Tensor) -> Tensor:
         others = [self.tree.dim(other) for other in self.tree.separators[node]]
         own = self._own(node)
         if not others:
             return own
-        if _is_apart(self._shared[node], own, others):
-            return own + self._sum_out(self._shared[node], down, others)
-        return self._reduce(_add(self._shared[node], own + down), others, keepdim=True)
+        if _is_apart(self._pair_tables[node], own, others):
+            return own + self._sum_out(self._pair_tables[node], down, others)
+        return self._reduce(_add(self._pair_tables[node], own + down), others, keepdim=True)
 
     @functools.cached_property
     def above(self) -> dict[int, Tensor]:
         """By variable, the message that its clique gets from above."""
-        found: dict[int, Tensor] = {}
+        messages: dict[int, Tensor] = {}
         for node in reversed(self.tree.order):
-            found[node] = self.message_from_above(node, found)
-        return found
+            messages[node] = self.message_from_above(node, messages)
+        return messages
 
     def posterior(self, scopes: Sequence[Sequence[int]], shapes: Sequence[torch.Size]) -> list[Tensor]:
         r"""Returns the posterior :math:`q_f(s_{v \in f})` of the states of each table.
@@ -215,20 +220,20 @@ class Messages:
         return [self._table_posterior(self.tree.find_bucket(scope), shape) for scope, shape in zip(scopes, shapes, strict=True)]
 
     def _table_posterior(self, node: int, shape: torch.Size) -> Tensor:
-        found = self._joints.get(node)
-        if found is None:
-            shared, evidence = self._shared[node], self.evidence(self.tree.roots[node])
+        posterior = self._joints.get(node)
+        if posterior is None:
+            pair_table, evidence = self._pair_tables[node], self.evidence(self.tree.roots[node])
             own, down = self._own(node) + self.weights[node], self.above[node] - evidence
             others = [self.tree.dim(other) for other in self.tree.separators[node]]
-            pair = None if shared is None else _pair_posterior(shared, own, down, shape)
+            pair = None if pair_table is None else _pair_posterior(pair_table, own, down, shape)
             if pair is not None:
                 return pair
-            if _is_apart(shared, own, others) and all(shape[dim] == 1 for dim in others):
-                found = self._as_posterior(own + self._sum_out(shared, down, others), evidence)
+            if _is_apart(pair_table, own, others) and all(shape[dim] == 1 for dim in others):
+                posterior = self._as_posterior(own + self._sum_out(pair_table, down, others), evidence)
             else:
-                found = self._joints[node] = self._as_posterior(_add(shared, own) + down, evidence)
-        beyond = [dim for dim, (size, wanted) in enumerate(zip(found.shape, shape, strict=True)) if size != wanted]
-        return found.sum(beyond, keepdim=True) if beyond else found
+                posterior = self._joints[node] = self._as_posterior(_add(pair_table, own) + down, evidence)
+        beyond = [dim for dim, (size, target) in enumerate(zip(posterior.shape, shape, strict=True)) if size != target]
+        return posterior.sum(beyond, keepdim=True) if beyond else posterior
 
     def _as_posterior(self, logs: Tensor, evidence: Tensor) -> Tensor:
         return logs.exp().masked_fill(evidence < IMPOSSIBLE / 2, 0.0) if self.may_be_impossible else logs.exp()
@@ -267,87 +272,89 @@ class Messages:
         Without ``num_samples`` it is the most probable joint state, of messages that are maxima.
         """
         tree = self.tree
-        found: dict[int, tuple[Tensor, Tensor]] = {}
+        draws: dict[int, tuple[Tensor, Tensor]] = {}
         for node in reversed(tree.order):
             table = (self._sum(node) + self.weights[node]).unsqueeze(0)
             for other in tree.separators[node]:
-                table = torch.take_along_dim(table, found[other][0], dim=tree.dim(other))
+                table = torch.take_along_dim(table, draws[other][0], dim=tree.dim(other))
             logits = table.movedim(tree.dim(node), -1).log_softmax(-1)
             if num_samples is None:
-                chosen = logits.argmax(-1, keepdim=True)
+                state = logits.argmax(-1, keepdim=True)
             else:
                 logits = logits.expand(num_samples, *logits.shape[1:])
                 flat = torch.multinomial(logits.exp().flatten(0, -2), 1, generator=generator)
-                chosen = flat.reshape(*logits.shape[:-1], 1)
-            log_prob = logits.gather(-1, chosen).squeeze(-1)
+                state = flat.reshape(*logits.shape[:-1], 1)
+            log_prob = logits.gather(-1, state).squeeze(-1)
             position = tree.dim(node) % (tree.num_dims + 1)
-            found[node] = chosen.squeeze(-1).unsqueeze(position), log_prob.unsqueeze(position)
-        return found
+            draws[node] = state.squeeze(-1).unsqueeze(position), log_prob.unsqueeze(position)
+        return draws
 
 
 def _add(one: Tensor | None, other: Tensor) -> Tensor:
     return other if one is None else one + other
 
 
-def _is_apart(shared: Tensor | None, other: Tensor, dims: Sequence[int]) -> bool:
+def _is_apart(table: Tensor | None, other: Tensor, dims: Sequence[int]) -> bool:
     """Whether only the first table depends on the states in some dimensions."""
-    return shared is not None and all(other.shape[dim] == 1 for dim in dims)
+    return table is not None and all(other.shape[dim] == 1 for dim in dims)
 
 
-def _other_dim(shared: Tensor, dim: int) -> int | None:
+def _other_dim(table: Tensor, dim: int) -> int | None:
     """The second dimension of a table of two variables."""
-    found = [other for other in range(-shared.dim(), 0) if shared.shape[other] > 1]
-    return sum(found) - dim if len(found) == 2 and dim in found else None
+    dims = [other for other in range(-table.dim(), 0) if table.shape[other] > 1]
+    return sum(dims) - dim if len(dims) == 2 and dim in dims else None
 
 
-def _log_matmul(shared: Tensor, other: Tensor, dim: int) -> Tensor | None:
+def _log_matmul(table: Tensor, other: Tensor, dim: int) -> Tensor | None:
     r"""Returns :math:`\log \sum_v e^{A(v, u) + B(v, n)}`, a product of matrices.
 
     It is ``None`` where it would be rounded, and where it would save nothing.
     """
-    out = _other_dim(shared, dim)
+    out = _other_dim(table, dim)
     if out is None or other.shape[out] > 1 or other.shape[dim] == 1:
         return None
     # On a device the check for underflow would wait.
-    if shared.device.type != "cpu" or shared.shape[out] * other.numel() < _MIN_MATMUL_STATES:
+    if table.device.type != "cpu" or table.shape[out] * other.numel() < _MIN_MATMUL_STATES:
         return None
-    matrix = shared.movedim((out, dim), (-2, -1)).flatten(0, -2)
+    matrix = table.movedim((out, dim), (-2, -1)).flatten(0, -2)
     columns = other.movedim(dim, 0)
     flat = columns.flatten(1)
     top, left = matrix.amax(1, keepdim=True), flat.amax(0, keepdim=True)
     product = (matrix - top).exp() @ (flat - left).exp()
     # A larger sum of products has lost nothing to underflow.
-    if not bool(product.amin() > 1e-200):
+    if not bool(product.amin() > 1e-200):  # far above the smallest number of float64
         return None
-    found = (product.log() + top + left).view(len(matrix), *columns.shape[1:])
-    return found.movedim(0, dim).transpose(dim, out)
+    total = (product.log() + top + left).view(len(matrix), *columns.shape[1:])
+    return total.movedim(0, dim).transpose(dim, out)
 
 
-def _pair_posterior(shared: Tensor, own: Tensor, down: Tensor, shape: torch.Size) -> Tensor | None:
+def _pair_posterior(table: Tensor, own: Tensor, down: Tensor, shape: torch.Size) -> Tensor | None:
     r"""Returns :math:`e^{A(v, u)} \sum_n e^{B(v, n) + C(u, n)}`, summed to a shape.
 
     The sum over members of plates is a product of matrices. It is ``None`` where it would be rounded, and where it would save nothing.
     """
-    first = next((dim for dim in range(-shared.dim(), 0) if shared.shape[dim] > 1 and own.shape[dim] > 1), None)
-    second = None if first is None else _other_dim(shared, first)
-    if first is None or second is None or own.shape[second] > 1 or down.shape[first] > 1 or shape != shared.shape:
+    first = next((dim for dim in range(-table.dim(), 0) if table.shape[dim] > 1 and own.shape[dim] > 1), None)
+    second = None if first is None else _other_dim(table, first)
+    if first is None or second is None or own.shape[second] > 1 or down.shape[first] > 1 or shape != table.shape:
         return None
-    if shared.device.type != "cpu" or shared.shape[second] * own.numel() < _MIN_MATMUL_STATES:
+    if table.device.type != "cpu" or table.shape[second] * own.numel() < _MIN_MATMUL_STATES:
         return None
     left, right = own.movedim((first, second), (0, 1)).squeeze(1), down.movedim((second, first), (0, 1)).squeeze(1)
     members = torch.broadcast_shapes(left.shape[1:], right.shape[1:])
     left, right = (part.expand(len(part), *members).flatten(1) for part in (left, right))
     tops = [part.amax(0) for part in (left, right)]
-    if not bool((tops[0] + tops[1]).abs().amax() < 250.0) or not bool(shared.amax() < 250.0):
+    # The exponential function of so many nats is far from the limits of float64.
+    most_nats = 250.0
+    if not bool((tops[0] + tops[1]).abs().amax() < most_nats) or not bool(table.amax() < most_nats):
         return None
     product = (left - tops[0]).exp() @ (right + tops[0]).exp().mT
-    return shared.exp() * (product if first < second else product.mT).reshape(shape)
+    return table.exp() * (product if first < second else product.mT).reshape(shape)
 
 
-def _replace(held: Tensor | None, old: Tensor | None, new: Tensor | None, beyond: Sequence[int]) -> Tensor | None:
+def _replace(total: Tensor | None, old: Tensor | None, new: Tensor | None, outer_dims: Sequence[int]) -> Tensor | None:
     """A sum of messages with one, added up over plates, replaced."""
     for message, sign in ((new, 1), (old, -1)):
         if message is not None:
-            total = message.sum(list(beyond), keepdim=True) if beyond else message
-            held = sign * total if held is None else torch.add(held, total, alpha=sign)
-    return held
+            part = message.sum(list(outer_dims), keepdim=True) if outer_dims else message
+            total = sign * part if total is None else torch.add(total, part, alpha=sign)
+    return total

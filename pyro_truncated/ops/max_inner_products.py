@@ -16,8 +16,8 @@ def max_inner_products(features: Tensor, coefficients: Tensor, number: int) -> t
     Functions have ``coefficients (K, F)`` of ``features (N, F)``. Of equal ones any; NaN counts as the largest, as in ``torch.topk``.
     """
     features, coefficients = _compute(features, coefficients)
-    found: tuple[Tensor, Tensor] = backend("max_inner_products", features).max_inner_products(features, coefficients, number)
-    return found
+    result: tuple[Tensor, Tensor] = backend("max_inner_products", features).max_inner_products(features, coefficients, number)
+    return result
 
 
 def max_inner_products_in_groups(
@@ -25,17 +25,17 @@ def max_inner_products_in_groups(
     coefficients: Tensor,
     group: Tensor,
     num_groups: int,
-    visited: Tensor,
+    probes: Tensor,
     number: int,
 ) -> tuple[Tensor, Tensor]:
-    """The same among the functions of the groups ``visited (N, L)``.
+    """The same among the functions of the groups ``probes (N, L)``.
 
     These have at least ``number`` functions together; ``group (K,)`` is that of every function.
     """
     features, coefficients = _compute(features, coefficients)
-    found: tuple[Tensor, Tensor]
-    found = backend("max_inner_products", features).max_inner_products_in_groups(features, coefficients, group, num_groups, visited, number)
-    return found
+    result: tuple[Tensor, Tensor]
+    result = backend("max_inner_products", features).max_inner_products_in_groups(features, coefficients, group, num_groups, probes, number)
+    return result
 
 
 def follow_neighbours(
@@ -54,10 +54,10 @@ def follow_neighbours(
     """
     features, coefficients = _compute(features, coefficients)
     depth, also = min(depth, index.shape[1]), index[:, :0] if also is None else also
-    found: tuple[Tensor, Tensor] = backend("max_inner_products", features).follow_neighbours(
+    result: tuple[Tensor, Tensor] = backend("max_inner_products", features).follow_neighbours(
         features, coefficients, neighbours, value.to(features), index, depth, also
     )
-    return found
+    return result
 
 
 def _compute(features: Tensor, coefficients: Tensor) -> tuple[Tensor, Tensor]:

@@ -74,11 +74,11 @@ class Segments(NamedTuple):
         """Draws ``(*batch)`` by inversion, with two uniform numbers each."""
         cumulative = self.log_masses().softmax(-1).cumsum(-1)
         last = self.precision.shape[-1] - 1
-        chosen = (first.unsqueeze(-1) * cumulative[..., -1:] >= cumulative).sum(-1, keepdim=True).clamp(max=last)
-        lower, upper = (bound.gather(-1, chosen).squeeze(-1) for bound in self.bounds)
+        segment = (first.unsqueeze(-1) * cumulative[..., -1:] >= cumulative).sum(-1, keepdim=True).clamp(max=last)
+        lower, upper = (bound.gather(-1, segment).squeeze(-1) for bound in self.bounds)
         x = truncated_standard_normal(lower, upper, second)
-        linear, precision = (part.gather(-1, chosen).squeeze(-1) for part in (self.linear, self.precision))
-        ends = (self.edges[..., :-1].gather(-1, chosen).squeeze(-1), self.edges[..., 1:].gather(-1, chosen).squeeze(-1))
+        linear, precision = (part.gather(-1, segment).squeeze(-1) for part in (self.linear, self.precision))
+        ends = (self.edges[..., :-1].gather(-1, segment).squeeze(-1), self.edges[..., 1:].gather(-1, segment).squeeze(-1))
         return (linear / precision + x / precision.sqrt()).clamp(*ends)
 
 
@@ -92,12 +92,12 @@ def maximum_segments(
     D)``, the slab's moments ``(*batch)``.
     """
     value, others, element, precision = torch.broadcast_tensors(value, others, element, precision)
-    is_seen = ~value.isnan()
-    value, precision = value.nan_to_num(0.0), precision * is_seen
-    base = (0.5 * is_seen * (precision.masked_fill(~is_seen, 1.0).log() - math.log(2 * math.pi))).sum(-1)
+    is_observed = ~value.isnan()
+    value, precision = value.nan_to_num(0.0), precision * is_observed
+    base = (0.5 * is_observed * (precision.masked_fill(~is_observed, 1.0).log() - math.log(2 * math.pi))).sum(-1)
     base = base - 0.5 * (precision * (value - others).square()).sum(-1)
     # A dimension that can never be won has its threshold at infinity.
-    can_win = (element > 0) & is_seen
+    can_win = (element > 0) & is_observed
     threshold = torch.where(can_win, others / element.masked_fill(~can_win, 1.0), math.inf)
     threshold, order = threshold.sort(-1)
 
@@ -117,7 +117,7 @@ def maximum_segments(
 
 def log_interval(lower: Tensor, upper: Tensor) -> Tensor:
     r"""Stable :math:`\log(\Phi(b) - \Phi(a))` for ``lower`` :math:`a` and ``upper`` :math:`b`; minus infinity unless :math:`a < b`."""
-    low, high, _ = _to_the_left(lower, upper)
+    low, high, _ = _mirror(lower, upper)
     is_empty = ~(low < high)
     low, high = low.masked_fill(is_empty, -1.0), high.masked_fill(is_empty, 0.0)
     top = torch.special.log_ndtr(high)
@@ -134,7 +134,7 @@ def log_interval(lower: Tensor, upper: Tensor) -> Tensor:
 
 def truncated_standard_normal(lower: Tensor, upper: Tensor, uniform: Tensor) -> Tensor:
     """The truncated standard normal quantile at ``uniform``, in the log domain."""
-    low, high, is_flipped = _to_the_left(lower, upper)
+    low, high, is_flipped = _mirror(lower, upper)
     share = log_interval(low, high)
     # Strictly between zero and one, whose quantiles may be infinite.
     uniform = torch.where(is_flipped, 1 - uniform, uniform).clamp(2.0**-54, 1 - 2.0**-53)
@@ -146,7 +146,7 @@ def truncated_standard_normal(lower: Tensor, upper: Tensor, uniform: Tensor) -> 
     return torch.where(is_flipped, -x, x).clamp(lower, upper)
 
 
-def _to_the_left(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _mirror(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mirrors intervals to reach further to the left; says which."""
     is_flipped = lower + upper > 0
     return torch.where(is_flipped, -upper, lower), torch.where(is_flipped, -lower, upper), is_flipped
@@ -243,7 +243,7 @@ class _MaximumError(torch.autograd.Function):
             2 * precision.unsqueeze(-1) * (weight * wins - sums),
             errors,
         )
-        grad_value, grad_weight, grad_precision = (new.to(given.dtype) for new, given in zip(gradients, inputs, strict=True))
+        grad_value, grad_weight, grad_precision = (new.to(original.dtype) for new, original in zip(gradients, inputs, strict=True))
         return None, grad_value, grad_weight, grad_precision
 
 

@@ -11,14 +11,14 @@ from pyro_truncated.ops.backend import backend, gradient, remember_context
 
 
 def mixture_products(
-    height: Tensor, center: Tensor, rate: Tensor, share: Tensor, point: Tensor, decay: Tensor, base: Tensor, *, summed: bool = False
+    height: Tensor, center: Tensor, rate: Tensor, share: Tensor, point: Tensor, decay: Tensor, base: Tensor, *, sum_rows: bool = False
 ) -> Tensor:
     r"""Returns products over dimensions of bumps beside a column's constants.
 
     .. math:: r_{np} = \prod_q \left[ a_{nq} \exp\left(-c_{nq} (m_{nq} - x_{qp})^2 - d_{qp}\right) + h_{nq} b_{qp} \right]
 
     ``height`` :math:`a`, ``center`` :math:`m`, ``rate`` :math:`c` and ``share`` :math:`h` are ``(N, Q)``; ``point`` :math:`x`, ``decay``
-    :math:`d` and ``base`` :math:`b` are ``(Q, P)``. The result is ``(N, P)``, or ``(P,)`` if ``summed`` over rows.
+    :math:`d` and ``base`` :math:`b` are ``(Q, P)``. The result is ``(N, P)``, or ``(P,)`` if ``sum_rows`` over rows.
 
     Differentiable once in every argument, without dividing by a factor. On the CPU it is computed in float64 with memory for the result
     only, elsewhere in blocks. A dimension without a constant part (:math:`h_{nq} = 0` for all rows) costs an eighth of one with it.
@@ -37,24 +37,24 @@ def mixture_products(
         if 0 < num_sharp < len(is_sharp):
             order = (~is_sharp).long().argsort(stable=True)
             rows, columns = tuple(f[:, order] for f in rows), tuple(f[order] for f in columns)  # type: ignore[assignment]
-    return _MixtureProducts.apply(num_sharp, summed, *rows, *columns)  # type: ignore[no-any-return, no-untyped-call]
+    return _MixtureProducts.apply(num_sharp, sum_rows, *rows, *columns)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _MixtureProducts(torch.autograd.Function):
     """Products over dimensions, see :func:`mixture_products`."""
 
     @staticmethod
-    def forward(ctx: Any, num_sharp: int, summed: bool, *factors: Tensor) -> Tensor:
+    def forward(ctx: Any, num_sharp: int, sum_rows: bool, *factors: Tensor) -> Tensor:
         """Returns products ``(N, P)``, or ``(P,)`` if summed over rows."""
         ctx.save_for_backward(*factors)
         remember_context(ctx)
         ctx.num_sharp = num_sharp
-        return backend("mixture_products", factors[0]).products(factors, num_sharp, summed).to(factors[0].dtype)  # type: ignore[no-any-return]
+        return backend("mixture_products", factors[0]).products(factors, num_sharp, sum_rows).to(factors[0].dtype)  # type: ignore[no-any-return]
 
     @staticmethod
     @gradient
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Gradients of all factors, without dividing by one."""
         factors = ctx.saved_tensors
-        found = backend("mixture_products", grad).gradients(factors, ctx.num_sharp, grad)
-        return None, None, *(gradient.to(factor.dtype) for gradient, factor in zip(found, factors, strict=True))
+        gradients = backend("mixture_products", grad).gradients(factors, ctx.num_sharp, grad)
+        return None, None, *(gradient.to(factor.dtype) for gradient, factor in zip(gradients, factors, strict=True))

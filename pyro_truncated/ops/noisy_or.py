@@ -99,8 +99,8 @@ class _NoisyOrLogProb(torch.autograd.Function):
 def _check_noisy_or(words: Tensor, value: Tensor, log_complement: Tensor, log_leak_complement: Tensor) -> None:
     check_likelihood(words, value, log_complement, log_leak_complement)
     if not cached_answer(value, "is binary or missing", lambda: ((value == 0) | (value == 1) | value.isnan()).all()):
-        known = value[~value.isnan()]
+        observed = value[~value.isnan()]
         raise ValueError(
             "observations of a noisy-OR must be 0, 1 or, where missing, NaN; "
-            f"got numbers from {float(known.min()):g} to {float(known.max()):g}"
+            f"got numbers from {float(observed.min()):g} to {float(observed.max()):g}"
         )

@@ -105,10 +105,10 @@ class Fields:
             name: an attribute; or ``"rows of"`` a kind of latents (``"binary"``, ``"several"``, ``"mutable"``), see :meth:`rows`; or their
                 ``"masks of"``; or the ``"tails"`` of states.
         """
-        found = self._tables.get((device, name))
-        if found is None:
-            found = self._tables[device, name] = self._table(name).to(device)
-        return found
+        tables = self._tables.get((device, name))
+        if tables is None:
+            tables = self._tables[device, name] = self._table(name).to(device)
+        return tables
 
     def _table(self, name: str) -> Tensor:
         if name == "tails":
@@ -211,12 +211,12 @@ def check_bits(words: Tensor, num_latents: int) -> None:
     num_words = (num_latents + WORD_BITS - 1) // WORD_BITS
     if words.shape[-1] != num_words:
         raise ValueError(f"a state of {num_latents} binary latents fills {num_words} words; got words of shape {tuple(words.shape)}")
-    used = num_latents - WORD_BITS * (num_words - 1)
-    if used == WORD_BITS:
+    num_bits = num_latents - WORD_BITS * (num_words - 1)
+    if num_bits == WORD_BITS:
         return
     # States shared by all data points (an expanded tensor) are looked at once.
     rows = words[:1] if words.shape[0] > 1 and words.stride(0) == 0 else words
-    beyond = -1 << used
+    beyond = -1 << num_bits
 
     def complain() -> None:
         first = backend("latent_values", rows).first_beyond(rows, beyond)
@@ -265,14 +265,14 @@ def check_likelihood(words: Tensor, value: Tensor, weight: Tensor, offset: Tenso
 _MAX_STATES = 2**20
 
 
-def combine(chosen: Tensor, max_active: int | None = None) -> Tensor:
+def combine(singles: Tensor, max_active: int | None = None) -> Tensor:
     r"""Unions ``(N, S, W)`` of at most ``max_active`` of each data point's single-latent states.
 
-    Of ``chosen (N, K, W)``, :math:`S = \sum_{k \le \mathrm{max\_active}} \binom Kk`, fewer active latents first. Every state extends one
+    Of ``singles (N, K, W)``, :math:`S = \sum_{k \le \mathrm{max\_active}} \binom Kk`, fewer active latents first. Every state extends one
     with one latent fewer, so building it takes one operation per word. More than 2**20 states are refused.
     """
-    check_words("chosen", chosen)
-    num_selected = chosen.shape[1]
+    check_words("singles", singles)
+    num_selected = singles.shape[1]
     limit = num_selected if max_active is None else min(max_active, num_selected)
     size = sum(math.comb(num_selected, k) for k in range(limit + 1))
     if size > _MAX_STATES:
@@ -280,12 +280,12 @@ def combine(chosen: Tensor, max_active: int | None = None) -> Tensor:
             f"{num_selected} selected latents with up to {limit} of them active make {size} states for a data point, above {_MAX_STATES}. "
             "Select fewer (num_selected) or lower max_active."
         )
-    parent, last = _table(num_selected, limit, chosen.device)
-    out = chosen.new_zeros(len(chosen), size, chosen.shape[2])
+    parent, last = _table(num_selected, limit, singles.device)
+    out = singles.new_zeros(len(singles), size, singles.shape[2])
     start = 1
     for k in range(1, limit + 1):
         level = slice(start, start + math.comb(num_selected, k))
-        out[:, level] = out[:, parent[level]] | chosen[:, last[level]]
+        out[:, level] = out[:, parent[level]] | singles[:, last[level]]
         start = level.stop
     return out
 
@@ -389,5 +389,5 @@ def draw_values(probabilities: Tensor, num_samples: int, fields: Fields, *, rows
 def _check_weights(words: Tensor, weights: Tensor, fields: Fields) -> None:
     check_words("words", words)
     if words.shape[-1] != fields.num_words or weights.shape != words.shape[:2]:
-        given = f"{tuple(words.shape)} and {tuple(weights.shape)}"
-        raise ValueError(f"words and weights must have the shapes (N, S, {fields.num_words}) and (N, S); got {given}")
+        shapes = f"{tuple(words.shape)} and {tuple(weights.shape)}"
+        raise ValueError(f"words and weights must have the shapes (N, S, {fields.num_words}) and (N, S); got {shapes}")

@@ -145,5 +145,5 @@ class _SquareError(torch.autograd.Function):
         """Gradients in data, dictionary and precision."""
         words, *inputs = ctx.saved_tensors
         gradients = backend("quadratic", words).square_error_gradients(words, grad, *inputs)
-        value, weight, precision = (gradient.to(given.dtype) for gradient, given in zip(gradients, inputs, strict=True))
+        value, weight, precision = (gradient.to(tensor.dtype) for gradient, tensor in zip(gradients, inputs, strict=True))
         return None, value, weight, precision

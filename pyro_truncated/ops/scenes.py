@@ -105,7 +105,13 @@ class _SceneLogProb(torch.autograd.Function):
             (sums.background[1:-1] - sums.background[0] * background) / background_variance,
             _variance_gradient(sums.background, background, background_variance),
         )
-        return None, None, None, None, *(new.to(given.dtype).reshape(given.shape) for new, given in zip(gradients, inputs, strict=True))
+        return (
+            None,
+            None,
+            None,
+            None,
+            *(new.to(original.dtype).reshape(original.shape) for new, original in zip(gradients, inputs, strict=True)),
+        )
 
 
 def squared_errors(sums: Tensor, means: Tensor) -> Tensor:
@@ -198,12 +204,14 @@ def _background(images: Tensor, scene: SceneParameters) -> Tensor:
     return normal_log_density(images.double(), scene.background.double(), scene.background_variance.double())
 
 
-def _terms(images: Tensor, scene: SceneParameters, behind: Tensor, clutter: float) -> tuple[Tensor, Tensor]:
+def _terms(images: Tensor, scene: SceneParameters, background_log_density: Tensor, clutter: float) -> tuple[Tensor, Tensor]:
     """What scans add up.
 
     Minus the log density of what else pixels may show, ``(N, D)``, and log-odds of the masks, with the constant of the objects' densities,
     ``(H, T)``.
     """
-    energy = -torch.logaddexp(math.log1p(-clutter) + behind, torch.full_like(behind, math.log(clutter) if clutter else -math.inf))
+    energy = -torch.logaddexp(
+        math.log1p(-clutter) + background_log_density, torch.full_like(background_log_density, math.log(clutter) if clutter else -math.inf)
+    )
     logits = scene.masks.double().logit() - 0.5 * images.shape[-1] * (2 * math.pi * scene.variance.double()).log()
     return energy, logits

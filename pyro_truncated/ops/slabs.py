@@ -102,7 +102,7 @@ def spike_slab_log_prob(
     Raises:
         ValueError: if the shapes do not fit.
     """
-    _check(words, value, weight, precision, slab_mean, slab_deviation, correlated=False)
+    _check(words, value, weight, precision, slab_mean, slab_deviation, is_correlated=False)
     out: Tensor = _LogProb.apply(words, value, weight, precision, slab_mean, slab_deviation)  # type: ignore[no-untyped-call]
     return out if linear is None else out + linear_energy(words, linear, len(value), weight.shape[1])
 
@@ -141,7 +141,7 @@ def spike_slab_moments(
         ValueError: if the shapes do not fit.
     """
     check_weights(words, weights)
-    _check(words, value, weight, precision, slab_mean, slab_deviation, correlated=False)
+    _check(words, value, weight, precision, slab_mean, slab_deviation, is_correlated=False)
     terms = slab_terms(value, weight, precision)
     return backend("slabs", words).moments(words, weights, *terms, slab_mean, slab_deviation, per_datum)  # type: ignore[no-any-return]
 
@@ -158,8 +158,8 @@ def spike_slab_moments_by_dimension(
 
     def moments(words: Tensor, weights: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Those of a block."""
-        *found, pairs = spike_slab_moments(words, weights, value, weight, precision, slab_mean, slab_deviation, per_datum=True)
-        return *found, pairs, pairs.diagonal(dim1=-2, dim2=-1).sum(0)
+        *firsts, pairs = spike_slab_moments(words, weights, value, weight, precision, slab_mean, slab_deviation, per_datum=True)
+        return *firsts, pairs, pairs.diagonal(dim1=-2, dim2=-1).sum(0)
 
     H = weight.shape[1]
     active, first, second, squares = _sum_by_dimension(moments, words, weights, value, H, 16 * H**2)
@@ -196,7 +196,7 @@ def correlated_slab_log_prob(
     Raises:
         ValueError: if the shapes do not fit.
     """
-    _check(words, value, weight, precision, slab_mean, slab_covariance, correlated=True)
+    _check(words, value, weight, precision, slab_mean, slab_covariance, is_correlated=True)
     out: Tensor = _LogProb.apply(words, value, weight, precision, slab_mean, slab_covariance)  # type: ignore[no-untyped-call]
     return out if linear is None else out + linear_energy(words, linear, len(value), weight.shape[1])
 
@@ -238,7 +238,7 @@ def correlated_slab_moments(
         ValueError: if the shapes do not fit.
     """
     check_weights(words, weights)
-    _check(words, value, weight, precision, slab_mean, slab_covariance, correlated=True)
+    _check(words, value, weight, precision, slab_mean, slab_covariance, is_correlated=True)
     terms = slab_terms(value, weight, precision)
     return backend("slabs", words).correlated_moments(words, weights, *terms, slab_mean, slab_covariance, per_datum)  # type: ignore[no-any-return]
 
@@ -290,7 +290,7 @@ def expected_log_slab_prior(
         ValueError: if the shapes do not fit.
     """
     check_weights(words, weights)
-    _check(words, value, weight, precision, slab_mean, slab_covariance, correlated=True)
+    _check(words, value, weight, precision, slab_mean, slab_covariance, is_correlated=True)
     if covariances.shape != (*means.shape, weight.shape[1]) or means.shape[1:] != weight.shape[1:]:
         raise ValueError(f"means (T, H) and covariances (T, H, H) do not fit; got {tuple(means.shape)} and {tuple(covariances.shape)}")
     terms = slab_terms(value, weight, precision)
@@ -336,7 +336,7 @@ class _LogProb(torch.autograd.Function):
             slope = (sum_first - mean * sum_active) / spread.square()
             curvature = (deviations - spread.square() * sum_active) / spread**3
         gradients = *data_gradients(value, weight, precision, grad, first, second), slope, curvature
-        return None, *(gradient.to(given.dtype) for gradient, given in zip(gradients, inputs, strict=True))
+        return None, *(gradient.to(original.dtype) for gradient, original in zip(gradients, inputs, strict=True))
 
 
 def _sum_by_dimension(
@@ -356,10 +356,12 @@ def _sum_by_dimension(
     return torch.cat(active), torch.cat(first), second.unflatten(1, (num_latents, num_latents)), *totals
 
 
-def _check(words: Tensor, value: Tensor, weight: Tensor, precision: Tensor, slab_mean: Tensor, spread: Tensor, *, correlated: bool) -> None:
+def _check(
+    words: Tensor, value: Tensor, weight: Tensor, precision: Tensor, slab_mean: Tensor, spread: Tensor, *, is_correlated: bool
+) -> None:
     check_likelihood(words, value, weight, precision)
     H = weight.shape[1]
-    if slab_mean.shape != (H,) or spread.shape != ((H, H) if correlated else (H,)):
+    if slab_mean.shape != (H,) or spread.shape != ((H, H) if is_correlated else (H,)):
         shapes = f"{tuple(slab_mean.shape)} and {tuple(spread.shape)}"
-        needed = f"means (H,) and covariance (H, H) with H = {H}" if correlated else f"means and deviations of shape (H,) = {(H,)}"
+        needed = f"means (H,) and covariance (H, H) with H = {H}" if is_correlated else f"means and deviations of shape (H,) = {(H,)}"
         raise ValueError(f"slabs must have {needed}; got {shapes}")

@@ -46,8 +46,8 @@ class Stream:
     def draw_ahead(self, rows: Tensor, counts: Sequence[int]) -> None:
         """Draws the first ``counts`` words of the next seeds together."""
         seeds = [mix_bits(self.seed, self._count + 1 + i) for i in range(len(counts))]
-        drawn = backend("random", rows).several(rows, seeds, counts)
-        self._ahead = {seed: CachedSeed(seed, rows, *words) for seed, words in zip(seeds, drawn, strict=True)}
+        draws = backend("random", rows).several(rows, seeds, counts)
+        self._ahead = {seed: CachedSeed(seed, rows, *words) for seed, words in zip(seeds, draws, strict=True)}
 
     def again(self) -> Stream:
         """The stream, with its branches, from its beginning."""
@@ -74,9 +74,9 @@ class CachedSeed(int):
 
     def __new__(cls, seed: int, rows: Tensor, streams: Tensor, words: Tensor) -> CachedSeed:
         """A number that carries tensors."""
-        drawn = super().__new__(cls, seed)
-        drawn.rows, drawn.streams, drawn.words = rows, streams, words
-        return drawn
+        instance = super().__new__(cls, seed)
+        instance.rows, instance.streams, instance.words = rows, streams, words
+        return instance
 
 
 Source = torch.Generator | Stream | None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from pyro_truncated.distributed.shards import let_go
+from pyro_truncated.distributed.shards import release_pages
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.layout import Layout
@@ -103,7 +103,7 @@ def check_observable(model: Module, y: Tensor, support: Any) -> None:
         impossible = (~possible.flatten(1).all(1)).nonzero().squeeze(-1)[:1]
         if len(impossible):
             _refuse(model, y, impossible + rows.start)
-        let_go(y)
+        release_pages(y)
 
 
 def _refuse(model: Module, y: Tensor, rows: Tensor) -> None:

@@ -21,10 +21,11 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from pyro_truncated.restoration.restore import Restored, denoise, inpaint
+from pyro_truncated.utils.arguments import describe
 from pyro_truncated.utils.console import progress_bar
 
-# Entries of an image, channels included, that are restored at once: about three GB.
-_OVERLAP = 32
+# Pixels that tiles have in common.
+_OVERLAP_PIXELS = 32
 
 
 def restore_in_tiles(
@@ -33,7 +34,7 @@ def restore_in_tiles(
     most: int = 2**19,
     progress: bool | None = None,
     *,
-    keeps_seen: bool = False,
+    keeps_observed: bool = False,
 ) -> tuple[Tensor, float]:
     """Restores an image as a whole or in overlapping tiles.
 
@@ -44,7 +45,7 @@ def restore_in_tiles(
         restore: restores a part, given whether to show a progress bar.
         most: entries of the largest part.
         progress: whether to show a progress bar; default: if the output is a terminal.
-        keeps_seen: whether ``restore`` returns observed entries unchanged, as :func:`.inpaint` does
+        keeps_observed: whether ``restore`` returns observed entries unchanged, as :func:`.inpaint` does
             without noise. Tiles without missing entries are then skipped, since nothing learned in
             them is used.
 
@@ -56,7 +57,7 @@ def restore_in_tiles(
         ValueError: before any work is done, if in a part that is restored by itself all is missing.
     """
     is_missing = image.isnan()
-    if keeps_seen and not bool(is_missing.any()):
+    if keeps_observed and not bool(is_missing.any()):
         return image.clone(), 0.0
     if image.numel() <= most:
         whole = restore(image, progress)
@@ -69,20 +70,20 @@ def restore_in_tiles(
             raise ValueError(
                 f"the image is restored in tiles of {side} x {side} pixels, and all of {where} is missing: scale the image down"
             )
-    if keeps_seen:
+    if keeps_observed:
         # All parts that cover a missing entry stay: they fade into each other there as ever.
         places = [place for place in places if bool(is_missing[place].any())]
     total, share, squares = torch.zeros_like(image), image.new_zeros(image.shape[:2]), 0.0
     with progress_bar(progress, total=len(places), desc="tiles") as bar:
         for place in places:
             part = restore(image[place], False)
-            weight = torch.outer(*(_fading(span) for span in place)).to(image)
+            weight = torch.outer(*(_tile_weights(span) for span in place)).to(image)
             share[place] += weight
             total[place] += part.image * weight.reshape(weight.shape + (1,) * (image.dim() - 2))
             squares += part.noise**2 / len(places)
             bar.update()
     restored = total / share.reshape(share.shape + (1,) * (image.dim() - 2))
-    if keeps_seen:
+    if keeps_observed:
         # Exactly, which means of what is the same in all parts are not; nor is there one where no part was restored.
         restored = torch.where(is_missing, restored, image)
     return restored, math.sqrt(squares)
@@ -94,22 +95,22 @@ def spans(size: int, side: int) -> list[slice]:
     Neighbours overlap by 32 or more. A shorter side is one stretch.
     """
     side = min(side, size)
-    number = math.ceil((size - side) / max(1, side - _OVERLAP)) + 1
+    number = math.ceil((size - side) / max(1, side - _OVERLAP_PIXELS)) + 1
     starts = torch.linspace(0, size - side, number).round().long().tolist()
     return [slice(start, start + side) for start in starts]
 
 
-def _fading(span: slice) -> Tensor:
+def _tile_weights(span: slice) -> Tensor:
     """Returns weights that fade to overlapping ends, never to zero."""
     places = torch.arange(span.stop - span.start, dtype=torch.float64)
-    return (places + 1).minimum(places.flip(0) + 1).clamp(max=_OVERLAP)
+    return (places + 1).minimum(places.flip(0) + 1).clamp(max=_OVERLAP_PIXELS)
 
 
 # Pixels of a mask are missing from this far from its white on, of the distance to its black.
 # Edges of drawn text are grey, and blocks of JPEG are, too.
-_LEAST_DARKNESS, _LEAST_DARKNESS_IF_LOSSY, _LOSSY = 1 / 50, 1 / 8, ("JPEG", "WEBP")
+_MIN_DARKNESS, _MIN_DARKNESS_IF_LOSSY, _LOSSY = 1 / 50, 1 / 8, ("JPEG", "WEBP")
 # Black and white of masks of eight bits differ by more than this, but for masks of zeros and ones.
-_MOST_BLACK = 16
+_MAX_BLACK_LEVEL = 16
 # Grey, of sixteen or thirty-two bits.
 _DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 _IMAGE = (
@@ -155,20 +156,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         noise, method = (args.noise or 0.0, inpaint) if has_holes else (args.noise, denoise)
         keeps_seen = has_holes and noise == 0.0
         with _print_warnings():
-            pixels, learned = restore_in_tiles(
-                image, lambda part, bar: method(part, noise=noise, progress=bar, **options), keeps_seen=keeps_seen
+            pixels, level = restore_in_tiles(
+                image, lambda part, bar: method(part, noise=noise, progress=bar, **options), keeps_observed=keeps_seen
             )
-        lost = _write(args.output, pixels, picture)
+        omission = _write(args.output, pixels, picture)
     except (OSError, UnidentifiedImageError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    done = f"noise of standard deviation {learned:.1f} (of 255) taken off"
+    done = f"noise of standard deviation {level:.1f} (of 255) taken off"
     if keeps_seen:
         done = f"the {100 * missing:.1f} % that are missing filled in"
     if missing > 0.5:
         done += ", more than half: with --invert what is white is missing"
     rest = f"; the first of the {picture.num_pictures} pictures in {args.image} alone" if picture.num_pictures > 1 else ""
-    print(f"{args.output}: {done}{picture.notes}{lost}{rest}")
+    print(f"{args.output}: {done}{picture.notes}{omission}{rest}")
     return 0
 
 
@@ -222,12 +223,12 @@ def _scale_to_255(pixels: Tensor, mode: str) -> tuple[Tensor, bool]:
 
     White is 65535 in pictures of 16 bits, and in those of 32 bits if any pixel exceeds 255.
     """
-    seen = pixels[~pixels.isnan()]
-    if not len(seen):
-        raise ValueError("all pixels of the picture are NaN, which marks what is missing")
-    least, most = float(seen.min()), float(seen.max())
+    observed = pixels[~pixels.isnan()]
+    if not len(observed):
+        raise ValueError(f"the picture must have an observed pixel; got {describe(pixels)}")
+    least, most = float(observed.min()), float(observed.max())
     if not math.isfinite(most - least):
-        raise ValueError("the picture has infinite pixels; mark what is missing by NaN")
+        raise ValueError(f"the picture must be finite, or NaN where missing; got {describe(pixels)}")
     is_deep = mode.startswith("I;16") or (mode == "I" and most > 255)
     largest = 65535.0 if is_deep else 255.0
     if mode == "F" and least >= 0 and 0 < most <= 1:
@@ -258,36 +259,40 @@ def _write(path: Path, pixels: Tensor, picture: _Picture) -> str:
     if whole.mode != shallow.mode:
         try:
             whole.save(path, **options)
-            if _is_kept(whole, path):
-                return ""
+            _check_file(whole, path)
         except (OSError, ValueError):  # Not in this format.
             pass
+        else:
+            return ""
     shallow.save(path, **options)
-    lost = (f"; {path.suffix} takes no 16 bits, written as 8", f"; {path.suffix} takes no transparency, which is left out")
-    return "" if whole.mode == shallow.mode else lost[picture.alpha is not None]
+    omissions = (f"; {path.suffix} takes no 16 bits, written as 8", f"; {path.suffix} takes no transparency, which is left out")
+    return "" if whole.mode == shallow.mode else omissions[picture.alpha is not None]
 
 
-def _is_kept(picture: Image.Image, path: Path) -> bool:
-    """Whether a written file kept its transparency and its sixteen bits.
+def _check_file(picture: Image.Image, path: Path) -> None:
+    """Checks a written file: some formats silently drop transparency or depth.
 
-    Some formats leave them out and say nothing.
+    Raises:
+        ValueError: if the file holds another picture.
     """
     with Image.open(path) as written:
         if picture.has_transparency_data:
-            # Lossy formats keep it nearly.
+            # Lossy formats keep it nearly: by how much it may differ in a file, of 255.
             alphas = (np.array(some.convert("RGBA").getchannel("A"), dtype=np.int16) for some in (written, picture))
-            # By how much transparency may differ in a file, of 255.
-            return written.has_transparency_data and bool(np.abs(np.subtract(*alphas)).max() <= 16)
-        return np.array_equal(np.array(written), np.array(picture))
+            is_same = written.has_transparency_data and bool(np.abs(np.subtract(*alphas)).max() <= 16)
+        else:
+            is_same = np.array_equal(np.array(written), np.array(picture))
+    if not is_same:
+        raise ValueError(f"{path} must hold transparency and depth of the picture; got a file in mode {written.mode}")
 
 
 @contextlib.contextmanager
 def _print_warnings() -> Iterator[None]:
     """Prints warnings in a line each, once."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
-    for text in dict.fromkeys(str(warning.message) for warning in told):
+    for text in dict.fromkeys(str(warning.message) for warning in caught):
         print(f"warning: {text}", file=sys.stderr)
 
 
@@ -298,7 +303,7 @@ def _mask_values(path: Path) -> tuple[np.ndarray, float, bool]:
     whether pixels have more than eight bits.
     """
     with Image.open(path) as opened:
-        least = _LEAST_DARKNESS_IF_LOSSY if opened.format in _LOSSY else _LEAST_DARKNESS
+        least = _MIN_DARKNESS_IF_LOSSY if opened.format in _LOSSY else _MIN_DARKNESS
         picture = ImageOps.exif_transpose(opened)
         if picture.mode in _DEEP:
             return np.array(picture, dtype=np.float32), least, True
@@ -317,23 +322,26 @@ def _hidden_pixels(path: Path, *, is_inverted: bool) -> np.ndarray:
     Black and white are the medians of two clusters, as paper and ink of a scan are neither.
     """
     values, least, is_deep = _mask_values(path)
-    known = values[~np.isnan(values)]
-    if not len(known):
+    observed = values[~np.isnan(values)]
+    if not len(observed):
         return np.ones(values.shape, bool)
-    middle = (known.min() + known.max()) / 2
-    for _ in range(10 if known.min() < known.max() else 0):
-        middle = (known[known <= middle].mean() + known[known > middle].mean()) / 2
-    is_white = known > middle
-    levels = [float(np.median(some)) if len(some) else float(middle) for some in (known[~is_white], known[is_white])]
-    is_noise = not is_deep and levels[1] - levels[0] <= _MOST_BLACK and (known.max() > _MOST_BLACK or len(np.unique(known)) > 2)
+    middle = (observed.min() + observed.max()) / 2
+    for _ in range(10 if observed.min() < observed.max() else 0):
+        middle = (observed[observed <= middle].mean() + observed[observed > middle].mean()) / 2
+    is_white = observed > middle
+    levels = [float(np.median(some)) if len(some) else float(middle) for some in (observed[~is_white], observed[is_white])]
+    is_noise = (
+        not is_deep and levels[1] - levels[0] <= _MAX_BLACK_LEVEL and (observed.max() > _MAX_BLACK_LEVEL or len(np.unique(observed)) > 2)
+    )
     if is_noise or levels[0] == levels[1]:
-        is_all_white = levels[1] > (_MOST_BLACK if is_noise else 0)
+        is_all_white = levels[1] > (_MAX_BLACK_LEVEL if is_noise else 0)
         return np.asarray(np.isnan(values) | (is_all_white == is_inverted))
-    seen, other = levels if is_inverted else levels[::-1]
-    spread = 1.4826 * float(np.median(np.abs(known[is_white != is_inverted] - seen)))
-    distance = (values - seen) * np.sign(other - seen)
+    white, other = levels if is_inverted else levels[::-1]
+    # The standard deviation of normal numbers by their median absolute deviation.
+    spread = 1.4826 * float(np.median(np.abs(observed[is_white != is_inverted] - white)))
+    distance = (values - white) * np.sign(other - white)
     # Up to four deviations of a scan's paper are no ink.
-    hidden: np.ndarray = ~(distance <= max(least * abs(other - seen), 4.0 * spread))
+    hidden: np.ndarray = ~(distance <= max(least * abs(other - white), 4.0 * spread))
     return hidden
 
 
@@ -368,23 +376,23 @@ def _check_output(path: Path, mode: str, height: int, width: int) -> None:
         raise ValueError(
             f"--output must end with the name of a format that Pillow writes pictures of size {size} in, such as .png; got {path}"
         ) from error
-    found = _picture_size(written)
+    written_size = _picture_size(written)
     # Icons have certain sizes, and Pillow makes others fit without a word.
-    if found not in (size, None):
+    if written_size not in (size, None):
         raise ValueError(
-            f"--output must name a format that keeps the size of the picture, {size}, such as .png; got {path}, which makes it {found}"
+            f"--output must name a format that keeps the size of the picture, {size}, such as .png; got {path}, of size {written_size}"
         )
     if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
         raise ValueError(f"--output must lie in a folder that exists and can be written; {path.parent} does not")
 
 
-def _picture_size(written: io.BytesIO) -> str | None:
+def _picture_size(buffer: io.BytesIO) -> str | None:
     """Returns width and height of a picture.
 
     None stands for a format that Pillow writes and does not read.
     """
     try:
-        with Image.open(written) as picture:
+        with Image.open(buffer) as picture:
             return f"{picture.width}x{picture.height}"
     except UnidentifiedImageError:
         return None

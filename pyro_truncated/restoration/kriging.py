@@ -18,13 +18,13 @@ from pyro_truncated.restoration.windows import Patches
 
 # Of images of which more than the first part is seen windows are small; large ones are for seeing anything at all. Windows are no larger
 # part of the array than the second, so that covariances are not those of what is seen by chance.
-_MOST_IS_SEEN, _PART_OF_ALL = 2 / 3, 1 / 16
+_MIN_OBSERVED_SHARE, _MAX_WINDOW_SHARE = 2 / 3, 1 / 16
 # Entries around a place whose pairs say what covariances are there.
 _NEIGHBOURS = 628
 # Places are so many spreads of a neighbourhood apart.
-_DISTANCE = 1.6
+_SPREADS_BETWEEN_PLACES = 1.6
 # Directions whose variance is below this part of the noise's change nothing.
-_LEAST_VARIANCE = 0.05
+_MIN_VARIANCE_RATIO = 0.05
 
 
 def predict_missing(image: Tensor, num_dims: int, noise: float) -> Tensor:
@@ -58,9 +58,10 @@ def predict_missing(image: Tensor, num_dims: int, noise: float) -> Tensor:
         return image
     shape, channels = image.shape[:num_dims], image.shape[-1] if image.dim() > num_dims else None
     # Entries of a window, with all channels, at most. Of more channels nothing is predicted.
-    most = min(108 / (channels or 1), max(3**num_dims, _PART_OF_ALL * math.prod(shape)))
-    is_seen_mostly = num_dims == 2 and float((~image.isnan()).double().mean()) > _MOST_IS_SEEN
-    usual = 5 if is_seen_mostly else {1: 32, 2: 8}.get(num_dims, 3)
+    most = min(108 / (channels or 1), max(3**num_dims, _MAX_WINDOW_SHARE * math.prod(shape)))
+    is_mostly_observed = num_dims == 2 and float((~image.isnan()).double().mean()) > _MIN_OBSERVED_SHARE
+    # The side of windows: of images that are mostly observed; of signals, other images, and volumes.
+    usual = 5 if is_mostly_observed else {1: 32, 2: 8}.get(num_dims, 3)
     side = min(usual, *shape, int(most ** (1 / num_dims) + 1e-9))
     if side == 0:
         return fill_missing(image, num_dims)
@@ -68,20 +69,20 @@ def predict_missing(image: Tensor, num_dims: int, noise: float) -> Tensor:
     smooth = smooth_image(fill_missing(image, num_dims), num_dims)
     rest = (image - smooth).double()
     rows, place = patches.extract(rest), _nearest_place(patches).to(rest.device)
-    known, index = rest, torch.arange(len(rows), device=rows.device)
+    neighbours, index = rest, torch.arange(len(rows), device=rows.device)
     # The first learns from what is seen, the others from what is predicted, too.
     for _ in range(3):
-        factor = _directions(_covariances(known, patches), noise)
+        factor = _directions(_covariances(neighbours, patches), noise)
         center = rows.new_zeros(len(factor), rows.shape[1])
         means, variances = posterior_means(rows, index, place, center, factor, rows.new_full((len(factor),), noise))
-        known = patches.assemble(means, 1 / (variances.mean(1) + _LEAST_VARIANCE * noise**2))
-    return smooth + known.to(image.dtype)
+        neighbours = patches.assemble(means, 1 / (variances.mean(1) + _MIN_VARIANCE_RATIO * noise**2))
+    return smooth + neighbours.to(image.dtype)
 
 
 def _directions(covariance: Tensor, noise: float) -> Tensor:
     """Directions ``(T, D, R)`` of covariances ``(T, D, D)``, the longest first."""
     variances, directions = torch.linalg.eigh(covariance)
-    variances = torch.where(variances > _LEAST_VARIANCE * noise**2, variances, 0.0)
+    variances = torch.where(variances > _MIN_VARIANCE_RATIO * noise**2, variances, 0.0)
     rank = max(1, int((variances > 0).sum(1).max()))
     longest: Tensor = (directions * variances.sqrt().unsqueeze(1))[..., -rank:].flip(-1)
     return longest
@@ -97,23 +98,23 @@ def _covariances(array: Tensor, patches: Patches) -> Tensor:
     """
     planes = array if patches.channels is not None else array.unsqueeze(-1)
     around = [0, 0, *itertools.chain.from_iterable((0, side - 1) for side in reversed(patches.size))]
-    values, is_seen = (F.pad(of_all, around) for of_all in (planes.nan_to_num(0.0), (~planes.isnan()).to(planes)))
+    values, is_observed = (F.pad(of_all, around) for of_all in (planes.nan_to_num(0.0), (~planes.isnan()).to(planes)))
     weights = [_weights(size, side, spread).to(planes) for size, side, spread in _dimensions(patches)]
     by_distance = planes.new_empty(*(2 * side - 1 for side in patches.size), math.prod(map(len, weights)), *[planes.shape[-1]] * 2)
     zero = (0,) * len(patches.size)
     for distance in itertools.product(*(range(1 - side, side) for side in patches.size)):
         if distance >= zero:
-            found = _by_place(values, is_seen, distance, weights)
-            by_distance[distance] = found
-            by_distance[tuple(-along for along in distance)] = found.mT
+            covariances = _by_place(values, is_observed, distance, weights)
+            by_distance[distance] = covariances
+            by_distance[tuple(-along for along in distance)] = covariances.mT
     places = torch.cartesian_prod(*(torch.arange(side, device=array.device) for side in patches.size)).reshape(-1, len(patches.size))
     return by_distance[(places - places.unsqueeze(1)).unbind(-1)].permute(2, 0, 3, 1, 4).flatten(3).flatten(1, 2)
 
 
-def _by_place(values: Tensor, is_seen: Tensor, distance: tuple[int, ...], weights: list[Tensor]) -> Tensor:
+def _by_place(values: Tensor, is_observed: Tensor, distance: tuple[int, ...], weights: list[Tensor]) -> Tensor:
     """Covariances of channels that far apart, ``(T, C, C)``."""
     dims, back = tuple(range(len(distance))), tuple(-along for along in distance)
-    sums, numbers = (_products(array, array.roll(back, dims), weights) for array in (values, is_seen))
+    sums, numbers = (_products(array, array.roll(back, dims), weights) for array in (values, is_observed))
     of_all = sums.sum(0) / numbers.sum(0).clamp(min=1e-9)
     # So many pairs of the whole array count beside those near the place.
     return (sums + 30 * of_all) / (numbers + 30)
@@ -152,7 +153,7 @@ def _nearest_place(patches: Patches) -> Tensor:
 
 
 def _num_places(size: int, spread: float) -> int:
-    return max(1, round(size / (_DISTANCE * spread)))
+    return max(1, round(size / (_SPREADS_BETWEEN_PLACES * spread)))
 
 
 def _dimensions(patches: Patches) -> list[tuple[int, int, float]]:
@@ -163,4 +164,4 @@ def _dimensions(patches: Patches) -> list[tuple[int, int, float]]:
     spread = _NEIGHBOURS ** (1 / len(patches.shape)) / math.sqrt(2 * math.pi)
     sizes = zip(patches.shape, patches.size, strict=True)
     # Of long dimensions spreads are larger: there are 64 places at most.
-    return [(size, side, max(spread, size / (_DISTANCE * 64))) for size, side in sizes]
+    return [(size, side, max(spread, size / (_SPREADS_BETWEEN_PLACES * 64))) for size, side in sizes]

@@ -16,14 +16,15 @@ from torch import Tensor
 from torch.distributions import Normal
 from torch.nn import functional as F
 
+from pyro_truncated.utils.arguments import describe
 from pyro_truncated.utils.arrays import as_data, as_tensors
 
 # Windows for each entry of a window from which the estimate of the noise is sure.
 _WINDOWS_PER_ENTRY = 100
 # Of larger arrays every second window or less is looked at, along all dimensions.
-_MOST_WINDOWS = 2**19
+_MAX_WINDOWS = 2**19
 # Differences of which the median says something, and windows that are left beside constant ones.
-_ENOUGH = 100
+_MIN_SAMPLES = 100
 
 
 def check_image(image: Any) -> Tensor:
@@ -32,16 +33,16 @@ def check_image(image: Any) -> Tensor:
     Raises:
         ValueError: if it is a single number, has no observed entry, infinite ones, or such whose squares are infinite or zero.
     """
-    array = floating(as_data("image", image))
+    array = as_floating(as_data("image", image))
     observed = array[~array.isnan()]
     if array.dim() == 0:
-        raise ValueError("the image is a single number; it must have one dimension or more")
+        raise ValueError(f"the image must have one dimension or more; got a single number, {float(array)}")
     if not array.numel():
         raise ValueError(f"the image has no entries; got shape {tuple(array.shape)}")
     if not len(observed):
-        raise ValueError("the image has no observed entry: all are NaN")
+        raise ValueError(f"the image must have an observed entry; got {describe(array)}")
     if not bool(observed.isfinite().all()):
-        raise ValueError("the image has infinite entries; mark what is missing by NaN")
+        raise ValueError(f"the image must be finite, or NaN where missing; got {describe(array)}")
     if not bool(observed.square().sum().isfinite()):
         raise ValueError(f"the image has entries whose squares are too large for {array.dtype}: rescale it")
     if bool((observed != observed[0]).any()) and float((observed - observed.mean()).square().mean()) < torch.finfo(array.dtype).tiny:
@@ -49,17 +50,17 @@ def check_image(image: Any) -> Tensor:
     return array
 
 
-def floating(image: Tensor) -> Tensor:
+def as_floating(image: Tensor) -> Tensor:
     """Returns the array in floating point numbers.
 
     Half precision becomes the default precision, as linear algebra does not have it. So do integers, but for those that it would round.
     """
     if image.is_floating_point():
         return image if torch.finfo(image.dtype).bits >= 32 else image.to(torch.get_default_dtype())
-    found = image.to(torch.get_default_dtype())
+    array = image.to(torch.get_default_dtype())
     # Compared as numbers: torch's wide unsigned integers cannot be.
-    is_exact = image.dtype.itemsize <= 2 or bool((found.double() == image.double()).all())
-    return found if is_exact else image.double()
+    is_exact = image.dtype.itemsize <= 2 or bool((array.double() == image.double()).all())
+    return array if is_exact else image.double()
 
 
 def noise_level(image: Tensor, num_dims: int) -> float:
@@ -78,19 +79,13 @@ def noise_level(image: Tensor, num_dims: int) -> float:
     return max(_window_noise(windows, differences), least)
 
 
-def windows_are_enough(image: Tensor, num_dims: int) -> bool:
-    """Whether an array without channels has enough whole windows for :func:`_window_noise`."""
-    windows = whole_windows(image, num_dims)
-    return len(windows) >= _WINDOWS_PER_ENTRY * windows.shape[1:].numel()
-
-
 def whole_windows(image: Tensor, num_dims: int) -> Tensor:
     """Returns complete windows of each channel, ``(N, *sides)``.
 
     They have no missing entry. If there are too many, some are drawn.
     """
     planes = image.unsqueeze(-1) if image.dim() == num_dims else image
-    side, stride = _side(num_dims), math.ceil((image.numel() / _MOST_WINDOWS) ** (1 / num_dims))
+    side, stride = _side(num_dims), math.ceil((image.numel() / _MAX_WINDOWS) ** (1 / num_dims))
     windows = planes.movedim(-1, 0)
     for dim in range(1, num_dims + 1):
         windows = windows.unfold(dim, min(side, windows.shape[dim]), stride)
@@ -112,11 +107,11 @@ def _without_constant_windows(image: Tensor, num_dims: int) -> Tensor:
     is_constant = _constant_windows(image, num_dims)
     if not bool(is_constant.any()):
         return image
-    left = torch.where(is_constant, math.nan, image)
-    differences = torch.cat([left.diff(dim=dim).flatten() for dim in range(num_dims)])
-    seen = differences[~differences.isnan()]
-    is_enough = len(whole_windows(left, num_dims)) >= _ENOUGH and float((seen != 0).double().mean()) > 0.5
-    return left if is_enough else image
+    varying = torch.where(is_constant, math.nan, image)
+    differences = torch.cat([varying.diff(dim=dim).flatten() for dim in range(num_dims)])
+    observed = differences[~differences.isnan()]
+    is_enough = len(whole_windows(varying, num_dims)) >= _MIN_SAMPLES and float((observed != 0).double().mean()) > 0.5
+    return varying if is_enough else image
 
 
 def _constant_windows(image: Tensor, num_dims: int) -> Tensor:
@@ -127,8 +122,8 @@ def _constant_windows(image: Tensor, num_dims: int) -> Tensor:
         highest, lowest = highest.unfold(dim, side, 1).amax(-1), lowest.unfold(dim, side, 1).amin(-1)
     covered = (highest == lowest).to(torch.uint8)
     for dim, side in enumerate(sides):
-        moved = F.pad(covered.movedim(dim, -1), (side - 1, side - 1))
-        covered = moved.unfold(-1, side, 1).amax(-1).movedim(-1, dim)
+        padded = F.pad(covered.movedim(dim, -1), (side - 1, side - 1))
+        covered = padded.unfold(-1, side, 1).amax(-1).movedim(-1, dim)
     return covered.bool()
 
 
@@ -185,16 +180,17 @@ def _difference_noise(image: Tensor, num_dims: int) -> float:
     Where few entries have all the neighbours that this takes, differences of lower order are taken.
     """
     for order in (3, 2, 1):
-        left = image
+        differences = image
         for dim in range(num_dims):
-            left = left.diff(order, dim)
-        seen = left[~left.isnan()]
-        if len(seen) >= _ENOUGH:
+            differences = differences.diff(order, dim)
+        observed = differences[~differences.isnan()]
+        if len(observed) >= _MIN_SAMPLES:
             # The squares of binomial coefficients add up to a central one.
-            return _level(seen) / math.sqrt(math.comb(2 * order, order) ** num_dims)
-    left = torch.cat([image.diff(dim=dim).flatten() for dim in range(num_dims)])
-    seen = left[~left.isnan()]
-    return _level(seen) / 2**0.5 if len(seen) else 0.1 * float(deviation(image))
+            return _level(observed) / math.sqrt(math.comb(2 * order, order) ** num_dims)
+    differences = torch.cat([image.diff(dim=dim).flatten() for dim in range(num_dims)])
+    observed = differences[~differences.isnan()]
+    # Where no two neighbours are observed, a tenth of the deviation is taken for noise.
+    return _level(observed) / 2**0.5 if len(observed) else 0.1 * float(deviation(image))
 
 
 def _level(differences: Tensor) -> float:
@@ -244,20 +240,20 @@ def fill_missing(image: Tensor, num_dims: int) -> Tensor:
     missing = image.isnan()
     if not bool(missing.any()):
         return image
-    value, known = image.nan_to_num(0.0), (~missing).to(image.dtype)
-    while bool((known == 0).any()):
-        total, share = (_neighbours(array, num_dims) for array in (value * known, known))
-        value = torch.where(known > 0, value, total / share.clamp(min=1e-9))
-        known = torch.where(known > 0, known, (share > 0).to(known.dtype))
+    value, weight = image.nan_to_num(0.0), (~missing).to(image.dtype)
+    while bool((weight == 0).any()):
+        total, share = (_neighbours(array, num_dims) for array in (value * weight, weight))
+        value = torch.where(weight > 0, value, total / share.clamp(min=1e-9))
+        weight = torch.where(weight > 0, weight, (share > 0).to(weight.dtype))
     return value
 
 
 def _neighbours(array: Tensor, num_dims: int) -> Tensor:
     """Sums over the windows of side three around every entry."""
     for dim in range(num_dims):
-        moved = array.movedim(dim, -1)
-        rows = F.pad(moved.reshape(-1, moved.shape[-1]), (1, 1))
-        array = rows.unfold(-1, 3, 1).sum(-1).reshape(moved.shape).movedim(-1, dim)
+        last = array.movedim(dim, -1)
+        rows = F.pad(last.reshape(-1, last.shape[-1]), (1, 1))
+        array = rows.unfold(-1, 3, 1).sum(-1).reshape(last.shape).movedim(-1, dim)
     return array
 
 
@@ -312,10 +308,10 @@ def _default_axis(image: Tensor) -> int | None:
         few = (axis for axis in axes if image.shape[axis] <= MAX_CHANNELS_OF_SIGNAL)
         return next((axis for axis in few if image.shape[axis] ** 2 <= image.shape[-1 - axis]), None)
     few = (axis for axis in axes if image.shape[axis] in (1, 3, 4) and min(_others(image, axis)) > 4)
-    found = next((axis for axis in few if image.shape[axis] < 4 or not _are_slices(image.movedim(axis, 0))), None)
-    if found is None and image.dim() == 3:
+    first = next((axis for axis in few if image.shape[axis] < 4 or not _are_slices(image.movedim(axis, 0))), None)
+    if first is None and image.dim() == 3:
         return next((axis for axis in axes if _are_bands(image.movedim(axis, 0))), None)
-    return found
+    return first
 
 
 def _others(image: Tensor, axis: int) -> list[int]:
@@ -329,7 +325,7 @@ def _are_slices(planes: Tensor) -> bool:
     """Whether four planes vary, and are less alike if further apart."""
     above = planes - planes.flatten(1).nanmean(1).reshape(-1, *(1,) * (planes.dim() - 1))
     flat = above.nan_to_num(0.0).flatten(1).double()
-    if not all(_varying(planes.flatten(1))):
+    if not all(_varying_mask(planes.flatten(1))):
         return False
     distance = torch.cdist(flat, flat)
     rings = [distance.diagonal(offset) for offset in range(1, len(planes))]
@@ -340,9 +336,9 @@ def _are_bands(planes: Tensor) -> bool:
     """Whether planes have noise of unlike strength."""
     if not 1 < len(planes) <= min(MAX_BANDS, *(size // 2 for size in planes.shape[1:])):
         return False
-    seen = [plane for plane in planes if not bool(plane.isnan().all())]
-    levels = torch.tensor([noise_level(plane, 2) for plane in seen])
-    is_noisy = levels > MIN_SHARE_OF_NOISE * torch.stack([deviation(plane) for plane in seen])
+    observed = [plane for plane in planes if not bool(plane.isnan().all())]
+    levels = torch.tensor([noise_level(plane, 2) for plane in observed])
+    is_noisy = levels > MIN_SHARE_OF_NOISE * torch.stack([deviation(plane) for plane in observed])
     return bool(is_noisy.all()) and float(levels.max() / levels.min()) > MIN_RATIO_OF_BANDS
 
 
@@ -380,7 +376,10 @@ def noise_levels(image: Tensor, num_dims: int) -> float | Tensor:
     estimate.
     """
     levels = per_channel(noise_level, image, num_dims)
-    if not isinstance(levels, Tensor) or windows_are_enough(image[..., 0], num_dims):
+    if not isinstance(levels, Tensor):
+        return levels
+    windows = whole_windows(image[..., 0], num_dims)
+    if len(windows) >= _WINDOWS_PER_ENTRY * windows.shape[1:].numel():
         return levels
     # Means of channels that lie far apart are no deviation.
     return levels * noise_level((image - image.flatten(0, -2).nanmean(0)) / levels, num_dims)
@@ -403,7 +402,7 @@ def related_channels(image: Tensor, num_dims: int, levels: float | Tensor) -> li
         Society 98, 1935.
     """
     rows = image.flatten(0, -2).double()
-    varies = _varying(rows.mT)
+    varies = _varying_mask(rows.mT)
     above = (rows - rows.nanmean(0)).nan_to_num(0.0)
     is_related = torch.eye(len(varies), dtype=torch.bool)
     both = torch.tensor(varies).unsqueeze(0) & torch.tensor(varies).unsqueeze(1)
@@ -425,7 +424,7 @@ def related_channels(image: Tensor, num_dims: int, levels: float | Tensor) -> li
     return [channels for channels in groups if varies[channels[0]]]
 
 
-def _varying(rows: Tensor) -> list[bool]:
+def _varying_mask(rows: Tensor) -> list[bool]:
     """Returns which rows have different entries."""
     return [bool(row[~row.isnan()].diff().any()) for row in rows]
 
@@ -492,8 +491,8 @@ def unbiased_inverse(values: Tensor) -> Tensor:
         IEEE Transactions on Image Processing 20, 2011.
     """
     means, expected = _table()
-    wanted = values.double().cpu().numpy()
-    small = torch.from_numpy(np.asarray(np.interp(wanted, expected, means))).to(values)
+    targets = values.double().cpu().numpy()
+    small = torch.from_numpy(np.asarray(np.interp(targets, expected, means))).to(values)
     return torch.where(values < float(expected[-1]), small, values.square() / 4 - 1 / 8)
 
 
@@ -572,10 +571,10 @@ def warn_if_noise_varies(image: Tensor, num_dims: int, levels: float | Tensor) -
             darkest, and a fifth more than in the second. Or if the values are multiples of one
             number, and have the noise of counts.
     """
-    found = _brightness_classes(image / levels, num_dims)
-    if found is None:
+    classes = _brightness_classes(image / levels, num_dims)
+    if classes is None:
         return
-    noise, texture = (torch.stack([estimate(part) for part in found]) for estimate in (_principal_noise, _lower_texture))
+    noise, texture = (torch.stack([estimate(part) for part in classes]) for estimate in (_principal_noise, _lower_texture))
     is_large = float(noise[-1]) * root_mean_square(levels) >= MIN_SHARE_OF_SIGNAL * float(deviation(image))
     if is_large and all(
         bool(level[-1] > MIN_GROWTH * level[0]) and bool(level[-1] > MIN_GROWTH_FROM_SECOND * level[1]) for level in (noise, texture)

@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_truncated.restoration.windows import Patches
 
 # Chosen on images that are not reported: tests/papers/results/restoration.md.
-_MEMBERS, _REACH = 24, 12
+_GROUP_SIZE, _SEARCH_RADIUS = 24, 12
 
 
 def average_groups(image: Tensor, estimate: Tensor, errors: Tensor, noise: float, channels: int | None = None) -> Tensor:
@@ -31,19 +31,19 @@ def average_groups(image: Tensor, estimate: Tensor, errors: Tensor, noise: float
     """
     if image.dim() != (2 if channels is None else 3) or bool(image.isnan().any()):
         return estimate
-    found, expected = denoise_groups(image, estimate, noise, channels=channels)
+    average, expected = denoise_groups(image, estimate, noise, channels=channels)
     # What groups count for beside mixtures, at most.
     # Their expected errors count so many times: they leave out that windows were chosen, and are of
     # large matrices.
-    return torch.lerp(estimate, found, (errors / (errors + 3.0 * expected)).clamp(max=0.2))
+    return torch.lerp(estimate, average, (errors / (errors + 3.0 * expected)).clamp(max=0.2))
 
 
 def denoise_groups(image: Tensor, estimate: Tensor, noise: float, *, channels: int | None = None) -> tuple[Tensor, Tensor]:
     r"""Returns an image in which similar windows are restored together.
 
     The group of a window of side 4, in colour 3, are the 24 near by that are nearest to it in an estimate. Its noisy windows, with their
-    mean taken off, are a matrix of small rank and noise, whose singular values are shrunk, see :func:`shrunk`. What the groups say of an
-    entry is averaged, weighted by the inverse of their expected squared errors.
+    mean taken off, are a matrix of small rank and noise, see :func:`shrink_singular_values`. What the groups say of an entry is averaged,
+    weighted by the inverse of their expected squared errors.
 
     Args:
         image: the noisy image, ``(height, width)`` or ``(height, width, channels)``, without missing entries.
@@ -69,8 +69,9 @@ def denoise_groups(image: Tensor, estimate: Tensor, noise: float, *, channels: i
         members = similar(x, block, [size - side + 1 for size in shape])
         groups = y[members]
         mean = groups.mean(1, keepdim=True)
-        restored, errors = shrunk(groups - mean, noise)
+        restored, errors = shrink_singular_values(groups - mean, noise)
         errors = (errors + noise**2 / members.shape[1])[:, None, None].expand(-1, members.shape[1], 1)
+        # Bounds weights where squared errors are far below the variance of the noise.
         weights = 1 / (errors + 0.03 * noise**2)
         for sums, what in ((total, weights * (restored + mean)), (expected, weights * errors), (share, weights)):
             sums.index_add_(0, members.flatten(), what.flatten(0, 1))
@@ -95,18 +96,18 @@ def similar(windows: Tensor, centres: Tensor, counts: list[int], members: int | 
     size, row = centres.new_tensor(counts), centres.new_tensor([counts[1], 1])
     own = windows[(centres * row).sum(1)]
     numbers, distances = [], []
-    for shift in itertools.product(range(-_REACH, _REACH + 1), repeat=2):
+    for shift in itertools.product(range(-_SEARCH_RADIUS, _SEARCH_RADIUS + 1), repeat=2):
         places = centres + centres.new_tensor(shift)
         is_inside = ((places >= 0) & (places < size)).all(1)
         numbers.append((places.clamp(min=0).minimum(size - 1) * row).sum(1))
         distance = (windows[numbers[-1]] - own).square().sum(1)
         distances.append(torch.where(is_inside, distance, math.inf) if any(shift) else torch.full_like(distance, -1.0))
     distance = torch.stack(distances, 1)
-    number = min(members or _MEMBERS, int(distance.isfinite().sum(1).min()))
+    number = min(members or _GROUP_SIZE, int(distance.isfinite().sum(1).min()))
     return torch.stack(numbers, 1).gather(1, distance.topk(number, 1, largest=False).indices)
 
 
-def shrunk(matrices: Tensor, noise: float) -> tuple[Tensor, Tensor]:
+def shrink_singular_values(matrices: Tensor, noise: float) -> tuple[Tensor, Tensor]:
     r"""Denoises matrices of small rank by shrinking singular values.
 
     The result is as near in mean squares as such shrinkage gets.
@@ -144,8 +145,8 @@ def shrunk(matrices: Tensor, noise: float) -> tuple[Tensor, Tensor]:
 
 
 # Chosen on images that are not reported: tests/papers/results/restoration.md.
-_SIDE_IF_MISSING, _MEMBERS_IF_MISSING = 8, 60
-_BREGMAN_STEPS, _STRENGTH = 8, 4.0
+_SIDE_IF_MISSING, _GROUP_SIZE_IF_MISSING = 8, 60
+_BREGMAN_STEPS, _NUM_DEVIATIONS = 8, 4.0
 # Groups whose singular values are found at once.
 _GROUPS_PER_BLOCK = 1024
 
@@ -181,14 +182,15 @@ def average_low_rank_groups(image: Tensor, estimate: Tensor, noise: float, chann
     # Smaller images have too few windows that could be alike.
     if image.dim() != (2 if channels is None else 3) or min(image.shape[:2]) < 32:
         return estimate
-    is_seen, found = ~image.isnan(), estimate
-    lost = torch.zeros_like(estimate)
+    is_observed, result = ~image.isnan(), estimate
+    residual = torch.zeros_like(estimate)
     patches = Patches(image.shape[:2], _SIDE_IF_MISSING, channels=channels)
-    groups = _groups(torch.where(is_seen, image, estimate), patches, stride)
+    groups = _groups(torch.where(is_observed, image, estimate), patches, stride)
     for _ in range(_BREGMAN_STEPS):
-        found = _low_rank_mean(torch.where(is_seen, image + lost, found), patches, groups, _STRENGTH * noise)
-        lost = lost + torch.where(is_seen, image - found, 0.0)
-    return torch.where(is_seen | ~_with_texture(image, noise, channels), estimate, torch.lerp(estimate, found, 0.4))
+        result = _low_rank_mean(torch.where(is_observed, image + residual, result), patches, groups, _NUM_DEVIATIONS * noise)
+        residual = residual + torch.where(is_observed, image - result, 0.0)
+    # The share of the groups in the average.
+    return torch.where(is_observed | ~_with_texture(image, noise, channels), estimate, torch.lerp(estimate, result, 0.4))
 
 
 def _with_texture(image: Tensor, noise: float, channels: int | None) -> Tensor:
@@ -196,8 +198,8 @@ def _with_texture(image: Tensor, noise: float, channels: int | None) -> Tensor:
 
     For an image without channels it is one truth value.
     """
-    seen = image.reshape(-1, channels or 1)
-    return ((seen - seen.nanmean(0)).square().nanmean(0) > (_STRENGTH * noise) ** 2).reshape([channels] if channels else [])
+    rows = image.reshape(-1, channels or 1)
+    return ((rows - rows.nanmean(0)).square().nanmean(0) > (_NUM_DEVIATIONS * noise) ** 2).reshape([channels] if channels else [])
 
 
 def _groups(image: Tensor, patches: Patches, stride: int) -> Tensor:
@@ -205,7 +207,7 @@ def _groups(image: Tensor, patches: Patches, stride: int) -> Tensor:
     stride = min((4 if patches.channels is None else 6) * stride, _SIDE_IF_MISSING)
     windows, counts = patches.extract(image), [size - _SIDE_IF_MISSING + 1 for size in patches.shape]
     centres = Patches(patches.shape, _SIDE_IF_MISSING, stride).places().to(windows.device)
-    return torch.cat([similar(windows, block, counts, _MEMBERS_IF_MISSING) for block in centres.split(_GROUPS_PER_BLOCK)])
+    return torch.cat([similar(windows, block, counts, _GROUP_SIZE_IF_MISSING) for block in centres.split(_GROUPS_PER_BLOCK)])
 
 
 def _low_rank_mean(image: Tensor, patches: Patches, groups: Tensor, noise: float) -> Tensor:
@@ -216,7 +218,7 @@ def _low_rank_mean(image: Tensor, patches: Patches, groups: Tensor, noise: float
     for members in groups.split(_GROUPS_PER_BLOCK):
         group = windows[members]
         squares, directions = torch.linalg.eigh(group @ group.mT)
-        kept = directions * (squares > largest).unsqueeze(1)
-        total.index_add_(0, members.flatten(), (kept @ (directions.mT @ group)).flatten(0, 1))
+        leading = directions * (squares > largest).unsqueeze(1)
+        total.index_add_(0, members.flatten(), (leading @ (directions.mT @ group)).flatten(0, 1))
         share.index_add_(0, members.flatten(), share.new_ones(members.numel(), 1))
     return patches.assemble(total / share.clamp(min=1.0), share)

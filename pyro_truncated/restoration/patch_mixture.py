@@ -203,14 +203,14 @@ def most_probable(population: Population, number: int) -> Population:
 def _shares(population: Population, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """The components that a patch counts for, and their probabilities, ``(N, S)`` both."""
     # A patch counts for its most probable components.
-    kept = most_probable(population, 3)
-    return kept.states(torch.int64)[..., 0], kept.weights(temperature)
+    probable = most_probable(population, 3)
+    return probable.states(torch.int64)[..., 0], probable.weights(temperature)
 
 
 # Chosen on images that are not reported: tests/papers/results/restoration.md.
 _ITERATIONS, _CANDIDATES = 4, 12
 # Steps in which patches agree.
-_AGREEMENTS = 2
+_CONSENSUS_STEPS = 2
 # How many times as many the rounds have, the last number from there on: of one channel and of several, and without noise.
 _GROWTH, _GROWTH_OF_COLOURS = (1.0, 2.0), (1.0, 2.0, 4.0)
 _GROWTH_IF_CLEAN = (0.4, 0.4, 1.2, 1.2, 3.0)
@@ -234,7 +234,7 @@ class MixtureFit(NamedTuple):
 
 def run_rounds(
     image: Tensor,
-    filled: Tensor,
+    complete: Tensor,
     noise: float,
     per_round: Sequence[Sequence[Patches]],
     num_components: int | None,
@@ -250,7 +250,7 @@ def run_rounds(
 
     Args:
         image: the damaged array; missing entries are NaN.
-        filled: the same without missing entries.
+        complete: the same without missing entries.
         noise: standard deviation of the noise.
         per_round: patches of the array, of one side or more in each round.
         num_components: of each mixture; default: by the number of patches and the round.
@@ -268,21 +268,21 @@ def run_rounds(
     """
     counts: list[int] = []
     is_missing = bool(image.isnan().any())
-    means = [filled if is_missing else weighted_mean([_threshold_cosines(filled, windows, noise) for windows in per_round[0]])]
+    means = [complete if is_missing else weighted_mean([_threshold_cosines(complete, windows, noise) for windows in per_round[0]])]
     numbers = sum(len(windows) * windows.num_observed for of_round in per_round for windows in of_round)
     with progress_bar(progress, total=_ITERATIONS * numbers, desc=desc, bar_format=_BAR) as bar:
         for number, of_round in enumerate(per_round):
-            learned = []
+            fits = []
             for windows in of_round:
-                wanted = min(num_components or _num_components(windows, number, is_clean=is_clean), len(windows))
-                learned.append(_fit_mixture(image, means[-1], windows, wanted, noise, generator, bar))
-            means.append(weighted_mean([of_side.array for of_side in learned]))
-            counts.append(learned[0].mixture.num_components)
+                size = min(num_components or _num_components(windows, number, is_clean=is_clean), len(windows))
+                fits.append(_fit_mixture(image, means[-1], windows, size, noise, generator, bar))
+            means.append(weighted_mean([of_side.array for of_side in fits]))
+            counts.append(fits[0].mixture.num_components)
             if number == 0 and not is_clean:
                 # Half of the way: the first mixture is fitted to what is left of the noise, too.
-                noise = 0.5 * (noise + learned[-1].noise)
+                noise = 0.5 * (noise + fits[-1].noise)
     is_last_alone = len(counts) == 1 or counts[-1] > counts[-2]
-    return learned, means[-1] if is_last_alone else weighted_mean(means[-2:])
+    return fits, means[-1] if is_last_alone else weighted_mean(means[-2:])
 
 
 def weighted_mean(arrays: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
@@ -291,9 +291,9 @@ def weighted_mean(arrays: Sequence[Tensor], weights: Tensor | None = None) -> Te
     return stacked.mean(0) if weights is None else torch.tensordot(weights.to(stacked), stacked, 1)
 
 
-def expected_errors(learned: Sequence[MixtureFit], weights: Tensor | None = None) -> Tensor:
+def expected_errors(fits: Sequence[MixtureFit], weights: Tensor | None = None) -> Tensor:
     """The mean of the expected squared errors of arrays, see :func:`weighted_mean`."""
-    return weighted_mean([of_side.errors for of_side in learned], weights)
+    return weighted_mean([fit.errors for fit in fits], weights)
 
 
 def _num_components(patches: Patches, number: int, *, is_clean: bool) -> int:
@@ -359,7 +359,7 @@ def _assemble(mixture: PatchMixture, means: Tensor, errors: Tensor, y: Tensor, p
     return patches.assemble(means, 1 / (errors + least_error * mixture.scale.square()))
 
 
-def find_consensus(image: Tensor, learned: Sequence[MixtureFit], weights: Tensor | None = None) -> Tensor:
+def find_consensus(image: Tensor, fits: Sequence[MixtureFit], weights: Tensor | None = None) -> Tensor:
     """Makes all patches agree on one array, by half-quadratic splitting.
 
     The mixtures are given a mean of the restored and the noisy array, with half the noise. The mean
@@ -367,36 +367,37 @@ def find_consensus(image: Tensor, learned: Sequence[MixtureFit], weights: Tensor
 
     Args:
         image: the noisy array.
-        learned: what was learned with each side; the mean of the arrays is where the steps start.
+        fits: what was learned with each side; the mean of the arrays is where the steps start.
         weights: of the sides, with sum one; default: equal ones.
 
     Reference:
         Zoran and Weiss, "From learning models of natural image patches to whole image restoration", International Conference on Computer
         Vision, 2011.
     """
-    estimate = weighted_mean([of_side.array for of_side in learned], weights)
-    sharper = [copy.deepcopy(of_side.mixture) for of_side in learned]
+    estimate = weighted_mean([fit.array for fit in fits], weights)
+    sharper = [copy.deepcopy(fit.mixture) for fit in fits]
     # Patches that agree have half the noise, and three tenths of the noisy array.
     for mixture in sharper:
         mixture.scale = 0.5 * mixture.scale
-    for _ in range(_AGREEMENTS):
+    for _ in range(_CONSENSUS_STEPS):
         between = torch.lerp(estimate, image, 0.3)
-        pairs = zip(learned, sharper, strict=True)
-        estimate = weighted_mean([_apply_mixture(between, of_side, mixture) for of_side, mixture in pairs], weights)
+        pairs = zip(fits, sharper, strict=True)
+        estimate = weighted_mean([_apply_mixture(between, fit, mixture) for fit, mixture in pairs], weights)
     return estimate
 
 
-def _apply_mixture(image: Tensor, learned: MixtureFit, mixture: PatchMixture) -> Tensor:
+def _apply_mixture(image: Tensor, fit: MixtureFit, mixture: PatchMixture) -> Tensor:
     """Applies a mixture to another array, with its most probable components."""
-    y, places = learned.patches.extract(image), learned.patches.places().to(image)
-    population = _guide(mixture, learned.guide.population().states(torch.int64)[..., 0]).refresh_(y, y, places)
-    return _assemble(mixture, *mixture.posterior_means(population, y), y, learned.patches)
+    y, places = fit.patches.extract(image), fit.patches.places().to(image)
+    population = _guide(mixture, fit.guide.population().states(torch.int64)[..., 0]).refresh_(y, y, places)
+    return _assemble(mixture, *mixture.posterior_means(population, y), y, fit.patches)
 
 
 def _clusters(points: Tensor, number: int, generator: torch.Generator | None, *, lloyd_steps: int = 6) -> Tensor:
     """Returns each point's nearest clusters, by Lloyd's algorithm from random points."""
-    chosen = torch.randperm(len(points), generator=generator, device=generator_device(generator))[:number].to(points.device)
-    return nearest_centres(points, k_means(points, points[chosen], lloyd_steps), 32)
+    order = torch.randperm(len(points), generator=generator, device=generator_device(generator))[:number].to(points.device)
+    # Each point has 32 candidates.
+    return nearest_centres(points, k_means(points, points[order], lloyd_steps), 32)
 
 
 def _run_em(mixture: PatchMixture, nearest: Tensor, data: tuple[Tensor, Tensor, Tensor], bar: ProgressBar) -> AutoTruncated:

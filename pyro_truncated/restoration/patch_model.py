@@ -73,7 +73,8 @@ class Pursuit(Search):
         return torch.stack(path[1:], 1)
 
 
-_ANNEALED, _PATIENCE = 0.25, 3
+# Share of the passes at a higher temperature, and passes that are compared with as many before.
+_ANNEALED_SHARE, _PATIENCE_PASSES = 0.25, 3
 
 ModelOfPatches = torch.nn.Module | Callable[[int], Any]
 
@@ -97,17 +98,19 @@ def make_model(model: ModelOfPatches, num_observed: int) -> Any:
 
 
 @torch.no_grad()
-def start(model: Any, filled: Tensor, noise: float, generator: torch.Generator | None) -> None:
+def start(model: Any, complete: Tensor, noise: float, generator: torch.Generator | None) -> None:
     """Initialises elements by random patches where the model can.
 
     Few of them are active, and the noise begins a little above the expected one.
     """
     if hasattr(model, "initialize"):
         takes_generator = "generator" in inspect.signature(model.initialize).parameters
-        model.initialize(filled, **({"generator": generator} if takes_generator else {}))
+        model.initialize(complete, **({"generator": generator} if takes_generator else {}))
     if isinstance(getattr(model, "prior", None), Tensor):
+        # Two active latents; of more than a hundred a fiftieth.
         model.prior = torch.full_like(model.prior, min(0.5, 0.02 * max(1.0, 100 / model.num_latents)))
     if isinstance(getattr(model, "scale", None), Tensor) and model.scale.dim() == 0:
+        # A little more than the noise, for what the model does not explain at first.
         model.scale = torch.full_like(model.scale, 1.1 * noise)
 
 
@@ -122,7 +125,7 @@ def train(model: Any, y: Tensor, passes: int, num_states: int, batch_size: int, 
     per_pass = max(1, round(len(y) / batch_size))
     guide = AutoTruncated(model, num_states=num_states)
     optimizer: Any = ClosedForm(model, minibatch="online") if isinstance(model, ClosedFormModel) else ClippedAdam({"lr": 0.01})
-    elbo = Truncated_ELBO(_search(model), temperature=cooling(3.0, passes * per_pass, _ANNEALED))
+    elbo = Truncated_ELBO(_search(model), temperature=cooling(3.0, passes * per_pass, _ANNEALED_SHARE))
     svi = SVI(model, guide, optimizer, elbo)
     free_energies: list[float] = []
     with progress_bar(progress, total=passes * per_pass, desc="restoring") as bar:
@@ -133,10 +136,10 @@ def train(model: Any, y: Tensor, passes: int, num_states: int, batch_size: int, 
                 bar.update()
             free_energies.append(total)
             bar.set_postfix(free_energy=f"{total:.2f}")
-            if number >= _ANNEALED * passes + 2 * _PATIENCE:
+            if number >= _ANNEALED_SHARE * passes + 2 * _PATIENCE_PASSES:
                 # The last passes gained less than 0.0002 nats per entry.
-                now, before = free_energies[-_PATIENCE:], free_energies[-2 * _PATIENCE : -_PATIENCE]
-                if sum(now) - sum(before) < 2e-4 * _PATIENCE * y.shape[1]:
+                now, before = free_energies[-_PATIENCE_PASSES:], free_energies[-2 * _PATIENCE_PASSES : -_PATIENCE_PASSES]
+                if sum(now) - sum(before) < 2e-4 * _PATIENCE_PASSES * y.shape[1]:
                     break
     return guide, free_energies
 
@@ -160,37 +163,37 @@ def posterior_means(model: Any, guide: AutoTruncated, y: Tensor) -> Tensor:
 
 # Sides of patches of images up to this ratio of noise and signal: tests/papers/results/restoration.md.
 _SIDES = ((0.4, (5, 6, 8)), (0.8, (6, 7, 8)), (math.inf, (7, 8, 10)))
-_LEAST_EXTENT = 100
+_MIN_EXTENT_PIXELS = 100
 _SIDES_OF_COLOURS, _SIDES_OF_VOLUMES, _SIDES_OF_SIGNALS = (4, 5, 6, 8), (4, 5), (32, 64)
 # If of so few pixels anything is seen, windows have to be larger to show any stripes: of grey images and of colours.
-_FEW_PIXELS, _SIDES_IF_FEW, _SIDES_OF_COLOURS_IF_FEW = 1 / 3, (6, 10), (5, 7)
+_FEW_PIXELS_SHARE, _SIDES_IF_FEW, _SIDES_OF_COLOURS_IF_FEW = 1 / 3, (6, 10), (5, 7)
 _SIDES_OF_MODELS = ((0.4, 8), (0.8, 12), (math.inf, 16))
 
 
 def mixture_patch_sides(image: Tensor, noise: float, shape: torch.Size, has_channels: bool) -> list[int]:
     """Sides of patches for mixtures, none larger than the image."""
-    wanted: tuple[int, ...]
+    sides: tuple[int, ...]
     if len(shape) != 2:
-        wanted = _SIDES_OF_SIGNALS if len(shape) == 1 else _SIDES_OF_VOLUMES
-    elif _pixel_share(image, has_channels) < _FEW_PIXELS:
-        wanted = _SIDES_OF_COLOURS_IF_FEW if has_channels else _SIDES_IF_FEW
+        sides = _SIDES_OF_SIGNALS if len(shape) == 1 else _SIDES_OF_VOLUMES
+    elif _pixel_share(image, has_channels) < _FEW_PIXELS_SHARE:
+        sides = _SIDES_OF_COLOURS_IF_FEW if has_channels else _SIDES_IF_FEW
     elif has_channels:
         # Where entries are missing two are as good as four, in a fourth of the time, as every window has a covariance of its own.
-        wanted = _SIDES_OF_COLOURS[:2] if bool(image.isnan().any()) else _SIDES_OF_COLOURS
+        sides = _SIDES_OF_COLOURS[:2] if bool(image.isnan().any()) else _SIDES_OF_COLOURS
     else:
-        wanted = _by_noise(_SIDES, image, noise)
-    return sorted({min(side, *shape) for side in wanted})
+        sides = _by_noise(_SIDES, image, noise)
+    return sorted({min(side, *shape) for side in sides})
 
 
 def _pixel_share(image: Tensor, has_channels: bool) -> float:
     """The share of pixels of which a channel is seen."""
-    is_seen = ~image.isnan()
-    return float((is_seen.any(-1) if has_channels else is_seen).double().mean())
+    is_observed = ~image.isnan()
+    return float((is_observed.any(-1) if has_channels else is_observed).double().mean())
 
 
 def allows_stacking(image: Tensor, noise: float) -> bool:
     """Whether an image has some size, little noise and no missing entries."""
-    is_large = image.dim() == 2 and min(image.shape) >= _LEAST_EXTENT
+    is_large = image.dim() == 2 and min(image.shape) >= _MIN_EXTENT_PIXELS
     # Up to this ratio the last round of images of some size has sides that suit the image.
     return is_large and not bool(image.isnan().any()) and _ratio(image, noise) <= 0.4
 
@@ -214,8 +217,8 @@ def side_for_model(image: Tensor, noise: float, shape: torch.Size) -> int:
     """
     if len(shape) == 1:
         return min(64, len(image))
-    wanted: int = _by_noise(_SIDES_OF_MODELS, image, noise) if len(shape) == 2 else 8
-    smallest: int = min(wanted, *shape)
+    side: int = _by_noise(_SIDES_OF_MODELS, image, noise) if len(shape) == 2 else 8
+    smallest: int = min(side, *shape)
     return smallest
 
 
@@ -227,4 +230,5 @@ def _by_noise(table: tuple[tuple[float, Any], ...], image: Tensor, noise: float)
 
 def _ratio(image: Tensor, noise: float) -> float:
     """Of the standard deviations of noise and signal."""
+    # If all is noise the ratio is a million.
     return noise / math.sqrt(max(float(deviation(image)) ** 2 - noise**2, 1e-12 * noise**2))

@@ -19,10 +19,11 @@ from pyro_truncated.restoration.patch_mixture import MixtureFit, expected_errors
 from pyro_truncated.restoration.windows import Patches
 from pyro_truncated.utils.devices import generator_device
 
-# Chosen on images that are not reported, as all numbers here: tests/papers/results/restoration.md.
-_SHARE = 0.5
+# Noise that is added to the first of two arrays, relative to that of the image. All numbers here were chosen on images that are not
+# reported: tests/papers/results/restoration.md.
+_ADDED_NOISE = 0.5
 # By the noise of flat places at most that part of the expected squared error is given back: larger shares lost on smooth drawings.
-_BELIEVED = 0.75
+_MAX_RETURNED_SHARE = 0.75
 
 
 def restore_with_stacked_sides(
@@ -32,7 +33,7 @@ def restore_with_stacked_sides(
     candidates: Sequence[Patches],
     rounds: int,
     *,
-    is_known: bool,
+    is_noise_known: bool,
     num_components: int | None,
     generator: torch.Generator | None,
     progress: bool | None,
@@ -53,7 +54,7 @@ def restore_with_stacked_sides(
         patches: patches of all rounds but the last.
         candidates: patches of several sides.
         rounds: number of rounds, two or more.
-        is_known: whether the noise was told, rather than estimated.
+        is_noise_known: whether the noise was told, rather than estimated.
         num_components: of each mixture; default: by the number of patches and the round.
         generator: source of randomness.
         progress: whether to show a progress bar.
@@ -63,27 +64,29 @@ def restore_with_stacked_sides(
     """
     options: dict[str, Any] = {"num_components": num_components, "generator": generator, "progress": progress}
     noisier, held_out = split(image, noise, generator)
-    usual, tried = ([_sparser(windows) for windows in of_round] for of_round in (patches, candidates))
-    found, _ = run_rounds(noisier, noisier, first_noise(noise), [*[usual] * (rounds - 1), tried], desc="choosing sides", **options)
-    weights = array_weights(torch.stack([of_side.array for of_side in found]), held_out, noise)
+    usual, sparse = ([_sparser(windows) for windows in of_round] for of_round in (patches, candidates))
+    noisy_fits, _ = run_rounds(noisier, noisier, first_noise(noise), [*[usual] * (rounds - 1), sparse], desc="choosing sides", **options)
+    weights = array_weights(torch.stack([of_side.array for of_side in noisy_fits]), held_out, noise)
     # A side of less weight is not worth its time.
-    kept = (weights >= 0.05).nonzero().flatten().tolist()
-    found, chosen = [found[side] for side in kept], [candidates[side] for side in kept]
-    weights = weights[kept] / weights[kept].sum()
-    from_noisier = average_groups(noisier, find_consensus(noisier, found, weights), expected_errors(found, weights), first_noise(noise))
-    del found  # their mixtures and populations take much memory
-    learned, _ = run_rounds(image, image, noise, [*[patches] * (rounds - 1), chosen], **options)
-    restored = find_consensus(image, learned, weights)
-    errors = expected_errors(learned, weights)
-    level = noise if is_known else noise_in_flat_places(image - restored, errors, noise)
+    index = (weights >= 0.05).nonzero().flatten().tolist()
+    noisy_fits, best_sides = [noisy_fits[side] for side in index], [candidates[side] for side in index]
+    weights = weights[index] / weights[index].sum()
+    from_noisier = average_groups(
+        noisier, find_consensus(noisier, noisy_fits, weights), expected_errors(noisy_fits, weights), first_noise(noise)
+    )
+    del noisy_fits  # their mixtures and populations take much memory
+    fits, _ = run_rounds(image, image, noise, [*[patches] * (rounds - 1), best_sides], **options)
+    restored = find_consensus(image, fits, weights)
+    errors = expected_errors(fits, weights)
+    level = noise if is_noise_known else noise_in_flat_places(image - restored, errors, noise)
     restored = average_groups(image, restored, errors, noise)
     if level is not None:
         share = oversmoothing_share(image, restored, noisier, from_noisier, level)
-        restored = torch.lerp(restored, image, share if is_known else plausible_share(share, errors, level))
-    return learned, restored
+        restored = torch.lerp(restored, image, share if is_noise_known else plausible_share(share, errors, level))
+    return fits, restored
 
 
-def noise_in_flat_places(rest: Tensor, errors: Tensor, noise: float) -> float | None:
+def noise_in_flat_places(residual: Tensor, errors: Tensor, noise: float) -> float | None:
     r"""Estimates the noise in flat places.
 
     It is the root of the mean of :math:`(y - x)^2 + v` there.
@@ -92,20 +95,21 @@ def noise_in_flat_places(rest: Tensor, errors: Tensor, noise: float) -> float | 
     :math:`d = v / \sigma^2` differs from the noisy one by :math:`\sigma^2 (1 - 2 d) + v = \sigma^2 - v`.
 
     Args:
-        rest: what was taken off, :math:`y - x`.
+        residual: what was taken off, :math:`y - x`.
         errors: :math:`v`, of the same shape.
         noise: an estimate of the standard deviation :math:`\sigma` of the noise.
 
     Returns:
         The standard deviation; ``None`` if less than a fifth of the array is flat.
     """
+    # Flat is where the restored array is known to a fraction of the noise.
     is_flat = errors < 0.03 * noise**2
     if float(is_flat.double().mean()) < 0.2:
         return None
-    return math.sqrt((rest.square() + errors)[is_flat].double().mean())
+    return math.sqrt((residual.square() + errors)[is_flat].double().mean())
 
 
-def oversmoothing_share(image: Tensor, restored: Tensor, noisier: Tensor, from_noisier: Tensor, noise: float) -> float:
+def oversmoothing_share(image: Tensor, estimate: Tensor, noisier: Tensor, from_noisier: Tensor, noise: float) -> float:
     r"""Returns the share of the noisy array that is added back.
 
     With known noise, it brings the restored array nearest to the truth.
@@ -120,7 +124,7 @@ def oversmoothing_share(image: Tensor, restored: Tensor, noisier: Tensor, from_n
 
     Args:
         image: the noisy array :math:`y`, of ``N`` entries.
-        restored: what is made of it, :math:`x`.
+        estimate: what is made of it, :math:`x`.
         noisier: :math:`y'`, the same with more noise.
         from_noisier: :math:`x'`, what is made of that.
         noise: standard deviation :math:`\sigma` of the noise.
@@ -128,8 +132,8 @@ def oversmoothing_share(image: Tensor, restored: Tensor, noisier: Tensor, from_n
     Reference:
         Ramani, Blu and Unser, "Monte-Carlo SURE", IEEE Transactions on Image Processing 17, 2008.
     """
-    more, rest = (noisier - image).double(), (image - restored).double()
-    followed = (more * (from_noisier - restored)).sum() / more.square().sum()
+    more, rest = (noisier - image).double(), (image - estimate).double()
+    followed = (more * (from_noisier - estimate)).sum() / more.square().sum()
     share = float(1 - noise**2 * (1 - followed) / rest.square().mean())
     # With the right noise crops of photographs have from -0.102 to 0.071.
     return share if -0.12 < share < 0.1 else 0.0
@@ -148,7 +152,7 @@ def plausible_share(share: float, errors: Tensor, noise: float) -> float:
         errors: :math:`v`, of all entries.
         noise: :math:`\sigma`, that of flat places.
     """
-    return share if share <= _BELIEVED * float(errors.double().mean()) / noise**2 else 0.0
+    return share if share <= _MAX_RETURNED_SHARE * float(errors.double().mean()) / noise**2 else 0.0
 
 
 def _sparser(patches: Patches) -> Patches:
@@ -176,12 +180,12 @@ def split(image: Tensor, noise: float, generator: torch.Generator | None) -> tup
     # From a seed that is drawn: the image's own noise may come from the same seed, and so be the first numbers of the generator.
     own = torch.Generator().manual_seed(int(torch.randint(2**62, (), generator=generator, device=generator_device(generator))))
     z = noise * torch.randn(image.shape, generator=own, dtype=image.dtype, device="cpu").to(image.device)
-    return image + _SHARE * z, image - z / _SHARE
+    return image + _ADDED_NOISE * z, image - z / _ADDED_NOISE
 
 
 def first_noise(noise: float) -> float:
     """The standard deviation of the noise of the first array of :func:`split`."""
-    return noise * math.sqrt(1 + _SHARE**2)
+    return noise * math.sqrt(1 + _ADDED_NOISE**2)
 
 
 def array_weights(arrays: Tensor, held_out: Tensor, noise: float) -> Tensor:
@@ -203,7 +207,7 @@ def array_weights(arrays: Tensor, held_out: Tensor, noise: float) -> Tensor:
     Returns:
         ``(S,)``, in double precision.
     """
-    return stacking_weights(arrays, held_out, noise**2 * (1 + _SHARE**-2) / 0.2**2)
+    return stacking_weights(arrays, held_out, noise**2 * (1 + _ADDED_NOISE**-2) / 0.2**2)
 
 
 def stacking_weights(arrays: Tensor, held_out: Tensor, shrinkage: float) -> Tensor:
@@ -227,7 +231,7 @@ def stacking_weights(arrays: Tensor, held_out: Tensor, shrinkage: float) -> Tens
     deviations = (arrays.double() - centre).flatten(1)
     quadratic = deviations @ deviations.mT + shrinkage * torch.eye(number, dtype=torch.float64, device=arrays.device)
     linear = deviations @ (held_out.double() - centre).flatten() + shrinkage / number
-    supports = [list(chosen) for size in range(1, number + 1) for chosen in itertools.combinations(range(number), size)]
+    supports = [list(subset) for size in range(1, number + 1) for subset in itertools.combinations(range(number), size)]
     possible = [
         weights for weights in (_minimize_on_support(support, quadratic, linear) for support in supports) if bool((weights >= 0).all())
     ]
@@ -252,7 +256,7 @@ LEAST_DEPTH, FULL_DEPTH = 3.0, 7.0
 LEAST_OVERLAP, LEAST_LEFT = 0.5, 0.6
 
 
-def fill_large_holes(image: Tensor, restored: Tensor, restore: Callable[[Tensor], Tensor]) -> Tensor:
+def fill_large_holes(image: Tensor, estimate: Tensor, restore: Callable[[Tensor], Tensor]) -> Tensor:
     r"""Averages a restored image, in large holes, with two smooth surfaces.
 
     Far from all that is seen patches say little, and what is made of them may be farther from the
@@ -267,7 +271,7 @@ def fill_large_holes(image: Tensor, restored: Tensor, restore: Callable[[Tensor]
 
     Args:
         image: the damaged image, ``(height, width)`` or ``(height, width, channels)``; what is missing is NaN.
-        restored: what was made of it.
+        estimate: what was made of it.
         restore: restores another image of this shape.
 
     Returns:
@@ -278,15 +282,15 @@ def fill_large_holes(image: Tensor, restored: Tensor, restore: Callable[[Tensor]
     """
     is_hole = _holes(image)
     share = _share(is_hole)
-    moved = _shift_hole(is_hole) if bool((share == 1).any()) else []
-    if not moved:
-        return restored
-    everywhere = torch.stack(moved).any(0)
+    copies = _shift_hole(is_hole) if bool((share == 1).any()) else []
+    if not copies:
+        return estimate
+    everywhere = torch.stack(copies).any(0)
     hidden = torch.where(_over(everywhere, image), torch.nan, image)
     candidates, counts = torch.stack([restore(hidden), *_surfaces(hidden)]), _share(everywhere | is_hole)
-    weights = torch.stack([_log_errors(candidates, image, counts * one) for one in moved]).mean((0, 2)).neg().softmax(0)
-    found = torch.tensordot(weights.to(restored), torch.stack([restored, *_surfaces(image)]), 1)
-    return torch.lerp(restored, found, _over(share.to(restored), image))
+    weights = torch.stack([_log_errors(candidates, image, counts * one) for one in copies]).mean((0, 2)).neg().softmax(0)
+    average = torch.tensordot(weights.to(estimate), torch.stack([estimate, *_surfaces(image)]), 1)
+    return torch.lerp(estimate, average, _over(share.to(estimate), image))
 
 
 def _log_errors(candidates: Tensor, image: Tensor, counts: Tensor) -> Tensor:
@@ -321,13 +325,13 @@ def _shift_hole(is_hole: Tensor) -> list[Tensor]:
     half = [size // 2 for size in is_hole.shape]
     shifted = [is_hole.roll(shifts, (0, 1)) for shifts in ((half[0], 0), (0, half[1]), half)]
     least, most = LEAST_OVERLAP * int(is_hole.sum()), (1 - LEAST_LEFT) * int((~is_hole).sum())
-    moved, taken = [], is_hole
+    copies, is_covered = [], is_hole
     for other in (*_mirror(is_hole), *_mirror(_transpose(near_corner)), *shifted):
-        new = other & ~taken
-        if int(new.sum()) >= least and int(((taken | new) & ~is_hole).sum()) <= most:
-            moved.append(new)
-            taken = taken | new
-    return moved
+        new = other & ~is_covered
+        if int(new.sum()) >= least and int(((is_covered | new) & ~is_hole).sum()) <= most:
+            copies.append(new)
+            is_covered = is_covered | new
+    return copies
 
 
 def _mirror(is_hole: Tensor) -> list[Tensor]:
@@ -336,9 +340,9 @@ def _mirror(is_hole: Tensor) -> list[Tensor]:
 
 def _transpose(is_hole: Tensor) -> Tensor:
     """Returns rows as columns, in the largest square at the first corner."""
-    side, found = min(is_hole.shape), torch.zeros_like(is_hole)
-    found[:side, :side] = is_hole[:side, :side].mT
-    return found
+    side, transposed = min(is_hole.shape), torch.zeros_like(is_hole)
+    transposed[:side, :side] = is_hole[:side, :side].mT
+    return transposed
 
 
 def _surfaces(image: Tensor) -> list[Tensor]:
@@ -388,8 +392,8 @@ def _minimize(image: Tensor, operator: sparse.csc_array) -> Tensor:
         return image
     inner, outer = operator[:, np.flatnonzero(unknown)], operator[:, np.flatnonzero(~unknown)]
     solution = values.ravel().copy()
-    seen = solution[~unknown]
-    solution[unknown] = spsolve((inner.T @ inner).tocsc(), -inner.T @ (outer @ seen)).clip(seen.min(), seen.max())
+    boundary = solution[~unknown]
+    solution[unknown] = spsolve((inner.T @ inner).tocsc(), -inner.T @ (outer @ boundary)).clip(boundary.min(), boundary.max())
     return torch.from_numpy(solution.reshape(values.shape)).to(image)
 
 

@@ -15,13 +15,13 @@ from pyro_truncated.restoration.kriging import predict_missing
 from pyro_truncated.restoration.noise import (
     Channels,
     Noise,
+    as_floating,
     channel_axis,
     check_image,
     check_noise,
     check_stabilised_counts,
     estimate_gain,
     fill_missing,
-    floating,
     nearly_no_noise,
     noise_levels,
     per_channel,
@@ -180,8 +180,8 @@ def denoise(
     settings = _Settings(model, side, stride, num_components, rounds, training, generator)
     axis = channel_axis(image, channels)
     if axis == 0:
-        found = _restore(image.movedim(0, -1), noise, settings, has_channels=True)
-        return dataclasses.replace(found, image=found.image.movedim(-1, 0))
+        result = _restore(image.movedim(0, -1), noise, settings, has_channels=True)
+        return dataclasses.replace(result, image=result.image.movedim(-1, 0))
     return _restore(image, noise, settings, has_channels=axis is not None)
 
 
@@ -203,15 +203,15 @@ def _restore(image: Tensor, noise: Noise | str, settings: _Settings, *, has_chan
     channels = image.shape[-1] if has_channels else None
     groups = related_channels(image, num_dims, levels) if has_channels and settings.model is None else []
     if groups and len(groups[0]) < image.shape[-1]:
-        return _restore_apart(image, levels, groups, settings, is_known=noise is not None)
+        return _restore_apart(image, levels, groups, settings, is_noise_known=noise is not None)
     if not isinstance(levels, Tensor):
-        return _restore_at_level(image, levels, channels, settings, is_known=noise is not None)
-    white = _restore_at_level(image / levels, 1.0, channels, settings, is_known=noise is not None)
+        return _restore_at_level(image, levels, channels, settings, is_noise_known=noise is not None)
+    white = _restore_at_level(image / levels, 1.0, channels, settings, is_noise_known=noise is not None)
     own = white.noise * levels
     return dataclasses.replace(white, image=white.image * levels, noise=root_mean_square(own), channel_noise=own)
 
 
-def _restore_apart(image: Tensor, levels: Any, groups: list[list[int]], settings: _Settings, *, is_known: bool) -> Restored:
+def _restore_apart(image: Tensor, levels: Any, groups: list[list[int]], settings: _Settings, *, is_noise_known: bool) -> Restored:
     """Restores groups of channels apart; other channels are constant.
 
     What else is returned is of the largest group.
@@ -221,9 +221,9 @@ def _restore_apart(image: Tensor, levels: Any, groups: list[list[int]], settings
     for group in sorted(groups, key=len, reverse=True):
         unit = levels[group]
         part, channels = (image[..., group] / unit, len(group)) if len(group) > 1 else (image[..., group[0]] / unit, None)
-        found = _restore_at_level(part, 1.0, channels, settings, is_known=is_known)
-        restored[..., group], own[group] = found.image.reshape(image[..., group].shape) * unit, found.noise * unit
-        all_found.append(found)
+        result = _restore_at_level(part, 1.0, channels, settings, is_noise_known=is_noise_known)
+        restored[..., group], own[group] = result.image.reshape(image[..., group].shape) * unit, result.noise * unit
+        all_found.append(result)
     return dataclasses.replace(all_found[0], image=restored, noise=root_mean_square(own), channel_noise=own)
 
 
@@ -234,11 +234,11 @@ def _restore_counts(image: Tensor, noise: str, settings: _Settings, *, has_chann
     gain = estimate_gain(image)
     stable = stabilise(image / gain)
     check_stabilised_counts(stable, image.dim() - has_channels, gain)
-    found = _restore(stable, 1.0, settings, has_channels=has_channels)
-    return dataclasses.replace(found, image=gain * unbiased_inverse(found.image))
+    result = _restore(stable, 1.0, settings, has_channels=has_channels)
+    return dataclasses.replace(result, image=gain * unbiased_inverse(result.image))
 
 
-def _restore_at_level(image: Tensor, level: float, channels: int | None, settings: _Settings, *, is_known: bool) -> Restored:
+def _restore_at_level(image: Tensor, level: float, channels: int | None, settings: _Settings, *, is_noise_known: bool) -> Restored:
     """Restores an array whose noise has one level."""
     shape, model, side = image.shape if channels is None else image.shape[:-1], settings.model, settings.side
     options: dict[str, Any] = {"stride": settings.stride, "channels": channels}
@@ -246,8 +246,8 @@ def _restore_at_level(image: Tensor, level: float, channels: int | None, setting
         sides = [side] if side is not None else mixture_patch_sides(image, level, shape, channels is not None)
         chooses = side is None and channels is None and settings.rounds > 1 and allows_stacking(image, level)
         others = [candidate for candidate in _CANDIDATES if chooses and candidate >= settings.stride]
-        usual, candidates = ([Patches(shape, one, **options) for one in wanted] for wanted in (sides, others))
-        return _by_mixtures(image, level, usual, candidates, settings, is_known=is_known)
+        usual, candidates = ([Patches(shape, one, **options) for one in group] for group in (sides, others))
+        return _by_mixtures(image, level, usual, candidates, settings, is_noise_known=is_noise_known)
     patches = Patches(shape, side or model_patch_side(model, shape, channels) or side_for_model(image, level, shape), **options)
     return _by_model(make_model(model, patches.num_observed), image, level, patches, settings)
 
@@ -259,23 +259,23 @@ def _by_mixtures(
     candidates: list[Patches],
     settings: _Settings,
     *,
-    is_known: bool,
+    is_noise_known: bool,
 ) -> Restored:
     rounds, options = settings.rounds, settings.mixture_options()
     is_missing, brightness = bool(image.isnan().any()), _per_channel_mean(image, patches[0])
     above = image - brightness
     first = predict_missing(above, len(patches[0].shape), level)
     if candidates:
-        learned, restored = restore_with_stacked_sides(above, level, patches, candidates, rounds, is_known=is_known, **options)
+        fits, restored = restore_with_stacked_sides(above, level, patches, candidates, rounds, is_noise_known=is_noise_known, **options)
     else:
         clean = torch.as_tensor(per_channel(nearly_no_noise, image, len(patches[0].shape)))
-        is_clean = is_missing and is_known and bool((level <= 1.001 * clean).all())  # but for rounding
-        learned, restored = run_rounds(above, first, level, [patches] * rounds, is_clean=is_clean, **options)
+        is_clean = is_missing and is_noise_known and bool((level <= 1.001 * clean).all())  # but for rounding
+        fits, restored = run_rounds(above, first, level, [patches] * rounds, is_clean=is_clean, **options)
         if not is_missing:
-            restored = average_groups(above, find_consensus(above, learned), expected_errors(learned), level, patches[0].channels)
+            restored = average_groups(above, find_consensus(above, fits), expected_errors(fits), level, patches[0].channels)
         if is_clean:
             restored = average_low_rank_groups(above, restored, level, patches[0].channels, patches[0].stride)
-    last = learned[-1]
+    last = fits[-1]
     return Restored(restored + brightness, last.noise, last.mixture, last.guide, last.patches, [])
 
 
@@ -306,10 +306,10 @@ def _per_channel_least(image: Tensor, patches: Patches) -> Tensor:
 
 def _check_mask(mask: Any) -> Tensor:
     """Returns which entries are observed, of booleans or two numbers."""
-    found = as_data("mask", mask)
-    if found.dtype == torch.bool:
-        return found
-    levels = found.unique()
+    values = as_data("mask", mask)
+    if values.dtype == torch.bool:
+        return values
+    levels = values.unique()
     if bool(levels.isnan().any()):
         raise ValueError("mask must be True where entries are observed, or 0 and one other number; got NaN, or masked entries")
     if len(levels) > 2 or (len(levels) == 2 and bool((levels != 0).all())):
@@ -318,7 +318,7 @@ def _check_mask(mask: Any) -> Tensor:
             f"mask must be True where entries are observed, or 0 and one other number; got {len(levels)} numbers from {least:g} "
             f"to {most:g}. Compare them, as by mask > {(least + most) / 2:g}."
         )
-    return found.bool()
+    return values.bool()
 
 
 @names_arguments
@@ -360,7 +360,7 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: Noise | str = 0.0,
             raise ValueError(f"mask must have the shape of the image {tuple(image.shape)} or of its pixels; got {tuple(mask.shape)}")
         if mask.dim() < image.dim():
             mask = mask.unsqueeze(-1 if mask.shape == image.shape[:-1] else 0)
-        image = check_image(torch.where(mask, floating(image), math.nan))
+        image = check_image(torch.where(mask, as_floating(image), math.nan))
     if noise is None or isinstance(noise, str) or bool(np.any(np.asarray(noise) != 0.0)):
         return denoise(image, noise, **options)
     axis = channel_axis(image, options.get("channels"))

@@ -70,6 +70,7 @@ def generated_objects(num: int, size: int = 10, generator: torch.Generator | Non
     orders = torch.arange(1, 4)
     phase = 2 * math.pi * torch.rand(num, len(orders), 1, 1, generator=generator)
     waves = torch.cos(orders[:, None, None] * angle + phase).sum(1) / 3
+    # Blobs that reach to between 0.4 and 1 of half the side.
     masks = radius <= size / 2 * (0.7 + 0.3 * waves)
     colours = 0.15 + 0.85 * torch.rand(2, num, 1, 1, 3, generator=generator)
     direction = 2 * math.pi * torch.rand(num, 1, 1, generator=generator)
@@ -139,13 +140,13 @@ def occluded_scenes(
     depth = torch.rand(num_data, num, generator=generator).argsort(1)
     data = torch.zeros(num_data, rows * columns, objects.features.shape[-1])
     image = torch.arange(num_data)
-    for chosen in depth.argsort(1).mT.flip(0):  # the rearmost object of every image first
-        row = (top[image, chosen, None] + torch.arange(height)) % rows
-        column = (left[image, chosen, None] + torch.arange(width)) % columns
+    for owner in depth.argsort(1).mT.flip(0):  # the rearmost object of every image first
+        row = (top[image, owner, None] + torch.arange(height)) % rows
+        column = (left[image, owner, None] + torch.arange(width)) % columns
         pixels = (row.unsqueeze(-1) * columns + column.unsqueeze(-2)).flatten(1)
-        shown = (objects.masks[chosen] & present[image, chosen, None, None]).flatten(1).unsqueeze(-1)
+        is_visible = (objects.masks[owner] & present[image, owner, None, None]).flatten(1).unsqueeze(-1)
         under = ops.gather_states(data, pixels)
-        data[image.unsqueeze(-1), pixels] = torch.where(shown, objects.features[chosen].flatten(1, 2), under)
+        data[image.unsqueeze(-1), pixels] = torch.where(is_visible, objects.features[owner].flatten(1, 2), under)
     data += noise * torch.randn(data.shape, generator=generator)
     return Scenes(data.reshape(num_data, rows, columns, -1), present.to(torch.uint8), top * columns + left, depth)
 
@@ -170,9 +171,9 @@ class Match(NamedTuple):
 
     def is_recovered(self, threshold: float = 0.9) -> Tensor:
         """Which true objects ``(K,)`` have a learned one of their own."""
-        similarity, learned = self.similarity.max(1)
+        similarity, match = self.similarity.max(1)
         owner = self.similarity.argmax(0)
-        return (similarity >= threshold) & (owner[learned] == torch.arange(len(learned), device=learned.device))
+        return (similarity >= threshold) & (owner[match] == torch.arange(len(match), device=match.device))
 
     def recovered(self, threshold: float = 0.9) -> Tensor:
         """The old name of :meth:`is_recovered`."""
@@ -191,11 +192,11 @@ def match_objects(features: Tensor, masks: Tensor, objects: Objects) -> Match:
         >>> match_objects(objects.features, objects.masks, objects).similarity.shape
         torch.Size([2, 2])
     """
-    learned = (features * masks.unsqueeze(-1)).double().movedim(-1, 1)
+    pictures = (features * masks.unsqueeze(-1)).double().movedim(-1, 1)
     true = objects.features.double().movedim(-1, 1)
-    height, width = learned.shape[-2:]
-    products = torch.nn.functional.conv2d(true, learned, padding=(height - 1, width - 1))
-    norms = true.flatten(1).norm(dim=1).unsqueeze(1) * learned.flatten(1).norm(dim=1)
+    height, width = pictures.shape[-2:]
+    products = torch.nn.functional.conv2d(true, pictures, padding=(height - 1, width - 1))
+    norms = true.flatten(1).norm(dim=1).unsqueeze(1) * pictures.flatten(1).norm(dim=1)
     best = products.flatten(2).max(-1)
     size = products.shape[-1]
     shift = torch.stack([best.indices // size - (height - 1), best.indices % size - (width - 1)], -1)

@@ -13,7 +13,7 @@ from torch.distributions import constraints
 from pyro_truncated.distributions.deferred_validation import defer_check_entries, defer_constraints, validate_later
 from pyro_truncated.ops import raise_if
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
-from pyro_truncated.ops.scenes import scene_log_prob, scene_means, scene_statistics
+from pyro_truncated.ops.scenes import scene_log_prob, scene_means, scene_statistics, squared_errors
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.constraints import finite, positive_finite
@@ -129,8 +129,8 @@ def depth_rank(code: Tensor, presence: Tensor) -> Tensor:
         # Whatever lies at this rank or behind moves back by one.
         ranks = [rank + ((rank >= here) & present) for rank in ranks]
         ranks.append(torch.where(present, here, num_objects))
-    found = torch.stack(ranks, -1)
-    return found.masked_fill(presence <= 0, num_objects)
+    result = torch.stack(ranks, -1)
+    return result.masked_fill(presence <= 0, num_objects)
 
 
 def depth_code(rank: Tensor, presence: Tensor) -> Tensor:
@@ -192,6 +192,7 @@ class OccludedScene(TorchDistribution):
         decided as said above.
     """
 
+    squared_errors = staticmethod(squared_errors)
     arg_constraints: ClassVar[dict[str, Any]] = defer_constraints(
         {
             "presence": constraints.independent(constraints.boolean, 1),

@@ -64,11 +64,11 @@ def best_places(scores: Tensor, canvas: Canvas, number: int) -> Candidates:
         tensor([5])
     """
     values, places = [], []
-    for found in range(number):
+    for place in range(number):
         best = scores.max(-1)
         values.append(best.values)
         places.append(best.indices)
-        if found + 1 < number:
+        if place + 1 < number:
             scores.scatter_(-1, neighbourhood(best.indices, canvas), -torch.inf)
     return Candidates(torch.stack(values, -1), torch.stack(places, -1))
 
@@ -82,9 +82,9 @@ def neighbourhood(places: Tensor, canvas: Canvas, radius: int = 1) -> Tensor:
     return (row.unsqueeze(-1) * columns + column.unsqueeze(-2)).flatten(-2)
 
 
-def join(found: list[Candidates]) -> Candidates:
+def join(blocks: list[Candidates]) -> Candidates:
     """The candidates of several blocks of data points, one after the other."""
-    return Candidates(torch.cat([c.scores for c in found]), torch.cat([c.places for c in found]))
+    return Candidates(torch.cat([c.scores for c in blocks]), torch.cat([c.places for c in blocks]))
 
 
 def place_probabilities(population: Population) -> tuple[Tensor, Tensor]:
@@ -186,12 +186,12 @@ class PlaceScan:
     def _candidates(self, images: Tensor, behind: Tensor | None) -> Candidates:
         scene = self.scene()
         options: Any = {"clutter": self.clutter, "min_mask": self.min_mask, "max_mask": 1.0 if behind is None else 0.5}
-        found = []
+        blocks = []
         # A score takes 32 bytes, temporaries included.
         for rows in row_slices(len(images), 32 * len(scene.features) * self.canvas.num_places):
             scores = scan_places(images[rows], scene, self.canvas, behind=None if behind is None else behind[rows], **options)
-            found.append(best_places(scores, self.canvas, self.num_candidates))
-        return join(found)
+            blocks.append(best_places(scores, self.canvas, self.num_candidates))
+        return join(blocks)
 
     def scores_at(self, batch: SearchBatch, objects: Tensor, places: Tensor) -> Tensor:
         """Scores ``(N, K, P)`` of some objects ``(N, K)`` at some places ``(N, K, P)`` only."""
@@ -236,13 +236,13 @@ class RefinedPlaces:
 
     def __call__(self, batch: SearchBatch) -> Candidates:
         """Candidates of the batch's data points."""
-        found = self.affinity(batch)
-        objects = found.scores[..., 0].topk(min(self.num_objects, found.scores.shape[1]), 1).indices
-        index = objects.unsqueeze(-1).expand(-1, -1, found.places.shape[-1])
-        near = neighbourhood(found.places.gather(1, index), self.scan.canvas, self.radius)
+        candidates = self.affinity(batch)
+        objects = candidates.scores[..., 0].topk(min(self.num_objects, candidates.scores.shape[1]), 1).indices
+        index = objects.unsqueeze(-1).expand(-1, -1, candidates.places.shape[-1])
+        near = neighbourhood(candidates.places.gather(1, index), self.scan.canvas, self.radius)
         scores = self.scan.scores_at(batch, objects, near.flatten(2)).reshape(near.shape)
         places = near.gather(-1, scores.argmax(-1, keepdim=True)).squeeze(-1)
-        return Candidates(found.scores, found.places.scatter(1, index, places))
+        return Candidates(candidates.scores, candidates.places.scatter(1, index, places))
 
 
 class PlaceRegression(LearnedAffinity[Candidates]):
@@ -337,9 +337,9 @@ class PlaceRegression(LearnedAffinity[Candidates]):
     def _remember(self, memory: Mapping[str, Any], regression: Mapping[str, Any]) -> LeaveOneOutRegression:
         self._images, self._visits = memory["rows"]["images"], memory["visits"]
         self._targets = _sparse(*memory["targets"].values())
-        found = self._new_regression()
-        found.load_state_dict(regression)
-        return found
+        new = self._new_regression()
+        new.load_state_dict(regression)
+        return new
 
     def _new_regression(self) -> LeaveOneOutRegression:
         assert self._images is not None
@@ -355,8 +355,9 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         sizes = gather_function(batch)(len(data))
         first = sum(sizes[: collectives.rank()]) if batch.is_spread else 0
         entries, values = place_probabilities(batch.population)
-        kept = values > 1e-4
-        entries, values = entries[:, kept], values[kept]
+        # Less likely places would not change the regression.
+        is_likely = values > 1e-4
+        entries, values = entries[:, is_likely], values[is_likely]
         if self.smooth:
             entries, values = self._smooth(entries, values)
         if batch.is_spread:
@@ -397,17 +398,17 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         generator = torch.Generator().manual_seed(seed)
         rows = torch.randperm(targets.shape[0], generator=generator)[: self.max_fit].to(targets.device)
         data, output = targets.indices()
-        seen = torch.zeros(targets.shape[0], dtype=torch.bool, device=targets.device)
-        seen[rows] = True
-        outputs = output[seen[data]].unique()
+        is_new = torch.zeros(targets.shape[0], dtype=torch.bool, device=targets.device)
+        is_new[rows] = True
+        outputs = output[is_new[data]].unique()
         if not len(outputs):
             return
         outputs = outputs[torch.randperm(len(outputs), generator=generator)[:1000].to(outputs.device)]
         column = torch.full((targets.shape[1],), -1, device=targets.device)
         column[outputs] = torch.arange(len(outputs), device=targets.device)
-        used = seen[data] & (column[output] >= 0)
+        is_used = is_new[data] & (column[output] >= 0)
         dense = torch.zeros(targets.shape[0], len(outputs), dtype=torch.float64, device=targets.device)
-        dense[data[used], column[output[used]]] = targets.values()[used].double()
+        dense[data[is_used], column[output[is_used]]] = targets.values()[is_used].double()
         regression.fit(dense, self.fit_steps, rows=rows)
 
     def _new_influence(self, regression: LeaveOneOutRegression, own: slice) -> Tensor:
@@ -428,11 +429,11 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         num_objects = outputs.shape[0] // self.canvas.num_places
         # A score of an object at a place takes 32 bytes, temporaries included.
         step = rows_per_block(32 * outputs.shape[0])
-        found = []
+        blocks = []
         for block in influence.split(step):
             scores = torch.sparse.mm(outputs, block.T.contiguous()).T.float()
-            found.append(best_places(scores.reshape(len(block), num_objects, -1), self.canvas, self.num_candidates))
-        return join(found)
+            blocks.append(best_places(scores.reshape(len(block), num_objects, -1), self.canvas, self.num_candidates))
+        return join(blocks)
 
 
 def _sparse(entries: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:

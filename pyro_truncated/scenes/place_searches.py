@@ -17,6 +17,7 @@ from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.search.preselection import AffinitySearch
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
+from pyro_truncated.utils.arguments import renames
 
 
 class PlacementSelection(AffinitySearch):
@@ -37,7 +38,7 @@ class PlacementSelection(AffinitySearch):
             :class:`~pyro_truncated.scenes.PlaceRegression`.
         num_selected: number of selected objects :math:`H'`.
         max_active: largest number of objects in a scene made of candidates. Default: all.
-        extended: number of best states of the population that candidates are put into.
+        parents: number of best states of the population that candidates are put into.
         explore: mean share of the :math:`H'` slots given to chance; see :class:`~pyro_truncated.search.Preselection`.
         explore_places: probability that the last place of a selected object is a random one instead.
         generator: source of randomness. Default: torch's global generator.
@@ -51,27 +52,28 @@ class PlacementSelection(AffinitySearch):
         (2017), section 5.3.
     """
 
+    @renames(extended="parents")
     def __init__(
         self,
         affinity: PlaceAffinity,
         num_selected: int,
         *,
         max_active: int | None = None,
-        extended: int = 2,
+        parents: int = 2,
         explore: float = 0.1,
         explore_places: float = 0.1,
         generator: torch.Generator | None = None,
     ) -> None:
         if not callable(affinity):
             raise TypeError(f"affinity must be a function of a SearchBatch, such as a PlaceScan; got {type(affinity).__name__}")
-        if num_selected < 1 or (max_active is not None and max_active < 1) or extended < 0:
+        if num_selected < 1 or (max_active is not None and max_active < 1) or parents < 0:
             raise ValueError(
-                f"num_selected and max_active must be positive and extended not negative; got {num_selected}, {max_active} and {extended}"
+                f"num_selected and max_active must be positive and parents not negative; got {num_selected}, {max_active} and {parents}"
             )
         for name, share in (("explore", explore), ("explore_places", explore_places)):
             if not 0 <= share <= 1:
                 raise ValueError(f"{name} must lie in [0, 1]; got {share}")
-        self.affinity, self.num_selected, self.max_active, self.extended = affinity, num_selected, max_active, extended
+        self.affinity, self.num_selected, self.max_active, self.parents = affinity, num_selected, max_active, parents
         self.explore, self.explore_places, self.generator = explore, explore_places, generator
 
     def propose(self, batch: SearchBatch) -> Population:
@@ -84,7 +86,7 @@ class PlacementSelection(AffinitySearch):
         words = options.new_zeros(len(options), len(table), space.num_words)
         for slot in range(self.num_selected):
             words |= options[:, slot, table[:, slot]]
-        if self.extended:
+        if self.parents:
             words = torch.cat([words, self._extend(batch.population, objects.repeat_interleave(num_places, 1), singles.flatten(1, 2))], 1)
         return batch.evaluate(words)
 
@@ -95,14 +97,20 @@ class PlacementSelection(AffinitySearch):
             ValueError: if there are fewer objects than shall be selected, or the affinity is of the wrong shape or NaN.
         """
         num_objects, num_places = scene_sizes(batch.space)
-        found = self.affinity(batch)
+        candidates = self.affinity(batch)
         expected = (len(batch.population), num_objects)
-        if found.scores.shape[:2] != expected or found.places.shape != found.scores.shape or bool(found.scores.isnan().any()):
-            raise ValueError(f"affinity must return numbers of shape {(*expected, 'C')}, none NaN; got shape {tuple(found.scores.shape)}")
+        if (
+            candidates.scores.shape[:2] != expected
+            or candidates.places.shape != candidates.scores.shape
+            or bool(candidates.scores.isnan().any())
+        ):
+            raise ValueError(
+                f"affinity must return numbers of shape {(*expected, 'C')}, none NaN; got shape {tuple(candidates.scores.shape)}"
+            )
         if self.num_selected > num_objects:
             raise ValueError(f"num_selected must be at most the number of objects, {num_objects}: cannot select {self.num_selected}")
         draws, shape = batch.draws(self.generator), (self.num_selected,)
-        scores = found.scores[..., 0]
+        scores = candidates.scores[..., 0]
         number = (self.explore * self.num_selected + ops.uniform(shape=(1,), **draws)).floor()
         best = scores.topk(self.num_selected, 1).indices
         is_kept = torch.arange(self.num_selected, device=scores.device) < self.num_selected - number
@@ -110,7 +118,7 @@ class PlacementSelection(AffinitySearch):
         keys, again = ops.uniform(shape=scores.shape[1:], **draws), ops.uniform(shape=shape, **draws)
         lottery = keys.scatter(1, best, again.masked_fill(is_kept, -1.0))
         objects = torch.where(is_kept, best, lottery.topk(self.num_selected, 1).indices.flip(1))
-        places = ops.gather_states(found.places, objects)
+        places = ops.gather_states(candidates.places, objects)
         is_random = ops.uniform(shape=shape, **draws) < self.explore_places
         random_places = ops.uniform_integers(bound=num_places, shape=shape, **draws)
         places[..., -1] = torch.where(is_random, random_places, places[..., -1])
@@ -118,7 +126,7 @@ class PlacementSelection(AffinitySearch):
 
     def _extend(self, population: Population, objects: Tensor, singles: Tensor) -> Tensor:
         """Puts the objects ``(N, K)`` at their places in the best states."""
-        space, number = population.space, min(self.extended, population.num_states)
+        space, number = population.space, min(self.parents, population.num_states)
         best = population.log_joint.topk(number, 1).indices
         parents = population.take(best).unsqueeze(2)
         full = _place(space, objects, torch.full_like(objects, -1))
@@ -181,8 +189,8 @@ class PlacementCompletion(Search):
     def propose(self, batch: SearchBatch) -> Population:
         """Proposes ``(N, 2^num_added)`` scenes with all combinations of additions."""
         presence, position, rank, draws = self._parents(batch)
-        found = self.scan.propose_additions(batch, torch.where(presence, position, -1), rank)
-        scores = found.scores[..., 0].masked_fill(presence, -torch.inf)
+        additions = self.scan.propose_additions(batch, torch.where(presence, position, -1), rank)
+        scores = additions.scores[..., 0].masked_fill(presence, -torch.inf)
         number = min(self.num_added, presence.shape[1])
         choices = torch.tensor(list(itertools.product((False, True), repeat=number)), device=scores.device)
         added = scores.topk(number, 1).indices.unsqueeze(1).expand(-1, len(choices), -1)
@@ -190,7 +198,7 @@ class PlacementCompletion(Search):
         # Where fewer are absent, some of the best are there already.
         is_new = is_new.scatter(2, added, choices.expand_as(added)) & ~presence.unsqueeze(1)
         is_there = is_new | presence.unsqueeze(1)
-        where = torch.where(is_new, found.places[..., 0].unsqueeze(1), position.unsqueeze(1))
+        where = torch.where(is_new, additions.places[..., 0].unsqueeze(1), position.unsqueeze(1))
         if rank is not None:
             between = presence.sum(1, keepdim=True) * ops.uniform(shape=presence.shape[1:], **draws) - 0.5
             rank = torch.where(presence, rank, between).unsqueeze(1).expand(is_there.shape)
@@ -201,8 +209,8 @@ class PlacementCompletion(Search):
         num_objects, _ = scene_sizes(batch.space)
         draws = batch.draws(self.generator)
         passed = batch.population.weights().cumsum(1) < ops.uniform(shape=(1,), **draws)
-        chosen = passed.sum(1, keepdim=True).clamp(max=batch.population.num_states - 1)
-        presence, position, rank = _unpack(batch.space, batch.population.take(chosen).squeeze(1))
+        parent = passed.sum(1, keepdim=True).clamp(max=batch.population.num_states - 1)
+        presence, position, rank = _unpack(batch.space, batch.population.take(parent).squeeze(1))
         keys = ops.uniform(shape=(num_objects + 1,), **draws)
         keys[:, :num_objects].masked_fill_(~presence, -1.0)
         gone = keys.argmax(1, keepdim=True)
@@ -276,8 +284,8 @@ class PlacementMoves(Search):
         if population.num_states < self.parents:
             raise ValueError(f"parents must be at most the states of a population, {population.num_states}: cannot select {self.parents}")
         draws = batch.draws(self.generator)
-        chosen = ops.select_parents(population.log_joint, self.parents, by_fitness=True, **draws)
-        parents = population.take(chosen)
+        parent_states = ops.select_parents(population.log_joint, self.parents, by_fitness=True, **draws)
+        parents = population.take(parent_states)
         scenes = _unpack(space, parents.repeat_interleave(self.children, 1))
         return batch.evaluate(_pack(space, *self._move(*scenes, draws)))
 
@@ -299,7 +307,9 @@ class PlacementMoves(Search):
         anywhere = ops.uniform_integers(bound=self.grid[0] * self.grid[1], shape=one, **draws)
         # With depth, every other swap exchanges only what lies in front.
         exchanged = (move == swap) & ((ops.uniform(shape=one, **draws) < 0.5) if rank is not None else True)
-        position = position.scatter(-1, first, torch.where(move == shift, self._beside(here, draws), torch.where(exchanged, there, here)))
+        position = position.scatter(
+            -1, first, torch.where(move == shift, self._neighbour(here, draws), torch.where(exchanged, there, here))
+        )
         position = torch.where(exchanged, position.scatter(-1, second, here), position)
         newcomer = torch.where(move == replace, here, anywhere)
         is_new = (move == add) | (move == replace)
@@ -314,7 +324,7 @@ class PlacementMoves(Search):
             rank = torch.where(move == swap, swapped, rank)
         return presence, position, rank
 
-    def _beside(self, place: Tensor, draws: dict[str, Any]) -> Tensor:
+    def _neighbour(self, place: Tensor, draws: dict[str, Any]) -> Tensor:
         """Draws one of the eight places around each place."""
         rows, columns = self.grid
         step = ops.uniform_integers(bound=8, shape=place.shape[1:], **draws)

@@ -355,12 +355,12 @@ class ChainPosterior:
         own = getattr(self.log_likelihood, "flip_gains", None)
         whole = None if own is not None else self._gains(parents).flatten(0, 1)
         block = rows_per_block(48 * parents.shape[2] * self.space.num_latents)
-        found = []
+        flips = []
         for first in range(0, num_rows, block):
             rows = slice(first, min(first + block, num_rows))
             gain: Tensor = whole[rows] if whole is not None else own(parents.flatten(0, 1)[rows], rows)  # type: ignore[misc]
-            found.append(chains.best_flips(self.words, self.unary, self.transitions, self.messages, gain, rows, size))
-        return chains.Flips(*(torch.cat(parts, 1).view(*self.words.shape[:2], -1) for parts in zip(*found, strict=True)))
+            flips.append(chains.best_flips(self.words, self.unary, self.transitions, self.messages, gain, rows, size))
+        return chains.Flips(*(torch.cat(parts, 1).view(*self.words.shape[:2], -1) for parts in zip(*flips, strict=True)))
 
     def _flips(self, size: int) -> tuple[Tensor, Tensor]:
         # Flips of the best members of a step are proposed.
@@ -378,16 +378,16 @@ class ChainPosterior:
             return (masses + sums.log_norm.unsqueeze(-1)).flatten(0, 1)
 
         population = self.population()
-        found = search.propose(SearchBatch(population, score))
-        best = found.log_joint.topk(min(2 * self.num_states, found.num_states), dim=1).indices
-        return found.take(best).unflatten(0, (num_data, num_steps))  # type: ignore[no-any-return]
+        candidates = search.propose(SearchBatch(population, score))
+        best = candidates.log_joint.topk(min(2 * self.num_states, candidates.num_states), dim=1).indices
+        return candidates.take(best).unflatten(0, (num_data, num_steps))  # type: ignore[no-any-return]
 
     def _select(self, words: Tensor, unary: Tensor, ahead: Tensor, forward: bool) -> tuple[Tensor, Tensor]:
-        chosen, _, _ = chains.select(words, unary, self.transitions, self.num_states, ahead, forward=forward)
-        at = chosen.clamp(min=0)
+        index, _, _ = chains.select(words, unary, self.transitions, self.num_states, ahead, forward=forward)
+        at = index.clamp(min=0)
         # A place without a state holds a copy of the best one.
-        at = torch.where(chosen < 0, at[..., :1], at)
-        return words.gather(2, at.unsqueeze(-1).expand(*at.shape, words.shape[-1])), unary.gather(2, at).masked_fill(chosen < 0, -math.inf)
+        at = torch.where(index < 0, at[..., :1], at)
+        return words.gather(2, at.unsqueeze(-1).expand(*at.shape, words.shape[-1])), unary.gather(2, at).masked_fill(index < 0, -math.inf)
 
     def _score(self, words: Tensor) -> Tensor:
         scores = self.log_likelihood(words).double()
@@ -453,11 +453,11 @@ class BlockSearch(ReprFromArguments):
         likely = block_posteriors(scores, posterior.transitions, block)
         place = likely.topk(min(self.num_candidates, likely.shape[2]), dim=2).indices
         words = _with_block(path.unsqueeze(2), block, place)
-        known = posterior.log_likelihood(path.unsqueeze(2))
+        log_likelihood = posterior.log_likelihood(path.unsqueeze(2))
         at_path = (
             posterior.space.unpack(path, torch.int64).gather(2, block.unsqueeze(1).expand(-1, path.shape[1], -1)) << _order(block)
         ).sum(2)
-        return words, known + scores.gather(2, place) - scores.gather(2, at_path.unsqueeze(2))
+        return words, log_likelihood + scores.gather(2, place) - scores.gather(2, at_path.unsqueeze(2))
 
     def draw(self, posterior: ChainPosterior, path: Tensor, temperature: float = 1.0) -> Tensor:
         """Draws a random block of chains given the others on a path.

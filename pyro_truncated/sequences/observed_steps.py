@@ -143,10 +143,10 @@ class ObservedSteps(NamedTuple):
 
 def _powers(matrix: Tensor, largest: int) -> Tensor:
     """Powers from zero on, ``(largest + 1, M, 2, 2)``."""
-    found = [torch.eye(2, dtype=matrix.dtype, device=matrix.device).expand_as(matrix)]
+    powers = [torch.eye(2, dtype=matrix.dtype, device=matrix.device).expand_as(matrix)]
     for _ in range(largest):
-        found.append(found[-1] @ matrix)
-    return torch.stack(found)
+        powers.append(powers[-1] @ matrix)
+    return torch.stack(powers)
 
 
 def _power(matrix: Tensor, exponent: int) -> Tensor:

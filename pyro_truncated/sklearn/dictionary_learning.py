@@ -17,7 +17,7 @@ from pyro_truncated.models import BinarySparseCoding, NoisyOr, SpikeSlabSparseCo
 from pyro_truncated.multistart.config import LearnConfig
 from pyro_truncated.multistart.learning import learn
 from pyro_truncated.search.evolutionary import EvolutionarySearch
-from pyro_truncated.sklearn.estimators import ColumnUnits, apart, binary_posteriors, validated_array, validated_data
+from pyro_truncated.sklearn.estimators import ColumnUnits, binary_posteriors, isolated_state, validated_array, validated_data
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.loop import fit
@@ -25,7 +25,7 @@ from pyro_truncated.utils.arguments import check_count, check_counts
 
 _FAMILIES = ("spike_slab", "gaussian", "bernoulli")
 # Data points that the running sums of partial_fit stand for: any number, for all are scaled alike.
-_NOMINAL = 1000
+_NOMINAL_ROWS = 1000
 
 
 class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
@@ -115,7 +115,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         rows = self._rows(X, reset=True)
         units = self._column_units(rows)
         own = units.standardise(rows)
-        with apart(self.random_state) as generator:
+        with isolated_state(self.random_state) as generator:
             model = self._make(rows)
             starts, steps = self._learn(model, own, generator)
         shift = float(units.log_volume(rows).mean())
@@ -134,7 +134,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         """
         is_first = not hasattr(self, "model_")
         rows = self._rows(X, reset=is_first)
-        with apart(self.random_state if is_first else 0) as generator:
+        with isolated_state(self.random_state if is_first else 0) as generator:
             if is_first:
                 units = self._column_units(rows)
                 model = self._make(rows).initialize(units.standardise(rows), generator)
@@ -154,7 +154,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         Returns:
             Codes ``(n_samples, n_components)``, in the type of the data.
         """
-        return self._each(X, lambda rows, population: _codes(self.model_, rows, population))
+        return self._map_posteriors(X, lambda rows, population: _codes(self.model_, rows, population))
 
     def inverse_transform(self, X: Any) -> Any:
         r"""The data that codes stand for: :math:`W x + b`, or the probabilities :math:`1 - (1 - w_{0d}) \prod_h (1 - W_{dh} x_h)`.
@@ -181,7 +181,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
 
         They are those of the observed entries, in nats.
         """
-        return self._each(X, lambda rows, population: population.free_energy() - self._units.log_volume(rows))
+        return self._map_posteriors(X, lambda rows, population: population.free_energy() - self._units.log_volume(rows))
 
     def score(self, X: Any, y: Any = None) -> float:
         """The mean of :meth:`score_samples`: what to maximise in a grid search.
@@ -232,14 +232,14 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
             rows = torch.where(rows.isnan(), rows, (rows > self.binarize).to(rows))
         return rows
 
-    def _each(self, X: Any, read: Any) -> Any:
+    def _map_posteriors(self, X: Any, reader: Any) -> Any:
         """Reads posteriors of all data points, in the data's type."""
         check_is_fitted(self)
         rows = self._rows(X, reset=False)
         own = self._units.standardise(rows.to(self.model_.weight.dtype))
-        with apart(), torch.no_grad():
+        with isolated_state(), torch.no_grad():
             blocks = binary_posteriors(self.model_, own, self.model_.num_latents, check_count("n_states", self.n_states))
-            return torch.cat([read(*block) for block in blocks]).to(rows).numpy()
+            return torch.cat([reader(*block) for block in blocks]).to(rows).numpy()
 
     # --- model ---
 
@@ -250,7 +250,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         """
         if self.family == "bernoulli":
             return ColumnUnits.none(rows.shape[1])
-        return ColumnUnits.of(rows, is_centred=bool(self.offset))
+        return ColumnUnits.from_rows(rows, is_centred=bool(self.offset))
 
     def _make(self, rows: Tensor, *, max_components: int = 100) -> Any:
         number = min(rows.shape[1], max_components) if self.n_components is None else check_count("n_components", self.n_components)
@@ -277,6 +277,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         # Complete data have several starts.
         n_init = (1 if ridge else 4) if self.n_init is None else self.n_init
         max_iter, n_init, n_states = check_counts(max_iter=self.max_iter, n_init=n_init, n_states=self.n_states)
+        # Steps of each start.
         short, progress = min(max_iter, 60), None if self.verbose else False
         steps = 1 if ridge else max_iter
         guide = learn(
@@ -289,14 +290,14 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
             generator=generator,
             progress=progress,
         )
-        taken: int = guide.steps
+        num_steps: int = guide.steps
         if ridge:
             # From the first step on, it would take away elements that are hardly used yet.
             model.ridge = ridge
             svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(EvolutionarySearch(crossover=True)))
             fit(svi, rows, steps=max_iter, progress=progress)
-            taken = max_iter
-        return list(guide.starts), taken
+            num_steps = max_iter
+        return list(guide.starts), num_steps
 
     def _step(self, driver: ClosedForm, rows: Tensor) -> None:
         rows = rows.to(self.model_.weight.dtype)
@@ -304,8 +305,8 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         for block, population in binary_posteriors(self.model_, rows, self.model_.num_latents, check_count("n_states", self.n_states)):
             for name, value in self.model_.sufficient_statistics(population, block).items():
                 total[name] = total[name] + value if name in total else value
-        scale = _NOMINAL / len(rows)
-        driver.collect({name: scale * value for name, value in total.items()}, None, torch.arange(_NOMINAL), _NOMINAL)
+        scale = _NOMINAL_ROWS / len(rows)
+        driver.collect({name: scale * value for name, value in total.items()}, None, torch.arange(_NOMINAL_ROWS), _NOMINAL_ROWS)
         driver([])
 
 

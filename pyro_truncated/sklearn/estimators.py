@@ -76,7 +76,7 @@ class ColumnUnits:
     deviation: Tensor
 
     @classmethod
-    def of(cls, rows: Tensor, *, is_centred: bool = True) -> Self:
+    def from_rows(cls, rows: Tensor, *, is_centred: bool = True) -> Self:
         """Returns the units of data ``(N, D)``, NaN where missing.
 
         Without centring all means are taken for zero.
@@ -109,7 +109,7 @@ class ColumnUnits:
 
 
 @contextmanager
-def apart(random_state: Any = 0) -> Iterator[torch.Generator]:
+def isolated_state(random_state: Any = 0) -> Iterator[torch.Generator]:
     """A context with an empty parameter store and its own random numbers.
 
     It seeds torch's global generator and the generator that it returns.
@@ -156,11 +156,11 @@ class SteepestAscent(Search):
         for _ in range(steps):
             if not bool(moving.any()):
                 break
-            found = self.step(dataclasses.replace(batch, population=population))
+            candidates = self.step(dataclasses.replace(batch, population=population))
             # Less than a millionth of a nat is rounding.
-            moving = moving & (found.free_energy() > population.free_energy() + 1e-6)
-            words = torch.where(moving[:, None, None], found.words, population.words)
-            log_joint = torch.where(moving[:, None], found.log_joint, population.log_joint)
+            moving = moving & (candidates.free_energy() > population.free_energy() + 1e-6)
+            words = torch.where(moving[:, None, None], candidates.words, population.words)
+            log_joint = torch.where(moving[:, None], candidates.log_joint, population.log_joint)
             population = dataclasses.replace(population, words=words, log_joint=log_joint)
         return population
 

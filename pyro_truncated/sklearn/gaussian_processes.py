@@ -17,8 +17,8 @@ from pyro_truncated.gplvm.decoders.sas_decoder import SASDecoder
 from pyro_truncated.gplvm.spike_slab.fitting import fit
 from pyro_truncated.gplvm.spike_slab.inference import Latents, Posterior
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabGPLVM
-from pyro_truncated.sklearn.estimators import ColumnUnits, apart, validated_array, validated_data
-from pyro_truncated.utils.arguments import check_count, check_counts
+from pyro_truncated.sklearn.estimators import ColumnUnits, isolated_state, validated_array, validated_data
+from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, renames
 
 
 class SubsetGPRegressor(RegressorMixin, BaseEstimator):
@@ -45,7 +45,7 @@ class SubsetGPRegressor(RegressorMixin, BaseEstimator):
         n_inducing: number of inducing inputs, at most as many as there are data. Default: none, exact regression, for up to 5000 data;
             above so many as the objective gains by, at most 512.
         objective: ``"vfe"``, ``"pp"`` (smallest errors where inducing inputs are few for the data) or ``"fitc"``.
-        polish: whether inducing inputs move freely afterwards.
+        free_inputs: whether to free inducing inputs from the data points afterwards, and optimise them.
         max_epochs: most alternations of subset and hyper-parameters.
         random_state: seed, ``RandomState``, or ``None`` for NumPy's global one. The only source of randomness.
 
@@ -60,20 +60,23 @@ class SubsetGPRegressor(RegressorMixin, BaseEstimator):
         ValueError: for a parameter out of range.
     """
 
+    polish = Renamed("free_inputs")
+
+    @renames(polish="free_inputs")
     def __init__(
         self,
         kernel: str | Callable[[Any], Any] = "rbf",
         *,
         n_inducing: int | None = None,
         objective: str = "vfe",
-        polish: bool = False,
+        free_inputs: bool = False,
         max_epochs: int = 100,
         random_state: Any = None,
     ) -> None:
         self.kernel = kernel
         self.n_inducing = n_inducing
         self.objective = objective
-        self.polish = polish
+        self.free_inputs = free_inputs
         self.max_epochs = max_epochs
         self.random_state = random_state
 
@@ -89,10 +92,10 @@ class SubsetGPRegressor(RegressorMixin, BaseEstimator):
         X, y = validated_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True, ensure_min_samples=2)
         number = None if self.n_inducing is None else min(check_count("n_inducing", self.n_inducing), len(X))
         inputs, targets = torch.from_numpy(np.array(X)), torch.from_numpy(np.array(y, dtype=np.float64))
-        with apart(self.random_state):
+        with isolated_state(self.random_state):
             kernel = self.kernel(inputs) if callable(self.kernel) else smooth_rbf(inputs)
             regression = SubsetGPRegression(kernel, targets, num_inducing=number, objective=self.objective)
-            regression.fit(max_epochs=self.max_epochs, polish=self.polish)
+            regression.fit(max_epochs=self.max_epochs, free_inputs=self.free_inputs)
         self.regression_ = regression
         self.inducing_, self.objective_value_ = regression.subset.numpy(), regression.objective_value
         return self
@@ -109,7 +112,7 @@ class SubsetGPRegressor(RegressorMixin, BaseEstimator):
         """
         check_is_fitted(self)
         X = validated_data(self, X, reset=False, dtype=np.float64)
-        with apart(), torch.no_grad():
+        with isolated_state(), torch.no_grad():
             mean, variance = self.regression_.predict(torch.from_numpy(np.array(X)))
         return (mean.numpy(), variance.sqrt().numpy()) if return_std else mean.numpy()
 
@@ -220,17 +223,17 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
         number, steps, starts = check_counts(n_components=self.n_components, max_iter=self.max_iter, n_init=self.n_init)
         inducing = None if self.n_inducing is None else check_count("n_inducing", self.n_inducing)
         rows = self._rows(X, reset=True)
-        units = ColumnUnits.of(rows)
+        units = ColumnUnits.from_rows(rows)
         own = units.standardise(rows)
         inducing = None if inducing is None else min(inducing, len(rows))
-        with apart(self.random_state) as generator:
+        with isolated_state(self.random_state) as generator:
             model = SpikeSlabGPLVM(len(rows), rows.shape[1], number, kernel=self.kernel, num_inducing=inducing, prior=self.prior)
-            found = fit(model, own, num_starts=starts, steps=steps, warm_up=steps, generator=generator)
+            result = fit(model, own, num_starts=starts, steps=steps, warm_up=steps, generator=generator)
             self._posterior = Posterior(model, own)
         self.model_, self.n_iter_, self._units = model, steps, units
-        self.bound_ = found.bound - float(units.log_volume(rows).sum())
+        self.bound_ = result.bound - float(units.log_volume(rows).sum())
         self.relevance_ = model.probability.detach()[0].numpy().copy()
-        self.embedding_ = self._select_used(model.loc.detach()).numpy()
+        self.embedding_ = self._select_dimensions(model.loc.detach()).numpy()
         return self
 
     def transform(self, X: Any) -> Any:
@@ -241,7 +244,7 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
         Args:
             X: data ``(n_samples, n_features)``, NaN where missing.
         """
-        return self._select_used(self._infer(X).loc).numpy()
+        return self._select_dimensions(self._infer(X).loc).numpy()
 
     def inverse_transform(self, X: Any) -> Any:
         """Means of the data at latents.
@@ -253,7 +256,7 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
             Data ``(n_samples, n_features)``.
         """
         latents = self._latents(X)
-        with apart(), torch.no_grad():
+        with isolated_state(), torch.no_grad():
             return self._units.to_original(self._posterior.predict(latents).mean).numpy()
 
     def score_samples(self, X: Any) -> Any:
@@ -261,8 +264,8 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
 
         They are in nats, ``(n_samples,)``.
         """
-        found = self._infer(X).bound
-        return (found - self._units.log_volume(self._rows(X, reset=False))).numpy()
+        bound = self._infer(X).bound
+        return (bound - self._units.log_volume(self._rows(X, reset=False))).numpy()
 
     def score(self, X: Any, y: Any = None) -> float:
         """Returns the mean of :meth:`score_samples`, in nats per data point."""
@@ -271,10 +274,10 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
     def _infer(self, X: Any) -> Latents:
         check_is_fitted(self)
         rows = self._rows(X, reset=False)
-        with apart():
+        with isolated_state():
             return self._posterior.infer(self._units.standardise(rows), steps=1000, tolerance=1e-10)
 
-    def _select_used(self, loc: Tensor) -> Tensor:
+    def _select_dimensions(self, loc: Tensor) -> Tensor:
         return torch.where(torch.from_numpy(self.relevance_) > 0.5, loc.double(), 0.0)
 
 
@@ -348,11 +351,11 @@ class ActiveSetGPLVM(_LatentSpace):
         active = None if self.n_active is None else check_count("n_active", self.n_active)
         epochs = None if self.max_iter is None else check_count("max_iter", self.max_iter)
         rows = self._rows(X, reset=True)
-        units = ColumnUnits.of(rows)
+        units = ColumnUnits.from_rows(rows)
         own = units.standardise(rows)
         batch = min(batch, len(rows))
         active = None if active is None else min(active, batch - 1)
-        with apart(self.random_state) as generator:
+        with isolated_state(self.random_state) as generator:
             decoder = SASDecoder(len(rows), rows.shape[1], number, num_active=active, batch_size=batch).double()
             decoder.fit(own, epochs=epochs, learning_rate=self.learning_rate, generator=generator, progress=self.verbose)
         self.decoder_, self.n_iter_, self._units = decoder, epochs or decoder.default_epochs, units
@@ -367,7 +370,7 @@ class ActiveSetGPLVM(_LatentSpace):
         """
         check_is_fitted(self)
         rows = self._rows(X, reset=False)
-        with apart():
+        with isolated_state():
             return self.decoder_.infer(self._units.standardise(rows)).numpy()
 
     def inverse_transform(self, X: Any) -> Any:
@@ -380,5 +383,5 @@ class ActiveSetGPLVM(_LatentSpace):
             Data ``(n_samples, n_features)``.
         """
         latents = self._latents(X)
-        with apart():
+        with isolated_state():
             return self._units.to_original(self.decoder_.predict(latents)[0]).numpy()

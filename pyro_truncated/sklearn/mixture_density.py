@@ -20,7 +20,7 @@ from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.models import CategoricalMixture, GaussianMixture, PoissonMixture
 from pyro_truncated.multistart.best_start import best_start
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
-from pyro_truncated.sklearn.estimators import apart, mixture_posteriors, validated_data
+from pyro_truncated.sklearn.estimators import isolated_state, mixture_posteriors, validated_data
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.loop import fit
 from pyro_truncated.utils.arguments import check_count, check_counts
@@ -110,7 +110,7 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         rows = self._rows(X, reset=True)
         # Second moments of data far from zero would lose their digits.
         center = rows.mean(0) if self.family == "gaussian" else rows.new_zeros(rows.shape[1])
-        with apart(self.random_state) as generator:
+        with isolated_state(self.random_state) as generator:
             model = self._make(rows)
             starts, steps = self._train(model, rows - center, generator)
         if self.family == "gaussian":
@@ -124,11 +124,11 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
 
         They are zero for components that are not among ``n_states``.
         """
-        return self._each(X, lambda population: population.value_probabilities()[:, 0])
+        return self._map_posteriors(X, lambda population: population.value_probabilities()[:, 0])
 
     def predict(self, X: Any) -> Any:
         """The most probable component of each data point, ``(n_samples,)``."""
-        return self._each(X, lambda population: population.space.unpack(population.mode())[:, 0])
+        return self._map_posteriors(X, lambda population: population.space.unpack(population.mode())[:, 0])
 
     def fit_predict(self, X: Any, y: Any = None) -> Any:
         """:meth:`fit`, then :meth:`predict` of the same data."""
@@ -139,7 +139,7 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
 
         With more components than ``n_states`` they are lower bounds.
         """
-        return self._each(X, lambda population: population.free_energy())
+        return self._map_posteriors(X, lambda population: population.free_energy())
 
     def score(self, X: Any, y: Any = None) -> float:
         """The mean of :meth:`score_samples`: what to maximise in a grid search.
@@ -182,7 +182,7 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
             Data ``(n_samples, n_features)``, and the components ``(n_samples,)`` they are from.
         """
         check_is_fitted(self)
-        with apart(self.random_state), torch.no_grad():
+        with isolated_state(self.random_state), torch.no_grad():
             nodes = poutine.trace(self.model_).get_trace(num_data=check_count("n_samples", n_samples)).nodes
         values = nodes["y"]["value"].numpy()
         return self._encoder.inverse_transform(values) if self.family == "categorical" else values, nodes["z"]["value"].numpy()
@@ -255,8 +255,9 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         # Categories of pandas would become numbers.
         table = X.astype(object) if find_package(X) == "pandas" else X
         data = validated_data(self, table, reset=reset, dtype=None, **options).astype(object)
-        if data.dtype == object and _missing(data).any():
-            raise ValueError("X has missing entries: give them a category of their own, such as 'missing', or leave these rows out")
+        if count := int(_null_mask(data).sum()) if data.dtype == object else 0:
+            advice = "Give them a category of their own, such as 'missing', or leave these rows out"
+            raise ValueError(f"X must be complete; got {count} missing entries. {advice}")
         if reset:
             self._encoder = OrdinalEncoder().fit(data)
         return torch.from_numpy(self._encoder.transform(data))
@@ -285,22 +286,22 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         # Not annealed: at high temperatures all components are the same, and part where the likelihood is not highest.
         # Starts of 60 steps ended where those of 12 do, on five sets of data.
         options: dict[str, Any] = {"num_starts": n_init, "steps": min(max_iter, 12), "num_states": n_states}
-        reached = best_start(model, rows, search, num_data=5000, generator=generator, **options)
+        free_energy = best_start(model, rows, search, num_data=5000, generator=generator, **options)
         svi = SVI(model, AutoTruncated(model, n_states), ClosedForm(model), Truncated_ELBO(search))
         progress = None if self.verbose else False
         # Steps over which the growth of the log density is averaged.
-        return reached, fit(svi, rows, steps=max_iter, patience=5, tolerance=self.tol, progress=progress).steps
+        return free_energy, fit(svi, rows, steps=max_iter, patience=5, tolerance=self.tol, progress=progress).steps
 
-    def _each(self, X: Any, read: Any) -> Any:
+    def _map_posteriors(self, X: Any, reader: Any) -> Any:
         """What is read of the posteriors of all data points."""
         check_is_fitted(self)
         rows = self._rows(X, reset=False).to(self.model_.weights.dtype)
-        with apart(), torch.no_grad():
+        with isolated_state(), torch.no_grad():
             blocks = mixture_posteriors(self.model_, rows, check_count("n_states", self.n_states))
-            return torch.cat([read(population) for _, population in blocks]).numpy()
+            return torch.cat([reader(population) for _, population in blocks]).numpy()
 
 
 @np.vectorize
-def _missing(value: Any) -> bool:
+def _null_mask(value: Any) -> bool:
     """Whether a category is ``None``, NaN, or null of pandas."""
     return value is None or type(value).__name__ in ("NAType", "NaTType") or bool(value != value)

@@ -18,7 +18,7 @@ from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.search.base import Search
 from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
-from pyro_truncated.sklearn.estimators import SteepestAscent, apart, validated_data
+from pyro_truncated.sklearn.estimators import SteepestAscent, isolated_state, validated_data
 from pyro_truncated.utils.arguments import check_counts
 from pyro_truncated.utils.budget import rows_per_block
 
@@ -102,18 +102,20 @@ class LinearModels:
     def log_evidence(self, states: Tensor) -> Tensor:
         """``log p(y | s)`` of states ``(C, p)``."""
         n = len(self.y)
-        found = self.coefficients(states)
+        coefficients = self.coefficients(states)
         if self.is_zellner:
-            determinant = found.is_used.sum(-1) * math.log1p(self.g)
+            determinant = coefficients.is_used.sum(-1) * math.log1p(self.g)
         else:
-            determinant = 2 * found.factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) - found.is_used.sum(-1) * math.log(n / self.g)
-        return math.lgamma((n - 1) / 2) - (n - 1) / 2 * (math.pi * found.rest).log() - math.log(n) / 2 - determinant / 2
+            determinant = 2 * coefficients.factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) - coefficients.is_used.sum(-1) * math.log(
+                n / self.g
+            )
+        return math.lgamma((n - 1) / 2) - (n - 1) / 2 * (math.pi * coefficients.rest).log() - math.log(n) / 2 - determinant / 2
 
     def coefficients(self, states: Tensor) -> Coefficients:
         """Posteriors of the coefficients of states ``(C, p)``."""
         most = max(1, int(states.sum(-1).max()))
-        chosen = states.to(torch.uint8).topk(most)
-        positions, is_used = chosen.indices, chosen.values.bool()
+        active = states.to(torch.uint8).topk(most)
+        positions, is_used = active.indices, active.values.bool()
         both = is_used.unsqueeze(-1) & is_used.unsqueeze(-2)
         precision = torch.where(both, self.precision[positions.unsqueeze(-1), positions.unsqueeze(-2)], torch.eye(most).double())
         linear = self.linear[positions] * is_used
@@ -202,7 +204,7 @@ class SpikeSlabRegressor(RegressorMixin, BaseEstimator):
         self._scale = torch.where(spread > 0, spread, torch.ones_like(spread))
         self._center, self._mean = rows.mean(0), targets.mean()
         self._models = self._linear_models((rows - self._center) / self._scale, targets - self._mean)
-        with apart(self.random_state):
+        with isolated_state(self.random_state):
             population = self._search(n_models, max_iter)
         order = population.log_joint[0].argsort(descending=True, stable=True)
         states, weights = population.states()[0][order], population.weights()[0][order]
@@ -257,10 +259,10 @@ class SpikeSlabRegressor(RegressorMixin, BaseEstimator):
         return guide.population()
 
     def _keep(self, states: Tensor, weights: Tensor, log_evidence: float, num_steps: int) -> None:
-        found = self._models.coefficients(states)
+        posterior = self._models.coefficients(states)
         shares = weights.double().unsqueeze(-1)
         zeros = torch.zeros(states.shape, dtype=torch.float64)
-        coefficients = (shares * zeros.scatter(1, found.positions, found.mean)).sum(0) / self._scale
+        coefficients = (shares * zeros.scatter(1, posterior.positions, posterior.mean)).sum(0) / self._scale
         self.models_, self.model_probabilities_ = states.bool().numpy(), weights.double().numpy()
         self.inclusion_probabilities_ = (shares * states).sum(0).numpy()
         self.coef_ = coefficients.numpy()
@@ -277,14 +279,14 @@ class SpikeSlabRegressor(RegressorMixin, BaseEstimator):
         n = len(self._models.y)
         if n <= 3:
             return np.full(len(X), math.inf)
-        found = self._models.coefficients(torch.from_numpy(self.models_))
+        coefficients = self._models.coefficients(torch.from_numpy(self.models_))
         weights = torch.from_numpy(self.model_probabilities_).unsqueeze(-1)
         scaled = (X - self._center) / self._scale
         variances = []
-        for rows, center in zip(*(part.split(rows_per_block(32 * found.positions.numel())) for part in (scaled, mean)), strict=True):
-            chosen = rows.mT[found.positions] * found.is_used.unsqueeze(-1)
-            spread = torch.linalg.solve_triangular(found.factor, chosen, upper=False).square().sum(1)
-            own = (found.mean.unsqueeze(1) @ chosen).squeeze(1) + self._mean
-            variance = found.rest.unsqueeze(-1) / (n - 3) * (1 + 1 / n + spread)
+        for rows, center in zip(*(part.split(rows_per_block(32 * coefficients.positions.numel())) for part in (scaled, mean)), strict=True):
+            columns = rows.mT[coefficients.positions] * coefficients.is_used.unsqueeze(-1)
+            spread = torch.linalg.solve_triangular(coefficients.factor, columns, upper=False).square().sum(1)
+            own = (coefficients.mean.unsqueeze(1) @ columns).squeeze(1) + self._mean
+            variance = coefficients.rest.unsqueeze(-1) / (n - 3) * (1 + 1 / n + spread)
             variances.append((weights * (variance + (own - center).square())).sum(0))
         return torch.cat(variances).sqrt().numpy()

@@ -185,8 +185,8 @@ class Population:
     def sample(self, num_samples: int, generator: torch.Generator | None = None) -> Tensor:
         """Independent draws from the truncated posterior as words ``(num_samples, N, num_words)``."""
         num_samples = check_count("num_samples", num_samples)
-        chosen = torch.multinomial(self.weights(), num_samples, replacement=True, generator=generator)
-        return self.take(chosen).transpose(0, 1).contiguous()
+        position = torch.multinomial(self.weights(), num_samples, replacement=True, generator=generator)
+        return self.take(position).transpose(0, 1).contiguous()
 
     def expectation(self, f: Callable[[Tensor], Tensor], memory_budget: int | None = None) -> Tensor:
         r"""Posterior expectation :math:`\sum_s q_n(s) f(s)` of a function of the latents' values.
@@ -211,9 +211,9 @@ class Population:
             value = f(self.space.unpack(self.words[start : start + rows], torch.int64))
             weight = weights[start : start + rows]
             if not isinstance(value, Tensor) or value.shape[:2] != weight.shape:
-                given = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                kind = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
                 raise ValueError(
-                    f"the function must return a tensor that starts with the dimensions (N, S) = {tuple(weight.shape)}; got {given}"
+                    f"the function must return a tensor that starts with the dimensions (N, S) = {tuple(weight.shape)}; got {kind}"
                 )
             dtype = torch.promote_types(weight.dtype, value.dtype)
             blocks.append(torch.einsum("ns,ns...->n...", weight.to(dtype), value.to(dtype)))
@@ -262,6 +262,7 @@ class Population:
             return self
         best = log_joint.argmax(-1, keepdim=True)
         words = torch.where(impossible.unsqueeze(-1), self.take(best), words)
+        # So many nats below the best one a weight is zero.
         log_joint = torch.where(impossible, log_joint.amax(-1, keepdim=True).nan_to_num(neginf=0.0) - 1000.0, log_joint)
         return dataclasses.replace(self, words=words, log_joint=log_joint)
 

@@ -59,15 +59,15 @@ class StateSpace:
         if not self.cardinalities or max(self.cardinalities) > 2**31:
             raise ValueError(f"cardinalities must be numbers of values from 1 to 2**31, one per latent; got {tuple(cardinalities)!r}")
         word, shift, bits = [], [], []
-        used = 0
+        num_bits = 0
         for cardinality in self.cardinalities:
             width = max(1, (cardinality - 1).bit_length())
-            if used % WORD_BITS + width > WORD_BITS:
-                used += WORD_BITS - used % WORD_BITS
-            word.append(used // WORD_BITS)
-            shift.append(used % WORD_BITS)
+            if num_bits % WORD_BITS + width > WORD_BITS:
+                num_bits += WORD_BITS - num_bits % WORD_BITS
+            word.append(num_bits // WORD_BITS)
+            shift.append(num_bits % WORD_BITS)
             bits.append(width)
-            used += width
+            num_bits += width
         fields = ops.Fields(*(torch.tensor(numbers, device="cpu") for numbers in (word, shift, bits, self.cardinalities)))
         self.fields, self.mutable = fields, fields.mutable
         self.word, self.shift, self.bits, self.cardinality = fields.word, fields.shift, fields.bits, fields.cardinality

@@ -35,7 +35,7 @@ def shared_portion(guide: Any, arguments: Any) -> Portion | None:
 
 def propagate_errors(guide: Any, arguments: Any) -> AbstractContextManager[None]:
     """A context whose errors also end processes with the same steps."""
-    return nullcontext() if shared_portion(guide, arguments) is None else collectives.failing_together()
+    return nullcontext() if shared_portion(guide, arguments) is None else collectives.propagate_errors()
 
 
 def are_shared(parts: Sequence[AutoTruncated]) -> bool:

@@ -172,7 +172,7 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
             return self._loss_and_grads(call, guide)
 
     def _loss_and_grads(self, call: Call, guide: Any) -> float:
-        closed_form = ClosedForm.driving(call.model)
+        closed_form = ClosedForm.find(call.model)
         if closed_form is not None:
             return total([guide], _check_loss(self._closed_form_step(closed_form, call, guide)))
         if _stands_alone(call, guide):

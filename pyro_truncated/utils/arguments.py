@@ -31,7 +31,7 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
         count = None
     if count is None or count < least:
         kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
-        raise ValueError(f"{name} must be {kind}; got {_describe(value)}")
+        raise ValueError(f"{name} must be {kind}; got {describe(value)}")
     return count
 
 
@@ -125,7 +125,7 @@ def check_kinds(function: Callable[..., Any], /, **given: Any) -> None:
         hint = _hint(function, signature, name)
         if not _fits(value, hint):
             kind = ValueError if isinstance(value, float) and math.isnan(value) and hint is not bool else TypeError
-            raise kind(f"{name} must be {_kind(hint)}; got {_describe(value)}")
+            raise kind(f"{name} must be {_kind(hint)}; got {describe(value)}")
 
 
 def _complaint(
@@ -145,7 +145,7 @@ def _complaint(
         check_kinds(function, **{name: value for name, value in given.items() if name in signature.parameters})
     except (TypeError, ValueError) as complaint:
         return complaint
-    told = ", ".join(f"{name}: {_describe(value)}" for name, value in given.items())
+    told = ", ".join(f"{name}: {describe(value)}" for name, value in given.items())
     reason = next(iter(str(error).splitlines()), "") or type(error).__name__
     kind = TypeError if isinstance(error, TypeError) else ValueError
     return kind(f"{function.__qualname__.removesuffix('.__init__')} cannot take these arguments together ({told}): {reason}")
@@ -228,20 +228,63 @@ def _kind(hint: Any) -> str:
     return _KINDS.get(kind) or f"a {getattr(kind, '__name__', kind)}"
 
 
-def _describe(value: Any) -> str:
-    """Describes a value: of tensors type, shape and whether they are finite."""
+def describe(value: Any) -> str:
+    """Describes a value; of tensors, how many entries are not finite."""
     if isinstance(value, (Tensor, np.ndarray)):
         kind = str(value.dtype).removeprefix("torch.")
-        is_spoiled = isinstance(value, Tensor) and value.is_floating_point() and not bool(value.isfinite().all())
-        return f"{kind} of shape {tuple(value.shape)}{', not finite' if is_spoiled else ''}"
+        real = value if isinstance(value, Tensor) and value.is_floating_point() else torch.empty(0)
+        counts = {"NaN": int(real.isnan().sum()), "infinite": int(real.isinf().sum())}
+        spoiled = " and ".join(f"{count} {name}" for name, count in counts.items() if count)
+        return f"{kind} of shape {tuple(value.shape)}{spoiled and f', {spoiled}'}"
     if isinstance(value, torch.nn.Module):
         return type(value).__name__
     text = " ".join(repr(value).split())
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
+def renames(*removed: str, **names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Makes a function take arguments by their old names, too.
+
+    Example:
+        >>> from pyro_truncated.utils.arguments import renames
+        >>> @renames(stretch="scale")
+        ... def grow(length, *, scale=2):
+        ...     return length * scale
+        >>> with warnings.catch_warnings(record=True, action="always") as caught:
+        ...     length = grow(3, stretch=4)
+        >>> length, str(caught[0].message)
+        (12, 'stretch of grow has a new name: use scale')
+
+    Args:
+        removed: names of arguments that have no effect any more.
+        names: the new name by the old one.
+
+    Warns:
+        DeprecationWarning: when an old name is used.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        """Returns the function, wrapped."""
+        owner = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+
+        @functools.wraps(function)
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+            """Calls the function by today's names."""
+            for old in kwargs.keys() & {*removed, *names}:
+                advice = f"has a new name: use {names[old]}" if old in names else "has no effect any more"
+                warnings.warn(f"{old} of {owner} {advice}", DeprecationWarning, stacklevel=2)
+                value = kwargs.pop(old)
+                if old in names:
+                    kwargs[names[old]] = value
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    return decorate
+
+
 class Renamed:
-    """The old name of a method or property.
+    """The old name of a method, property or constructor.
 
     Example:
         >>> class Scale:
@@ -261,14 +304,24 @@ class Renamed:
         DeprecationWarning: when the old name is used.
     """
 
+    _owner: type
+
     def __init__(self, name: str) -> None:
         self._name, self._old = name, name
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._old = name
+        self._owner, self._old = owner, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls a class or static method of the class."""
+        self._warn()
+        return getattr(self._owner, self._name)(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: type) -> Any:
         if instance is None:
             return self
-        warnings.warn(f"{self._old} has a new name: use {self._name}", DeprecationWarning, stacklevel=2)
+        self._warn()
         return getattr(instance, self._name)
+
+    def _warn(self) -> None:
+        warnings.warn(f"{self._old} has a new name: use {self._name}", DeprecationWarning, stacklevel=3)

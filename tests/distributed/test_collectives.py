@@ -95,7 +95,7 @@ def test_processes_that_do_different_things_are_told(crew):
 def one_fails():
     start = time.monotonic()
     try:
-        with collectives.failing_together():
+        with collectives.propagate_errors():
             if distributed.rank() == 1:
                 raise KeyError("my key")
             return distributed.add([torch.ones(100)])
@@ -201,7 +201,7 @@ def test_epochs_have_orders_of_their_own():
 def test_minibatches_do_not_depend_on_who_shares_the_data():
     whole = distributed.Batches(torch.ones(23), 5, block=2, seed=3)
     parts = [distributed.Portion(0, 7, 23), distributed.Portion(7, 1, 23), distributed.Portion(8, 15, 23)]
-    shared = [distributed.Batches(distributed.Shard.of(torch.ones(part.size), part), 5, block=2, seed=3) for part in parts]
+    shared = [distributed.Batches(distributed.Shard.from_rows(torch.ones(part.size), part), 5, block=2, seed=3) for part in parts]
     assert not torch.equal(whole.at(0).rows, distributed.Batches(torch.ones(23), 5, block=2, seed=4).at(0).rows)
     for step in range(12):
         found = [(batches.at(step), part) for batches, part in zip(shared, parts, strict=True)]

@@ -117,7 +117,7 @@ def refused(what: str) -> None:
     if what == "size":
         decoder_of("free", len(x)).initialize(x)
     elif what == "infinite":
-        infinite = distributed.Shard.of(x.as_subclass(torch.Tensor).clone(), x.portion)
+        infinite = distributed.Shard.from_rows(x.as_subclass(torch.Tensor).clone(), x.portion)
         infinite[0, 0] = torch.inf if distributed.rank() == 1 else 0.0
         decoder_of("free").fit(infinite, epochs=1)
     elif what == "no active set":

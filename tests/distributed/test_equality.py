@@ -38,7 +38,7 @@ SHORT = [
 def test_a_process_without_data_points_in_a_minibatch_leaves_its_populations_alone():
     # The last of four processes with 23 data points.
     row = CONFIGURATIONS["BinarySparseCoding-offset"]
-    y = distributed.Shard.of(row.generate(6), distributed.Portion(17, 6, 23))
+    y = distributed.Shard.from_rows(row.generate(6), distributed.Portion(17, 6, 23))
     model = row.make(torch.float64).initialize(y)
     guide = AutoTruncated(model, num_states=4)
     svi = SVI(model, guide, ClosedForm(model, minibatch="online"), Truncated_ELBO(Run("BinarySparseCoding").search()))

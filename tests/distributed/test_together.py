@@ -108,7 +108,7 @@ def test_data_that_one_process_refuses_are_refused_by_all(crew):
 
 
 def test_what_needs_whole_data_refuses_shards_by_name():
-    y = distributed.Shard.of(data(10), distributed.Portion(0, 10, 20))
+    y = distributed.Shard.from_rows(data(10), distributed.Portion(0, 10, 20))
     decoder = SASFunctionDecoder(20, 9, lambda f: dist.Normal(f, 0.1).to_event(1), num_active=3, batch_size=6)
     with pytest.raises(NotImplementedError, match="the functions of a minibatch are drawn together"):
         decoder.initialize(y)
@@ -119,7 +119,7 @@ def test_what_needs_whole_data_refuses_shards_by_name():
 def test_populations_of_other_rows_are_refused():
     states = []
     for first in (0, 10):
-        _, svi = made(y := distributed.Shard.of(data(10), distributed.Portion(first, 10, 20)))
+        _, svi = made(y := distributed.Shard.from_rows(data(10), distributed.Portion(first, 10, 20)))
         svi.guide.setup(y)
         states.append(svi.guide.state_dict())
         fresh = AutoTruncated(svi.model, num_states=8)

@@ -202,10 +202,10 @@ def test_best_start_keeps_the_best_of_its_runs():
     model = NoisyOr(16, 8)
     reached = best_start(model, bars.data, ExhaustiveSearch(), num_starts=4, num_data=400, steps=10, num_states=256)
     assert len(reached) == 4
-    assert ClosedForm.driving(model) is None
+    assert ClosedForm.find(model) is None
     driver = ClosedForm(model)
     best_start(model, bars.data, ExhaustiveSearch(), num_starts=1, num_data=400, steps=1, num_states=256)
-    assert ClosedForm.driving(model) is driver
+    assert ClosedForm.find(model) is driver
     driver.release()
     reached = best_start(model, bars.data, ExhaustiveSearch(), num_starts=4, num_data=400, steps=10, num_states=256)
     guide = AutoTruncated(model, num_states=256)
@@ -364,17 +364,17 @@ def test_the_model_is_left_as_it_is_and_goes_back_to_gradients_with_the_object()
     before = dict(vars(model))
     svi = SVI(model, AutoTruncated(model, num_states=20), ClosedForm(model), Truncated_ELBO(ExhaustiveSearch()))
     assert vars(model) == before
-    assert ClosedForm.driving(model) is svi.optim
+    assert ClosedForm.find(model) is svi.optim
     # A copy is another model, which nobody drives; a copy of both is driven by the copy.
-    assert ClosedForm.driving(copy.deepcopy(model)) is None
+    assert ClosedForm.find(copy.deepcopy(model)) is None
     both = copy.deepcopy((model, svi.optim))
-    assert ClosedForm.driving(both[0]) is both[1]
+    assert ClosedForm.find(both[0]) is both[1]
     del svi
     gc.collect()
-    assert ClosedForm.driving(model) is None
+    assert ClosedForm.find(model) is None
     svi = SVI(model, AutoTruncated(model, num_states=20), Adam({"lr": 0.01}), Truncated_ELBO(ExhaustiveSearch()))
     assert svi.step(y) > svi.step(y)
-    assert ClosedForm.driving(lambda y: None) is None
+    assert ClosedForm.find(lambda y: None) is None
 
 
 def test_statistics_of_a_model_that_is_no_module_are_put_back() -> None:

@@ -132,15 +132,15 @@ def test_chains_that_begin_do_not_lead_the_parameters_away(batch_size: int | Non
     bars = linear_bars(300, 4, mean_active=1.6, generator=torch.Generator().manual_seed(0))
     y = bars.data.clamp(min=0.0)
 
-    def found_after_a_pass(**settling: int) -> int:
+    def found_after_a_pass(**warm_up: int) -> int:
         torch.manual_seed(0)
         model = MaxSpikeSlabSparseCoding(16, 8)
         model.weight, model.scale, model.prior = bars.components.clamp(min=1e-3), torch.tensor(2.0), torch.tensor(0.2)
-        elbo = GibbsEM(GPSelect(4, kernel="linear"), batch_size=batch_size, **settling)
+        elbo = GibbsEM(GPSelect(4, kernel="linear"), batch_size=batch_size, **warm_up)
         svi = SVI(model, GibbsGuide(model), ClosedForm(model), elbo)
         return min((svi.step(y), matched_bars(model.weight, bars.components, 0.95))[1] for _ in range(1 if batch_size is None else 5))
 
-    assert found_after_a_pass(settling=0) < 4
+    assert found_after_a_pass(warm_up=0) < 4
     assert found_after_a_pass() == 8
 
 
@@ -149,7 +149,7 @@ def test_chains_settle_once_before_the_first_step_of_their_data_points(monkeypat
     guide, sizes = GibbsGuide(model), []
     update = guide.update_
     monkeypatch.setattr(guide, "update_", lambda *args, **kwargs: (sizes.append(len(args[2])), update(*args, **kwargs))[1])
-    elbo = GibbsEM(Preselection(Singletons(), 3), settling=2, batch_size=20)
+    elbo = GibbsEM(Preselection(Singletons(), 3), warm_up=2, batch_size=20)
     chosen = [torch.arange(20), torch.arange(5, 25), torch.arange(10, 30), torch.arange(20)]
     monkeypatch.setattr(elbo, "_subsample", lambda y: (chosen.pop(0), 1.5))
     svi = SVI(model, guide, ClosedForm(model), elbo)
@@ -215,8 +215,8 @@ def test_errors_say_what_is_wrong() -> None:
         guide.marginals()
     with pytest.raises(TypeError, match="search must select latents"):
         GibbsEM(EvolutionarySearch())
-    with pytest.raises(ValueError, match="settling must be"):
-        GibbsEM(search, settling=-1)
+    with pytest.raises(ValueError, match="warm_up must be"):
+        GibbsEM(search, warm_up=-1)
     with pytest.raises(ValueError, match="num_selected must be at most the number of latents, 5: cannot select 6"):
         guide.update_(Preselection(Singletons(), 6), y)
     with pytest.raises(TypeError, match="needs ClosedForm"):

@@ -156,13 +156,13 @@ enter(
     new=uniform(2, 3).mul(4).round(),
 )
 enter("MinMaxKernel", lambda **k: gp.MinMaxKernel(**k).diag(), features=gp.spectrum(["abc", "bcd"], 2), variance=1.0)
-enter("growing", lambda **k: gp.growing(**k)(1), start=2, stop=5, epochs=3)
+enter("linear_growth", lambda **k: gp.linear_growth(**k)(1), start=2, stop=5, epochs=3)
 enter("UniformSplits", lambda **k: list(gp.UniformSplits(**k).epoch(0)), num_data=N, batch_size=6, num_active=3, generator=None)
 enter("smooth_rbf", gp.smooth_rbf, inputs=uniform(N, 2))
 enter("StudentT", gp.StudentT, df=4.0, scale=1.0)
 enter("Quadrature", gp.Quadrature, degree=5)
 enter("Sampling", gp.Sampling, num_samples=4, seed=0)
-enter("ExchangeSearch", gp.ExchangeSearch, information_pivots=4, pool=4, block=2, patience=1, candidates_per_input=2, single_swaps=True)
+enter("ExchangeSearch", gp.ExchangeSearch, information_pivots=4, pool=4, patience=1, candidates_per_input=2)
 enter("SpikeSlabInputs", gp.SpikeSlabInputs, loc=uniform(N, 2), variance=uniform(N, 2), probability=uniform(2), prior_share=None)
 
 # --- latent variable models ---

@@ -10,7 +10,7 @@ from tests.faults.calls import CALLS
 
 QUICK = (
     "StateSpace", "cooling", "check_counts", "check_observable", "LinearSuperposition", "MaximumSuperposition", "NoisyOrSuperposition",
-    "SpikeSlabSuperposition", "Positions", "OccludedScene", "IdentityKernel", "PyroKernel", "growing", "Patches",
+    "SpikeSlabSuperposition", "Positions", "OccludedScene", "IdentityKernel", "PyroKernel", "linear_growth", "Patches",
     "SASDecoder.condition_", "SASDecoder.predict", "SASDecoder.infer",
 )  # fmt: skip
 # All of them.

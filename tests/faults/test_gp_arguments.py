@@ -151,8 +151,7 @@ def test_a_fit_to_nothing_is_refused():
 def test_flags_are_true_or_false():
     model = gp.SubsetGPRegression(X, X[:, 0], num_inducing=2)
     calls = {
-        "single_swaps": gp.ExchangeSearch,
-        "polish": model.fit,
+        "free_inputs": model.fit,
         "fitc": lambda fitc: gp.LeaveOneOutRegression(X, "rbf", 3, fitc=fitc),
     }
     for name, call in calls.items():
@@ -168,7 +167,7 @@ def test_new_inputs_are_real():
 
 def test_precomputed_kernels_take_positions():
     kernel = gp.PrecomputedKernel(torch.eye(6), torch.arange(4))
-    message = "train and new inputs must be vectors of positions from 0 to 5"
+    message = r"train and new inputs must be positions \(n,\), integers from 0 to 5"
     for train in (torch.ones(3, dtype=torch.bool), torch.arange(3) + 0j, torch.tensor([0, 9])):
         with pytest.raises(ValueError, match=message):
             gp.SubsetGPRegression(gp.PrecomputedKernel(torch.eye(6), train), torch.arange(float(len(train))), num_inducing=2)

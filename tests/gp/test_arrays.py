@@ -50,8 +50,10 @@ def variational(x, y):
 
 CALLS = {
     "regression": lambda x, y, new: fitted(x, y).predict(new),
-    "polished regression": lambda x, y, new: fitted(x, y[:, 0], polish=True, polish_evaluations=3).predict(new),
-    "polished posterior": lambda x, y, new: fitted(x, y[:, 0], polish=True, polish_evaluations=3).posterior(new, joint=True).mean,
+    "regression with free inputs": lambda x, y, new: fitted(x, y[:, 0], free_inputs=True, free_input_evaluations=3).predict(new),
+    "posterior with free inputs": lambda x, y, new: (
+        fitted(x, y[:, 0], free_inputs=True, free_input_evaluations=3).posterior(new, joint=True).mean
+    ),
     "posterior": lambda x, y, new: fitted(x, y).posterior(new).mean,
     "coregionalised": lambda x, y, new: coregionalized(x, y).predict(new),
     "subset": lambda x, y, new: gp.InducingSubset(x, y, num_inducing=3, noise=0.1, index=torch.arange(3)).predict(new),

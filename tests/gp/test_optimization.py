@@ -62,7 +62,7 @@ def test_it_stops_on_time_at_the_best():
 
     start = float(evaluate())
     count = 0
-    found = minimize(evaluate, [x], is_spent=lambda: count >= 4)
+    found = minimize(evaluate, [x], should_stop=lambda: count >= 4)
     assert count == 4
     assert found.value < start
     assert float(evaluate()) == found.value

@@ -263,7 +263,7 @@ def test_zero_factors_have_finite_gradients():
     with torch.no_grad():
         factors[0][:, 1] = 0
         factors[6][1] = 0
-    mixture_products(*factors, summed=True).sum().backward()
+    mixture_products(*factors, sum_rows=True).sum().backward()
     assert all(bool(f.grad.isfinite().all()) for f in factors)
     assert bool((factors[0].grad[:, 1] > 0).all())
 

@@ -254,7 +254,7 @@ def test_covariance_at_other_parameters(data: tuple[Tensor, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"inputs": torch.zeros(3)}, ValueError, r"inputs must be finite and of shape \(N, D\).*got shape \(3,\)"),
+        ({"inputs": torch.zeros(3)}, ValueError, r"inputs must be finite and of shape \(N, D\).*got float64 of shape \(3,\)"),
         ({"inputs": torch.full((3, 2), torch.nan)}, ValueError, "inputs must be finite"),
         ({"kernel": "cubic"}, ValueError, "kernel must be one of 'linear', 'rbf', 'composition', or a kernel of .*; got 'cubic'"),
         ({"kernel": 3}, TypeError, "kernel must be a name or a kernel of pyro.contrib.gp.kernels; got int"),
@@ -272,7 +272,7 @@ def test_bad_options(options: dict, error: type[Exception], message: str) -> Non
 def test_bad_data(data: tuple[Tensor, Tensor]) -> None:
     x, targets = data
     regression = LeaveOneOutRegression(x)
-    with pytest.raises(ValueError, match=r"targets must be finite and of shape \(30, P\), a row per input; got \(29, 4\)"):
+    with pytest.raises(ValueError, match=r"targets must be finite and of shape \(30, P\), a row per input; got float64 of shape \(29, 4\)"):
         regression.loo(targets[1:])
     with pytest.raises(ValueError, match=r"new_inputs must have shape \(M, 3\); got \(4, 2\)"):
         regression.predict(torch.zeros(4, 2), targets)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pyro.contrib.gp import kernels
 
-from pyro_truncated.gp import Split, UniformSplits, growing
+from pyro_truncated.gp import Split, UniformSplits, linear_growth
 from pyro_truncated.gp.active_sets import least_variance, pivots, split_weights
 
 
@@ -55,7 +55,7 @@ def test_pivots_fill_up_where_latents_repeat():
 
 
 def test_growing_sizes(generator):
-    size = growing(2, 6, 4)
+    size = linear_growth(2, 6, 4)
     assert [size(epoch) for epoch in range(7)] == [2, 3, 4, 5, 6, 6, 6]
     splits = UniformSplits(40, 20, size, generator)
     assert [next(splits.epoch(number)).num_active for number in (0, 2, 9)] == [2, 4, 6]
@@ -71,7 +71,7 @@ def test_impossible_sizes_are_refused():
     with pytest.raises(ValueError, match="the number of candidates"):
         least_variance(kernels.RBF(1), torch.zeros(3, 1), 4)
     with pytest.raises(ValueError, match="sizes must satisfy"):
-        growing(5, 2, 3)
+        linear_growth(5, 2, 3)
 
 
 def test_rest_is_even_given_the_active_set(generator):

@@ -129,7 +129,7 @@ def test_new_inputs_that_are_no_numbers(value):
 @pytest.mark.parametrize("positions", [[-1], [12], [0.5]])
 def test_positions_that_are_none(positions):
     subset = InducingSubset(PrecomputedKernel(GOOD), Y, num_inducing=3, noise=0.1)
-    with pytest.raises(ValueError, match="positions from 0 to 11"):
+    with pytest.raises(ValueError, match="integers from 0 to 11"):
         subset.predict(torch.tensor(positions))
 
 

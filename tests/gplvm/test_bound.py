@@ -91,7 +91,7 @@ def test_divergence_of_switches_and_latents_agrees_with_samples():
     standard = torch.distributions.Normal(torch.zeros((), dtype=DOUBLE), 1.0)
     log_p = torch.distributions.Bernoulli(model.prior).log_prob(b).sum((1, 2)) + standard.log_prob(x).sum((1, 2))
     sampled = log_q - log_p
-    found = (model.switch_divergence() + (model.used() * model.latent_divergence()).sum()).detach()
+    found = (model.switch_divergence() + (model.usage() * model.latent_divergence()).sum()).detach()
     # Seeded; false alarm in 1 of 10 000 seeds.
     assert abs(float(found - sampled.mean())) < 3.9 * float(sampled.std()) / num_samples**0.5
 
@@ -124,7 +124,7 @@ def bayesian_gplvm(model, y):
 def test_with_all_switches_on_it_is_the_bayesian_gplvm():
     model = random_model(7, (4,), 3)
     (y,) = random_views(model)
-    with model.holding(1.0), torch.no_grad():
+    with model.fix_switches(1.0), torch.no_grad():
         found = model.bound(y) + model.switch_divergence()
         torch.testing.assert_close(found, bayesian_gplvm(model, y), rtol=1e-9, atol=1e-8)
 
@@ -217,9 +217,9 @@ def test_switch_update_is_the_coordinate_maximiser(num_observed, kernel):
             assert bounds[1] >= max(bounds[0], bounds[2]) - 1e-9
         on, off = (start.clone() for _ in range(2))
         on[0, 0], off[0, 0] = 40.0, -40.0
-        with explicit.holding(on.sigmoid()):
+        with explicit.fix_switches(on.sigmoid()):
             terms = explicit.bound(views) + explicit.switch_divergence()
-        with explicit.holding(off.sigmoid()):
+        with explicit.fix_switches(off.sigmoid()):
             terms = terms - explicit.bound(views) - explicit.switch_divergence()
     torch.testing.assert_close(odds[0, 0] - model.prior[0, 0].logit(), terms, rtol=1e-6, atol=1e-6)
 
@@ -247,7 +247,7 @@ def test_a_dimension_that_the_kernel_removed_shows_the_degeneracy():
         model.loc[:, 1], model.scale = 0.0, torch.ones(5, 2, dtype=DOUBLE)
         bounds = []
         for gamma in (0.0, 0.5, 1.0):
-            with model.holding(torch.tensor([[1.0, gamma]])):
+            with model.fix_switches(torch.tensor([[1.0, gamma]])):
                 bounds.append(float(model.bound(y)))
     assert bounds[0] == pytest.approx(bounds[2], abs=1e-6)
     assert bounds[1] - bounds[0] == pytest.approx(math.log(2), abs=1e-6)
@@ -281,7 +281,7 @@ def test_patterns_agree_with_held_switches():
     model = random_model(5, (2, 3), 3)
     views = random_views(model, missing=0.2)
     pattern = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]], dtype=DOUBLE)
-    with torch.no_grad(), model.holding(pattern):
+    with torch.no_grad(), model.fix_switches(pattern):
         expected = model.bound(views) + model.switch_divergence()
     found = model.pattern_bounds(torch.stack([pattern, pattern]), views).detach()
     torch.testing.assert_close(found, expected.expand(2), rtol=1e-10, atol=1e-8)

@@ -69,13 +69,13 @@ def test_inferred_latents_are_optimal_and_rows_do_not_interact():
     together = posterior.infer({0: new}, steps=200, tolerance=1e-12)
     alone = posterior.infer({0: new[2:3]}, steps=200, tolerance=1e-12)
     torch.testing.assert_close(alone.bound, together.bound[2:3], rtol=1e-9, atol=1e-9)
-    data, prior = posterior._check_observed({0: new}), (torch.zeros_like(together.loc), torch.ones_like(together.loc))
+    data, prior = posterior._check_views({0: new}), (torch.zeros_like(together.loc), torch.ones_like(together.loc))
     for shift in (0.02, -0.02):
         for q in range(2):
             moved = together.loc.clone()
             moved[:, q] += shift
             with torch.no_grad():
-                worse = posterior._contribution(data, together.used, moved, together.scale.log(), prior)
+                worse = posterior._contribution(data, together.usage, moved, together.scale.log(), prior)
             assert bool((worse <= together.bound + 1e-7).all())
 
 
@@ -175,7 +175,7 @@ def test_dimensions_that_stand_for_bends_are_removed():
     assert reached > before + 1
     assert 1 <= int((model.probability > 0.5).sum()) < used
     # What it returns is the bound of the model that it leaves, its switches fully on or off.
-    with model.holding((model.probability > 0.5).double()):
+    with model.fix_switches((model.probability > 0.5).double()):
         assert float(model.bound(y).detach()) == pytest.approx(reached, rel=1e-9)
 
 
@@ -226,7 +226,7 @@ def test_shared_dimensions_and_distances():
     with torch.no_grad():
         model.logits = torch.tensor([[20.0, 20.0, -20.0], [20.0, -20.0, -20.0]])
     posterior = Posterior(model, views)
-    assert posterior.shared() == {"shared": [0], "unused": [2], "private 0": [1], "private 1": []}
+    assert posterior.group_dimensions() == {"shared": [0], "unused": [2], "private 0": [1], "private 1": []}
     latents = posterior.infer([views[0][:2], None], steps=5)
     expected = (latents.loc[:, :1] - model.loc.detach()[:, :1].mT).abs()
     torch.testing.assert_close(posterior.distances(latents), expected, rtol=1e-5, atol=1e-6)

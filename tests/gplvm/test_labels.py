@@ -155,7 +155,7 @@ def test_contribution_of_new_points_is_the_growth_of_the_bound():
     assert float(latents.bound.sum()) == pytest.approx(growth, rel=1e-7, abs=1e-7)
     unlabelled = posterior.infer({0: new[0], 1: torch.full((3, 1), torch.nan, dtype=DOUBLE)}, steps=30)
     alone = posterior.infer({0: new[0]}, steps=30)
-    assert unlabelled.used.ge(alone.used).all()  # a view that is given, if only as missing, has its switches
+    assert unlabelled.usage.ge(alone.usage).all()  # a view that is given, if only as missing, has its switches
 
 
 def joined_labels(model, posterior, latents):

@@ -358,7 +358,7 @@ def test_projection_on_all_points_is_exact_and_sums_add_up(generator):
     )
     for found, expected in zip(single, double, strict=True):
         torch.testing.assert_close(found, expected.float(), rtol=1e-2, atol=1e-5)
-    with pytest.raises(ValueError, match="outputs must not be missing"):
+    with pytest.raises(ValueError, match="outputs must be complete for a projection; got float64"):
         projected_statistics(kernel, z, z, x.masked_fill(x > 1, math.nan))
 
 
@@ -491,7 +491,7 @@ def test_wrong_arguments_are_refused(generator):
         wrong.latents(x)
     with pytest.raises(ValueError, match="sizes must satisfy"):
         SASDecoder(10, 3, num_active=11)
-    with pytest.raises(ValueError, match="the data x do not vary"):
+    with pytest.raises(ValueError, match="the data x must vary; got a variance of 0"):
         decoder.initialize(torch.ones(10, 3))
     with pytest.raises(TypeError, match="must be floating point"):
         decoder.initialize(torch.ones(10, 3, dtype=torch.uint8))

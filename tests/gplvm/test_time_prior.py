@@ -154,7 +154,7 @@ def test_contribution_of_new_points_at_known_times():
     mean, deviation = (v.detach() for v in model.time_prior.at(times))
     normal = torch.distributions.Normal
     divergence = torch.distributions.kl_divergence(normal(latents.loc, latents.scale), normal(mean, deviation)).sum(1)
-    expected = model.views[0].log_likelihood(posterior.seen_by(latents, 0), new, posterior.inducing[0], per_datum=True)
+    expected = model.views[0].log_likelihood(posterior.view_inputs(latents, 0), new, posterior.inducing[0], per_datum=True)
     torch.testing.assert_close(latents.bound, (expected - divergence).detach(), rtol=1e-6, atol=1e-6)
 
 

@@ -77,7 +77,7 @@ def test_clusters_become_one_in_the_order_of_what_that_costs(covariance: str) ->
         merging = ClusterMerger(
             kind, lambda some: clusters.likeliest(some, within), clusters.statistics(owner, 8), torch.combinations(torch.arange(8))
         )
-        found = merging.down_to(number)[owner].unique(return_inverse=True)[1]
+        found = merging.merge_to(number)[owner].unique(return_inverse=True)[1]
         assert torch.equal(found, brute_force(covariance, x, owner, within, number))
 
 

@@ -127,7 +127,7 @@ def test_steps_that_would_lower_it_are_shortened(monkeypatch: pytest.MonkeyPatch
 
     falls = []
     for rounding in (math.inf, 1e-12):
-        monkeypatch.setattr(dictionary, "_ROUNDING", rounding)
+        monkeypatch.setattr(dictionary, "_ERROR_RTOL", rounding)
         lost = 0
         for seed in range(10):
             pyro.set_rng_seed(seed)

@@ -44,7 +44,7 @@ def test_steps_that_would_lower_the_free_energy_are_shortened(monkeypatch: pytes
 
     falls = []
     for rounding in (math.inf, 1e-12):
-        monkeypatch.setattr(dictionary, "_ROUNDING", rounding)
+        monkeypatch.setattr(dictionary, "_ERROR_RTOL", rounding)
         lost = 0
         for seed in range(6):
             pyro.set_rng_seed(seed)

@@ -11,7 +11,14 @@ import torch
 from pyro_truncated import learn
 from pyro_truncated.distributions import Canvas
 from pyro_truncated.models import OcclusiveComponents
-from pyro_truncated.models.occlusive_components import Clusters, Windows, estimate_background, lone_windows, missing_energy, prune_objects
+from pyro_truncated.models.occlusive_components import (
+    Clusters,
+    Windows,
+    estimate_background,
+    isolated_windows,
+    missing_energy,
+    prune_objects,
+)
 from pyro_truncated.multistart.config import LearnConfig
 from pyro_truncated.multistart.trainer import restart_schedule, train
 from pyro_truncated.scenes import Objects, generated_objects, match_objects, occluded_scenes
@@ -81,7 +88,7 @@ def test_lone_windows_are_cut_around_objects_that_nothing_touches(wrap: bool) ->
     images[0, 1:4, 8:11] = 2.0  # alone
     images[0, 6:9, 2:5] = images[0, 7:10, 4:7] = 2.0  # two that touch
     images[1, 9:12, 11:14] = 3.0  # alone, in the corner
-    windows = lone_windows(images, torch.tensor(1e-6).double(), canvas, 1)
+    windows = isolated_windows(images, torch.tensor(1e-6).double(), canvas, 1)
     assert sorted(windows.energy[:2].tolist()) == pytest.approx([9 * 4.0, 9 * 9.0], rel=1e-4)
     for window, energy in zip(windows.pixels[:2], windows.energy[:2], strict=True):
         value = float((energy / 9).sqrt())

@@ -292,7 +292,13 @@ def test_bad_settings_are_refused(arguments: dict, message: str) -> None:
         OcclusiveComponents(2, **({"canvas": CANVAS, "template": TEMPLATE} | arguments))
 
 
-@pytest.mark.parametrize("bad", [torch.zeros(3, 2, 5, 2), torch.full((3, 2, 4, 2), torch.nan)])
-def test_bad_data_are_refused(bad: Tensor) -> None:
-    with pytest.raises(ValueError, match="y must be finite and of shape"):
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (torch.zeros(3, 2, 5, 2), r"y must be of shape \(N, .*; got \(3, 2, 5, 2\)"),
+        (torch.full((3, 2, 4, 2), torch.nan), "y must be finite; got 48 entries"),
+    ],
+)
+def test_bad_data_are_refused(bad: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         make_model().initialize(bad)

@@ -58,8 +58,8 @@ def test_one_data_point(name, monkeypatch):
     guide = AutoTruncated(model, 3, conditional=getattr(model, "pose_guide", None))
     optimizers = [Adam({"lr": 0.01})] + ([ClosedForm(model)] if hasattr(model, "maximize") else [])
     for optimizer in reversed(optimizers):
-        if not isinstance(optimizer, ClosedForm) and ClosedForm.driving(model) is not None:
-            ClosedForm.driving(model).release()
+        if not isinstance(optimizer, ClosedForm) and ClosedForm.find(model) is not None:
+            ClosedForm.find(model).release()
         svi = SVI(model, guide, optimizer, Truncated_ELBO(SEARCH))
         assert all(torch.tensor(svi.step(y[:1])).isfinite() for _ in range(2))
         assert torch.tensor(svi.evaluate_loss(y[:1])).isfinite()

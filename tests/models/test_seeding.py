@@ -109,7 +109,7 @@ def test_draws_are_held_against_all_that_are_taken_before(monkeypatch: pytest.Mo
     points = torch.randn(3000, 3, generator=torch.Generator().manual_seed(0))
     rows = []
     for held in (4, 64, 2**20):
-        monkeypatch.setattr(seeding, "_HELD_AT_A_TIME", held)
+        monkeypatch.setattr(seeding, "_DRAWS_PER_BLOCK", held)
         rows.append(scattered_rows(points, 600, torch.Generator().manual_seed(0), 8))
     assert torch.equal(rows[0], rows[2])
     assert torch.equal(rows[1], rows[2])

@@ -139,4 +139,4 @@ def test_a_unit_is_worth_what_the_loss_rises_by_without_it():
 
     every = list(range(WIDTH))
     rises = [loss([other for other in every if other != unit]) - loss(every) for unit in every]
-    torch.testing.assert_close(units.worth(), torch.stack(rises))
+    torch.testing.assert_close(units.deletion_loss(), torch.stack(rises))

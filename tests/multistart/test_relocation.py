@@ -103,4 +103,4 @@ def test_other_models_and_counts_out_of_range_are_refused() -> None:
     svi = SVI(model, AutoTruncated(model, num_states=8), ClosedForm(model), Truncated_ELBO())
     with pytest.raises(TypeError, match="split_and_merge; BinarySparseCoding has none"):
         fit(svi, y, steps=1, callbacks=[SplitAndMerge(y)], progress=False)
-    assert ClosedForm.driving(model).num_steps == 0
+    assert ClosedForm.find(model).num_steps == 0

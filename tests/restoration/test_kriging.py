@@ -62,7 +62,7 @@ def conditional_mean(rest, covariance, noise):
 
 @pytest.mark.slow
 def test_a_window_is_the_conditional_mean_given_covariances_of_all_pairs(monkeypatch):
-    monkeypatch.setattr(kriging, "_PART_OF_ALL", 1)
+    monkeypatch.setattr(kriging, "_MAX_WINDOW_SHARE", 1)
     image = with_holes(torch.randn(4, 4, 2, generator=generator(1), dtype=torch.float64).cumsum(0), 0.4, 2)
     smooth = smooth_image(fill_missing(image, 2), 2)
     known = rest = image - smooth
@@ -111,7 +111,7 @@ def test_what_is_nearly_whole_is_predicted_from_what_is_near(seed, monkeypatch):
     damaged = with_holes(photograph, 0.1, 30 + seed)
     errors = []
     for limit in (2 / 3, 1.0):
-        monkeypatch.setattr(kriging, "_MOST_IS_SEEN", limit)
+        monkeypatch.setattr(kriging, "_MIN_OBSERVED_SHARE", limit)
         errors.append(float((predict_missing(damaged, 2, 1.0) - photograph)[damaged.isnan()].square().mean()))
     assert errors[0] < 0.9 * errors[1]  # 0.85, 0.54 and 0.50
 

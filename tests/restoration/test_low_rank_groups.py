@@ -29,7 +29,7 @@ def holed(image: Tensor, share: float) -> Tensor:
 
 @pytest.mark.parametrize("channels", [None, 3])
 def test_a_step_drops_small_singular_values_of_every_group(channels: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "_MEMBERS_IF_MISSING", 9)
+    monkeypatch.setattr(groups, "_GROUP_SIZE_IF_MISSING", 9)
     monkeypatch.setattr(groups, "_GROUPS_PER_BLOCK", 5)
     image = torch.randn(13, 12, *([channels] if channels else []), generator=torch.Generator().manual_seed(1)).double() + 3
     side, noise = groups._SIDE_IF_MISSING, 0.4

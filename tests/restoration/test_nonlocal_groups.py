@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pyro_truncated.restoration import denoise, nonlocal_groups, restore
-from pyro_truncated.restoration.nonlocal_groups import average_groups, denoise_groups, shrunk, similar
+from pyro_truncated.restoration.nonlocal_groups import average_groups, denoise_groups, shrink_singular_values, similar
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -16,8 +16,8 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def test_the_most_similar_windows_near_by_are_found(monkeypatch):
-    monkeypatch.setattr(nonlocal_groups, "_REACH", 2)
-    monkeypatch.setattr(nonlocal_groups, "_MEMBERS", 5)
+    monkeypatch.setattr(nonlocal_groups, "_SEARCH_RADIUS", 2)
+    monkeypatch.setattr(nonlocal_groups, "_GROUP_SIZE", 5)
     windows, centres = torch.randn(6 * 7, 4, generator=generator()), torch.tensor([[0, 0], [3, 4], [5, 2]])
     for found, (row, column) in zip(similar(windows, centres, [6, 7]).tolist(), centres.tolist(), strict=True):
         near = [i for i in range(42) if abs(i // 7 - row) <= 2 and abs(i % 7 - column) <= 2]
@@ -37,7 +37,7 @@ def test_singular_values_are_shrunk_as_far_as_the_error_is_least(shape):
     size = 3 * math.sqrt(max(shape)) * torch.tensor([3.0, 2.0], dtype=torch.float64)
     truth = (left * size) @ right.mT
     noisy = truth + 3 * draws[1, :, : shape[0], : shape[1]]
-    restored, errors = shrunk(noisy, 3.0)
+    restored, errors = shrink_singular_values(noisy, 3.0)
     found = (restored - truth).square().mean()
     assert float(errors.mean()) == pytest.approx(float(found), rel=0.1)
     u, _, v = torch.linalg.svd(noisy, full_matrices=False)
@@ -47,10 +47,10 @@ def test_singular_values_are_shrunk_as_far_as_the_error_is_least(shape):
 
 
 def test_of_noise_alone_hardly_anything_is_left():
-    restored, errors = shrunk(2 * torch.randn(500, 24, 16, generator=generator()), 2.0)
+    restored, errors = shrink_singular_values(2 * torch.randn(500, 24, 16, generator=generator()), 2.0)
     assert float(restored.square().mean()) < 0.1 * 2**2
     assert float(errors.min()) >= 0
-    assert torch.equal(shrunk(torch.zeros(2, 24, 16), 2.0)[0], torch.zeros(2, 24, 16))
+    assert torch.equal(shrink_singular_values(torch.zeros(2, 24, 16), 2.0)[0], torch.zeros(2, 24, 16))
 
 
 @pytest.mark.parametrize("channels", [None, 3])

@@ -120,7 +120,7 @@ def chosen(image, noise=10.0):
         patch.setattr(patch_size_stacking, "array_weights", recording)
         noisy = image + noise * torch.randn(image.shape, generator=generator(5))
         usual, candidates = [Patches(image.shape, 6)], [Patches(image.shape, 3), Patches(image.shape, 10)]
-        learned, _ = restore_with_stacked_sides(noisy - 60, noise, usual, candidates, 2, is_known=False, **options)
+        learned, _ = restore_with_stacked_sides(noisy - 60, noise, usual, candidates, 2, is_noise_known=False, **options)
     assert [of_side.patches for of_side in learned] == [side for side, weight in zip(candidates, weights[0], strict=True) if weight >= 0.05]
     return weights[0].tolist()
 
@@ -147,7 +147,7 @@ def test_sides_are_chosen_for_large_grey_images_with_little_noise_alone(monkeypa
         raise StoppedError
 
     def asking(*arguments, **options):
-        asked.append((arguments, options["is_known"]))
+        asked.append((arguments, options["is_noise_known"]))
         raise StoppedError
 
     monkeypatch.setattr(restore, "restore_with_stacked_sides", asking)
@@ -168,12 +168,12 @@ def test_sides_are_chosen_for_large_grey_images_with_little_noise_alone(monkeypa
             denoise(image, **{"noise": 5.0, **options}, progress=False)
     sides = [[windows.size[0] for windows in arguments[3]] for arguments, _ in asked]
     assert sides == [[4, 5, 6, 8, 10, 12], [5, 6, 8, 10, 12], [4, 5, 6, 8, 10, 12]]
-    assert [is_known for _, is_known in asked] == [True, True, False]
+    assert [is_noise_known for _, is_noise_known in asked] == [True, True, False]
 
 
 @pytest.mark.nightly
 def test_seeds_reproduce_the_choice(monkeypatch):
-    monkeypatch.setattr(patch_model, "_LEAST_EXTENT", 20)
+    monkeypatch.setattr(patch_model, "_MIN_EXTENT_PIXELS", 20)
     monkeypatch.setattr(restore, "_CANDIDATES", (4, 6))
     image = torch.linspace(0, 100, 20).expand(20, 20) + 5 * torch.randn(20, 20, generator=generator())
     images = [denoise(image, 5.0, num_components=3, rounds=2, generator=generator(1), progress=False).image for _ in range(2)]
@@ -241,10 +241,10 @@ def test_if_the_noise_is_known_a_share_of_what_was_taken_off_is_given_back(monke
         return last[-1]
 
     for module, name, value in [
-        (patch_model, "_LEAST_EXTENT", 20),
+        (patch_model, "_MIN_EXTENT_PIXELS", 20),
         (restore, "_CANDIDATES", (4, 6)),
         (restore, "noise_levels", lambda *arguments: 5.0),
-        (patch_size_stacking, "_BELIEVED", most),
+        (patch_size_stacking, "_MAX_RETURNED_SHARE", most),
         (patch_size_stacking, "average_groups", averaging),
         (patch_size_stacking, "noise_in_flat_places", lambda *arguments: flat),
         (patch_size_stacking, "oversmoothing_share", giving),

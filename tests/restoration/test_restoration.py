@@ -61,7 +61,7 @@ def test_texture_does_not_count_for_noise():
 def test_of_a_large_image_some_windows_say_how_much_noise_there_is(monkeypatch):
     image = 0.2 * torch.arange(300) + 10 * torch.randn(300, 300, generator=generator())
     every = noise_level(image, 2)
-    monkeypatch.setattr(noise, "_MOST_WINDOWS", 2**14)
+    monkeypatch.setattr(noise, "_MAX_WINDOWS", 2**14)
     seen = noise.whole_windows(image, 2)
     assert 2**13 < len(seen) <= 2**14
     # Of ten draws it is 1.8 to 2.2 % below that of all windows.
@@ -116,7 +116,7 @@ def test_most_of_the_noise_goes_and_its_level_is_learned():
 @pytest.mark.slow
 @pytest.mark.parametrize("share_missing", [0.0, 0.1])
 def test_entries_are_averaged_by_the_inverse_of_their_expected_squared_errors(monkeypatch, share_missing):
-    monkeypatch.setattr(patch_mixture, "_AGREEMENTS", 0)
+    monkeypatch.setattr(patch_mixture, "_CONSENSUS_STEPS", 0)
     monkeypatch.setattr(restore, "average_groups", lambda image, estimate, *others: estimate)
     damaged = picture(24).double() + 20 * torch.randn(24, 24, generator=generator(1))
     damaged = torch.where(torch.rand(24, 24, generator=generator(2)) < share_missing, math.nan, damaged)
@@ -230,7 +230,7 @@ def test_signals_colours_and_volumes_keep_their_shape_and_type(shape):
 @pytest.mark.parametrize(
     ("image", "options", "named"),
     [
-        (torch.full((8, 8), math.nan), {}, "no observed"),
+        (torch.full((8, 8), math.nan), {}, "an observed entry; got float32 of shape .*64 NaN"),
         (torch.full((8, 8), math.inf), {}, "infinite"),
         (torch.tensor(3.0), {}, "single number"),
         (1e25 * torch.randn(8, 8), {}, "too large"),

@@ -73,7 +73,7 @@ def test_parts_without_a_hole_are_kept_and_others_fade_into_each_other_as_ever(s
         return SimpleNamespace(image=torch.where(part.isnan(), part.nanmean(), part), noise=2.0)
 
     most = 60 * 60 * image[0, 0].numel()
-    found, noise = restore_in_tiles(image, filled, most, keeps_seen=True)
+    found, noise = restore_in_tiles(image, filled, most, keeps_observed=True)
     assert 0 < len(restored) < 12
     assert all(bool(part.isnan().any()) for part in restored)
     seen = ~image.isnan()
@@ -92,7 +92,7 @@ def test_noise_is_taken_off_parts_without_a_hole_too():
 @pytest.mark.parametrize("most", [60 * 60, 60 * 140])
 def test_nothing_is_learned_where_nothing_is_missing(most):
     image = torch.rand(60, 140)
-    found, noise = restore_in_tiles(image, lambda part, bar: pytest.fail("work was done"), most, keeps_seen=True)
+    found, noise = restore_in_tiles(image, lambda part, bar: pytest.fail("work was done"), most, keeps_observed=True)
     assert torch.equal(found, image)
     assert noise == 0.0
 

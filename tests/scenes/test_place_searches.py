@@ -70,7 +70,7 @@ def test_selection_proposes_every_scene_of_the_selected_objects_once() -> None:
     scores = torch.rand(3, NUM_OBJECTS, 2).sort(-1, descending=True).values
     places = torch.randint(NUM_PLACES, (3, NUM_OBJECTS, 2))
     places[..., 1] = (places[..., 0] + 1) % NUM_PLACES
-    search = PlacementSelection(fixed(scores, places), 3, explore=0.0, explore_places=0.0, extended=0)
+    search = PlacementSelection(fixed(scores, places), 3, explore=0.0, explore_places=0.0, parents=0)
     proposed = places_in(batch.space, search.propose(batch).words)
     assert proposed.shape[1] == 27
     for n in range(3):
@@ -81,7 +81,7 @@ def test_selection_proposes_every_scene_of_the_selected_objects_once() -> None:
 
 def test_selection_limits_the_number_of_objects() -> None:
     batch = make_batch()
-    search = PlacementSelection(fixed(torch.rand(3, NUM_OBJECTS, 1), torch.zeros(3, NUM_OBJECTS, 1).long()), 4, max_active=2, extended=0)
+    search = PlacementSelection(fixed(torch.rand(3, NUM_OBJECTS, 1), torch.zeros(3, NUM_OBJECTS, 1).long()), 4, max_active=2, parents=0)
     counts = (places_in(batch.space, search.propose(batch).words) >= 0).sum(-1)
     assert counts.shape[1] == 1 + 4 + 6
     assert int(counts.max()) == 2
@@ -91,7 +91,7 @@ def test_selection_limits_the_number_of_objects() -> None:
 def test_selection_puts_candidates_into_the_best_states(in_depth: bool) -> None:
     batch = make_batch(in_depth=in_depth)
     places = torch.randint(NUM_PLACES, (3, NUM_OBJECTS, 1))
-    search = PlacementSelection(fixed(torch.rand(3, NUM_OBJECTS, 1), places), NUM_OBJECTS, extended=2, explore_places=0.0)
+    search = PlacementSelection(fixed(torch.rand(3, NUM_OBJECTS, 1), places), NUM_OBJECTS, parents=2, explore_places=0.0)
     proposed = places_in(batch.space, search.propose(batch).words)[:, 2**NUM_OBJECTS :]
     known = places_in(batch.space, batch.population.words)
     for n in range(3):

@@ -20,7 +20,7 @@ from pyro_truncated import AutoTruncated, EvolutionarySearch, LearnConfig, learn
 from pyro_truncated.datasets import bar_components, linear_bars, matched_bars
 from pyro_truncated.models import BinarySparseCoding
 from pyro_truncated.sklearn import SparseCoding
-from pyro_truncated.sklearn.estimators import apart
+from pyro_truncated.sklearn.estimators import isolated_state
 
 QUICK = {"max_iter": 3, "n_init": 1, "random_state": 0}
 
@@ -87,7 +87,7 @@ def test_probabilities_of_binary_data_are_those_of_the_noisy_or():
 def test_the_dictionary_is_the_one_that_learn_finds():
     y = bars()
     coder = SparseCoding(6, family="gaussian", max_iter=10, n_init=2, n_states=20, random_state=1).fit(y)
-    with apart(1) as generator:
+    with isolated_state(1) as generator:
         model = BinarySparseCoding(9, 6, shared_prior=False, dtype=torch.float64)
         own = torch.tensor((y - y.mean(0)) / y.std(0))
         guide = learn(
@@ -106,7 +106,7 @@ def test_states_of_many_latents_are_as_good_as_those_of_an_evolution():
     y = torch.tensor(bars(100, size=5))
     y = (y - y.mean(0)) / y.std(0, correction=0)
     coder = SparseCoding(10, family="gaussian", random_state=0, max_iter=20, n_init=1, n_states=30).fit(y.numpy())
-    with apart():
+    with isolated_state():
         guide = AutoTruncated(coder.model_, num_states=30)
         guide.search_(EvolutionarySearch(crossover=True), guide.make_scorer(y), 30)
         evolved = guide.population().free_energy()

@@ -11,7 +11,7 @@ import torch
 
 from pyro_truncated.gplvm import Posterior, SpikeSlabGPLVM, fit
 from pyro_truncated.sklearn import ActiveSetGPLVM, SpikeSlabGPLVMTransformer
-from pyro_truncated.sklearn.estimators import apart
+from pyro_truncated.sklearn.estimators import isolated_state
 
 
 def plane(num: int = 40) -> np.ndarray:
@@ -42,7 +42,7 @@ def test_it_is_the_librarys_model():
     center = rows.nanmean(0)
     deviation = (rows - center).square().nanmean(0).sqrt()
     own, volume = (rows - center) / deviation, torch.ones(20, 6, dtype=torch.float64) @ deviation.log()
-    with apart(3) as generator:
+    with isolated_state(3) as generator:
         model = SpikeSlabGPLVM(20, 6, 2, num_inducing=8)
         found = fit(model, own, steps=5, warm_up=5, generator=generator)
         latents = Posterior(model, own).infer(own, steps=1000, tolerance=1e-10)

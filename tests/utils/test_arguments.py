@@ -36,7 +36,7 @@ def test_what_works_is_returned():
         ((torch.ones(2, 3), None), TypeError, "second must be a tensor or a number; got None"),
         ((torch.ones(2, 3).cfloat(), torch.ones(2, 3)), TypeError, r"first must be a tensor; got complex64 of shape \(2, 3\)"),
         ((torch.ones(2, 3), torch.ones(2, 2)), ValueError, r"first: float32 of shape \(2, 3\), second: float32 of shape \(2, 2\)"),
-        ((torch.full((2, 3), torch.nan), torch.ones(2, 2)), ValueError, r"first: float32 of shape \(2, 3\), not finite"),
+        ((torch.full((2, 3), torch.nan), torch.ones(2, 2)), ValueError, r"first: float32 of shape \(2, 3\), 6 NaN"),
     ],
 )
 def test_what_fails_below_names_its_argument(arguments, error, message):

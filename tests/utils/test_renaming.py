@@ -5,14 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pyro_truncated import AutoTruncated, distributed
+from pyro_truncated import AutoTruncated, distributed, gp
 from pyro_truncated.diagnostics.truncation.evidence import ExactComparison
 from pyro_truncated.distributions import PiecewiseGaussian
+from pyro_truncated.em import ClosedForm, GibbsEM
 from pyro_truncated.extend import Renamed
+from pyro_truncated.gplvm import Latents, Posterior, SpikeSlabGPLVM
 from pyro_truncated.models import BinarySparseCoding, GatedDecoder, OcclusiveComponents
 from pyro_truncated.program.log_joint import LogJoint
-from pyro_truncated.scenes import Match
-from pyro_truncated.search import ConditionalSearch, SearchBatch
+from pyro_truncated.scenes import Match, PlacementSelection
+from pyro_truncated.search import ConditionalSearch, Preselection, SearchBatch, Singletons
+from pyro_truncated.sklearn import SubsetGPRegressor
 
 
 class Ruler:
@@ -84,3 +87,48 @@ def test_old_names_of_guides_populations_and_functions_lead_to_todays() -> None:
     for old, new in (("positions_of", distributed.global_positions), ("sums_of", distributed.shard_sum)):
         with pytest.warns(DeprecationWarning, match=f"distributed.{old} has a new name: use distributed.{new.__name__}"):
             assert getattr(distributed, old) is new
+
+
+def test_old_names_of_arguments_lead_to_todays() -> None:
+    with pytest.warns(DeprecationWarning, match="extended of PlacementSelection has a new name: use parents"):
+        assert PlacementSelection(len, 2, extended=3).parents == 3
+    with pytest.warns(DeprecationWarning, match="settling of GibbsEM has a new name: use warm_up"):
+        assert GibbsEM(Preselection(Singletons(), 2), settling=3).warm_up == 3
+    with pytest.warns(DeprecationWarning, match="polish of SubsetGPRegressor has a new name: use free_inputs"):
+        regressor = SubsetGPRegressor(polish=True)
+    assert regressor.get_params()["free_inputs"]
+    with pytest.warns(DeprecationWarning, match="polish has a new name: use free_inputs"):
+        assert regressor.polish
+    x = torch.linspace(0, 1, 12).double().unsqueeze(1)
+    regression = gp.SubsetGPRegression(gp.smooth_rbf(x), (6 * x[:, 0]).sin(), num_inducing=3)
+    with pytest.warns(DeprecationWarning, match=r"polish(_evaluations)? of fit has a new name: use free_input"):
+        regression.fit(max_epochs=1, polish=True, polish_evaluations=2)
+    assert regression.inducing_inputs is not None
+    with pytest.warns(DeprecationWarning, match="block of ExchangeSearch has no effect any more"):
+        assert gp.ExchangeSearch(block=2).pool == 64
+
+
+def test_old_names_of_gaussian_processes_and_of_constructors_lead_to_todays() -> None:
+    with pytest.warns(DeprecationWarning, match="gp.growing has a new name: use gp.linear_growth"):
+        assert gp.growing(2, 4, 2)(1) == 3
+    with pytest.warns(DeprecationWarning, match="of has a new name: use from_occurrences"):
+        assert len(gp.HashedCounts.of(1, torch.zeros(2).long(), torch.zeros(2).long()).keys) == 1
+    with pytest.warns(DeprecationWarning, match="of has a new name: use from_rows"):
+        assert distributed.Shard.of(torch.ones(2), distributed.Portion(0, 2, 4)).portion.size == 2
+    model = SpikeSlabGPLVM(6, 2, num_latents=2)
+    with pytest.warns(DeprecationWarning, match="used has a new name: use usage"):
+        assert torch.equal(model.used(), model.usage())
+    with pytest.warns(DeprecationWarning, match="holding has a new name: use fix_switches"), model.holding(0.5):
+        assert bool((model.probability == 0.5).all())
+    with pytest.warns(DeprecationWarning, match="shared has a new name: use group_dimensions"):
+        assert Posterior(model, torch.randn(6, 2)).shared()
+    latents = Latents(torch.zeros(1, 2), torch.ones(1, 2), torch.ones(2), (0,), torch.zeros(1))
+    with pytest.warns(DeprecationWarning, match="seen_by has a new name: use view_inputs"):
+        assert len(Posterior(model, torch.randn(6, 2)).seen_by(latents, 0)) == 1
+    for old, now in (("used", latents.usage), ("observed", latents.views)):
+        with pytest.warns(DeprecationWarning, match=f"{old} has a new name"):
+            assert getattr(latents, old) is now
+    mixture = BinarySparseCoding(3, 2)
+    driver = ClosedForm(mixture)
+    with pytest.warns(DeprecationWarning, match="driving has a new name: use find"):
+        assert ClosedForm.driving(mixture) is driver

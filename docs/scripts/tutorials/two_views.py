@@ -55,7 +55,7 @@ for view, probabilities in enumerate(model.probability.tolist(), 1):
         " ".join(f"{p:.2f}" for p in probabilities),
     )
 
-shared = Posterior(model, views).shared()
+shared = Posterior(model, views).group_dimensions()
 print(shared)
 
 # %%

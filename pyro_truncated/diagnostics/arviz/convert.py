@@ -567,7 +567,7 @@ def to_arviz(
         return _convert(model, guide, args, kwargs, settings)
     # The other processes draw nothing meanwhile.
     with spare_random_numbers():
-        with collectives.failing_together():
+        with collectives.propagate_errors():
             found = [gather_guide(one, args, kwargs) for one in (guide if several else [guide])]
         every = [one for one in found if one is not None]
         if not every:

@@ -90,7 +90,7 @@ class AllData:
 
 def broadcast_answer(ask: Callable[..., T], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> T:
     """Sends the first process's answer about the guide to all processes."""
-    with collectives.failing_together(), spare_random_numbers():
+    with collectives.propagate_errors(), spare_random_numbers():
         every = gather_guide(guide, args, kwargs)
         found = collectives.agree(None if every is None else ask(every.guide, *every.args, **every.kwargs))
     assert found is not None

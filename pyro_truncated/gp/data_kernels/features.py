@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_truncated.gp.data_kernels.protocol import DataKernel, positive_parameter
 from pyro_truncated.ops.streams import FINALISER, GOLDEN
-from pyro_truncated.utils.arguments import check_count, check_kinds, names_arguments
+from pyro_truncated.utils.arguments import Renamed, check_count, check_kinds, describe, names_arguments
 from pyro_truncated.utils.arrays import as_tensors, takes_arrays
 from pyro_truncated.utils.budget import rows_per_block
 
@@ -112,22 +112,22 @@ class FixedKernel(DataKernel):
             self._store[slots] = self._numbers(self.base_columns(missing)).mT
         return self._store[self._slot[index]].mT
 
-    def _make_room(self, needed: int) -> Tensor:
+    def _make_room(self, num_columns: int) -> Tensor:
         """Slots for new columns: free ones, then the least recently used."""
         if self._store is None:
             raise RuntimeError("no columns are stored yet; store columns before they are looked up")
         size = len(self._store)
-        free = (self._owner < 0).nonzero().squeeze(1)[:needed]
-        if len(free) < needed and size < self._capacity:
-            grown = min(self._capacity, max(2 * size, size + needed))
+        free = (self._owner < 0).nonzero().squeeze(1)[:num_columns]
+        if len(free) < num_columns and size < self._capacity:
+            grown = min(self._capacity, max(2 * size, size + num_columns))
             self._store = torch.cat([self._store, self._store.new_zeros(grown - size, self.num_data)])
             self._owner = torch.cat([self._owner, self._owner.new_full((grown - size,), -1)])
             self._last_used = torch.cat([self._last_used, self._last_used.new_zeros(grown - size)])
-            free = (self._owner < 0).nonzero().squeeze(1)[:needed]
-        if len(free) < needed:
+            free = (self._owner < 0).nonzero().squeeze(1)[:num_columns]
+        if len(free) < num_columns:
             age = self._last_used.clone()
             age[free] = self._clock
-            oldest = age.argsort()[: needed - len(free)]
+            oldest = age.argsort()[: num_columns - len(free)]
             self._slot[self._owner[oldest]] = -1
             free = torch.cat([free, oldest])
         return free
@@ -181,10 +181,10 @@ class FunctionKernel(FixedKernel):
     def _values(self, new: Sequence[Any], others: Sequence[Any]) -> Tensor:
         check_kinds(FunctionKernel._values, new=new)
         if self.batched:
-            found = torch.as_tensor(self.function(list(new), list(others)), dtype=torch.float64)
-            if found.shape != (len(new), len(others)):
-                raise ValueError(f"function must return a matrix of shape {(len(new), len(others))}; got {tuple(found.shape)}")
-            return found
+            values = torch.as_tensor(self.function(list(new), list(others)), dtype=torch.float64)
+            if values.shape != (len(new), len(others)):
+                raise ValueError(f"function must return a matrix of shape {(len(new), len(others))}; got {tuple(values.shape)}")
+            return values
         rows = [[_number(self.function, x, z) for z in others] for x in new]
         return torch.tensor(rows, dtype=torch.float64).reshape(len(new), len(others))
 
@@ -239,7 +239,7 @@ class HashedCounts:
     """Counts above zero of features in ``num`` objects, sorted by both.
 
     Example:
-        >>> counts = HashedCounts.of(2, rows=torch.tensor([0, 0, 1]), keys=torch.tensor([7, 7, 5]))  # 7 twice; 5 once
+        >>> counts = HashedCounts.from_occurrences(2, rows=torch.tensor([0, 0, 1]), keys=torch.tensor([7, 7, 5]))  # 7 twice; 5 once
         >>> counts.squared_norms
         tensor([4., 1.], dtype=torch.float64)
 
@@ -259,7 +259,7 @@ class HashedCounts:
         return self.num
 
     @staticmethod
-    def of(num: int, rows: Tensor, keys: Tensor, counts: Tensor | None = None) -> HashedCounts:
+    def from_occurrences(num: int, rows: Tensor, keys: Tensor, counts: Tensor | None = None) -> HashedCounts:
         """Adds up occurrences: entries of the same object and feature become one.
 
         Args:
@@ -278,6 +278,8 @@ class HashedCounts:
         total = counts.new_zeros(int(first.sum())).index_add_(0, group, counts)
         return HashedCounts(num, rows[first], keys[first], total)
 
+    of = Renamed("from_occurrences")
+
     @staticmethod
     def from_csr(indptr: Tensor, indices: Tensor, data: Tensor) -> HashedCounts:
         """Counts from a compressed sparse row matrix, a row per object.
@@ -292,7 +294,7 @@ class HashedCounts:
             raise ValueError(f"data must be positive counts; got {float(data.min()):g}")
         num = len(indptr) - 1
         rows = torch.repeat_interleave(torch.arange(num), indptr.long().diff())
-        return HashedCounts.of(num, rows, mix(indices.long()), data)
+        return HashedCounts.from_occurrences(num, rows, mix(indices.long()), data)
 
     @staticmethod
     def from_matrix(features: Tensor) -> HashedCounts:
@@ -304,14 +306,14 @@ class HashedCounts:
         """
         features = as_tensors(features)
         if not isinstance(features, Tensor) or features.dim() != 2 or features.is_complex():
-            told = f"{features.dtype} of shape {tuple(features.shape)}" if isinstance(features, Tensor) else type(features).__name__
-            raise TypeError(f"features must be a matrix (n, F) of real counts; got {told}")
+            kind = f"{features.dtype} of shape {tuple(features.shape)}" if isinstance(features, Tensor) else type(features).__name__
+            raise TypeError(f"features must be a matrix (n, F) of real counts; got {kind}")
         if not bool((features >= 0).all()) or not bool(features.isfinite().all()):
             raise ValueError(
                 f"features must be counts, finite and not negative; got {float(features.min()):g} to {float(features.max()):g}"
             )
         rows, columns = features.nonzero(as_tuple=True)
-        return HashedCounts.of(len(features), rows, mix(columns), features[rows, columns])
+        return HashedCounts.from_occurrences(len(features), rows, mix(columns), features[rows, columns])
 
     def to(self, device: torch.device | str) -> HashedCounts:
         """The same counts on a device."""
@@ -321,15 +323,15 @@ class HashedCounts:
         """Returns the objects at distinct positions ``index`` ``(b,)``, in that order."""
         place = torch.full((self.num,), -1, dtype=torch.int64, device=self.rows.device)
         place[index] = torch.arange(len(index), device=self.rows.device)
-        kept = place[self.rows] >= 0
-        return HashedCounts.of(len(index), place[self.rows[kept]], self.keys[kept], self.counts[kept])
+        is_selected = place[self.rows] >= 0
+        return HashedCounts.from_occurrences(len(index), place[self.rows[is_selected]], self.keys[is_selected], self.counts[is_selected])
 
     def __add__(self, other: HashedCounts) -> HashedCounts:
         """All features of both, of the same objects."""
         if self.num != other.num:
             raise ValueError(f"counts of {self.num} and of {other.num} objects cannot be joined")
         joined = ((getattr(self, name), getattr(other, name)) for name in ("rows", "keys", "counts"))
-        return HashedCounts.of(self.num, *(torch.cat(pair) for pair in joined))
+        return HashedCounts.from_occurrences(self.num, *(torch.cat(pair) for pair in joined))
 
     def unary(self) -> HashedCounts:
         r"""Replaces a count :math:`c` by ``c`` features of count one.
@@ -345,15 +347,15 @@ class HashedCounts:
         start = torch.repeat_interleave(repeats.cumsum(0) - repeats, repeats)
         level = torch.arange(int(repeats.sum()), device=self.rows.device) - start
         keys = mix(torch.repeat_interleave(self.keys, repeats) + level * GOLDEN)
-        return HashedCounts.of(self.num, torch.repeat_interleave(self.rows, repeats), keys)
+        return HashedCounts.from_occurrences(self.num, torch.repeat_interleave(self.rows, repeats), keys)
 
     def matrix(self, vocabulary: Tensor) -> Tensor:
         """The sparse matrix ``(num, V)`` of counts by sorted vocabulary ``(V,)``."""
         column = torch.searchsorted(vocabulary, self.keys)
-        known = (column < len(vocabulary)) & (torch.cat([vocabulary, vocabulary.new_zeros(1)])[column] == self.keys)
-        index = torch.stack([self.rows[known], column[known]])
+        is_known = (column < len(vocabulary)) & (torch.cat([vocabulary, vocabulary.new_zeros(1)])[column] == self.keys)
+        index = torch.stack([self.rows[is_known], column[is_known]])
         # Entries are sorted by object and key, which is what a coalesced matrix needs.
-        return torch.sparse_coo_tensor(index, self.counts[known], (self.num, len(vocabulary)), is_coalesced=True, check_invariants=False)
+        return torch.sparse_coo_tensor(index, self.counts[is_known], (self.num, len(vocabulary)), is_coalesced=True, check_invariants=False)
 
     @property
     def squared_norms(self) -> Tensor:
@@ -394,7 +396,7 @@ def spectrum(strings: Sequence[str], length: int, *, shorter: bool = False) -> H
         windows = letters[start[:, None] + torch.arange(size)]
         rows.append(owner[start])
         keys.append(combine(*windows.unbind(1), size))
-    return HashedCounts.of(len(strings), torch.cat(rows), torch.cat(keys))
+    return HashedCounts.from_occurrences(len(strings), torch.cat(rows), torch.cat(keys))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -442,20 +444,20 @@ class Graphs:
         element, degree, charge, aromatic, hydrogens = (
             torch.as_tensor(arrays[f"atom_{name}"]).long() for name in ("Z", "degree", "charge", "aromatic", "nH")
         )
-        known = {
+        features = {
             "atom": combine(element, degree, charge, aromatic, hydrogens),
             "element": element,
             "degree": degree,
             "none": torch.zeros_like(element),
         }
-        if labels not in known:
-            raise ValueError(f"labels must be one of {', '.join(known)}; got {labels!r}")
+        if labels not in features:
+            raise ValueError(f"labels must be one of {', '.join(features)}; got {labels!r}")
         num = len(atom_ptr) - 1
         bond_type = torch.as_tensor(arrays["bond_type"]).long()
         bond_label = bond_type if labels in ("atom", "element") else torch.zeros_like(bond_type)
         offset = torch.repeat_interleave(atom_ptr[:-1], bond_ptr.diff())
         graph = torch.repeat_interleave(torch.arange(num), atom_ptr.diff())
-        return Graphs(num, graph, known[labels], torch.stack([ends_i + offset, ends_j + offset]), bond_label)
+        return Graphs(num, graph, features[labels], torch.stack([ends_i + offset, ends_j + offset]), bond_label)
 
 
 @names_arguments
@@ -487,7 +489,7 @@ def weisfeiler_lehman(graphs: Graphs, iterations: int) -> HashedCounts:
         around = torch.zeros_like(label).index_add_(0, target, combine(label[source], edge))
         label = combine(label, around)
         keys.append(combine(label, step + 1))
-    return HashedCounts.of(graphs.num, graphs.graph.repeat(iterations + 1), torch.cat(keys))
+    return HashedCounts.from_occurrences(graphs.num, graphs.graph.repeat(iterations + 1), torch.cat(keys))
 
 
 @names_arguments
@@ -516,10 +518,10 @@ def shortest_path(graphs: Graphs) -> HashedCounts:
         batch = order[begin : begin + max(64, rows_per_block(64 * largest**2))]
         batch = batch[sizes[batch] <= max(largest, 1)]
         begin += len(batch)
-        found = _paths(graphs, batch, sizes, first)
-        rows.append(found[0])
-        keys.append(found[1])
-    return HashedCounts.of(graphs.num, torch.cat(rows), torch.cat(keys))
+        paths = _paths(graphs, batch, sizes, first)
+        rows.append(paths[0])
+        keys.append(paths[1])
+    return HashedCounts.from_occurrences(graphs.num, torch.cat(rows), torch.cat(keys))
 
 
 def _paths(graphs: Graphs, batch: Tensor, sizes: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
@@ -527,8 +529,8 @@ def _paths(graphs: Graphs, batch: Tensor, sizes: Tensor, first: Tensor) -> tuple
     width = max(1, int(sizes[batch].max()))
     place = torch.full((graphs.num,), -1, dtype=torch.int64)
     place[batch] = torch.arange(len(batch))
-    chosen = place[graphs.graph[graphs.edges[0]]] >= 0
-    edges = graphs.edges[:, chosen]
+    is_in_batch = place[graphs.graph[graphs.edges[0]]] >= 0
+    edges = graphs.edges[:, is_in_batch]
     owner = graphs.graph[edges[0]]
     a, b = edges - first[owner]
     # Int16 keeps batches small; no path is longer than a graph.
@@ -657,9 +659,9 @@ class CountKernel(FixedKernel):
         begin, length = self._start[index], self._start[index + 1] - self._start[index]
         row = torch.repeat_interleave(torch.arange(len(index), device=index.device), length)
         entry = torch.arange(int(length.sum()), device=index.device) - (length.cumsum(0) - length)[row] + begin[row]
-        found = self._norms.new_zeros(len(index), len(self._vocabulary))
-        found[row, self._matrix.indices()[1, entry]] = self._matrix.values()[entry]
-        return found
+        dense = self._norms.new_zeros(len(index), len(self._vocabulary))
+        dense[row, self._matrix.indices()[1, entry]] = self._matrix.values()[entry]
+        return dense
 
 
 class MinMaxKernel(CountKernel):
@@ -705,7 +707,7 @@ class HistogramIntersectionKernel(FixedKernel):
     @takes_arrays
     def __init__(self, histograms: Tensor, variance: float = 1.0) -> None:
         if histograms.dim() != 2 or not bool((histograms >= 0).all()) or not bool(histograms.isfinite().all()):
-            raise ValueError(f"histograms must be finite, not negative, and of shape (n, D); got shape {tuple(histograms.shape)}")
+            raise ValueError(f"histograms must be finite, not negative, and of shape (n, D); got {describe(histograms)}")
         histograms = histograms if histograms.is_floating_point() else histograms.double()
         super().__init__(len(histograms), variance, histograms.dtype, device=histograms.device)
         mass = histograms.sum(1).mean()

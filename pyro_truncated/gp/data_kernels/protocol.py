@@ -14,7 +14,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 
 from pyro_truncated.gp.kernels import evaluate, outside_programs
-from pyro_truncated.utils.arguments import check_count, check_kinds, names_arguments
+from pyro_truncated.utils.arguments import check_count, check_kinds, describe, names_arguments
 from pyro_truncated.utils.arrays import as_tensors, takes_arrays
 from pyro_truncated.utils.parameter_store import UniqueModule
 
@@ -112,8 +112,8 @@ class ProtocolKernel(DataKernel):
 
     def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
         """Covariances ``(n, b)`` with inputs at ``index``, of all or ``rows``."""
-        found = self._there(self.source.columns(index))
-        return self.variance * (found if rows is None else found[rows])
+        block = self._there(self.source.columns(index))
+        return self.variance * (block if rows is None else block[rows])
 
     def cross(self, new: Any, index: Tensor) -> Tensor:
         """Covariances ``(n_new, b)`` of new inputs with the training inputs at positions ``index``."""
@@ -128,8 +128,8 @@ class ProtocolKernel(DataKernel):
         variances = getattr(self.source, "diag_new", None)
         if variances is None:
             raise TypeError(f"{type(self.source).__name__} needs a method diag_new(new) -> (n_new,) to predict variances at new inputs")
-        found: Tensor = self.variance * self._there(variances(new))
-        return found
+        values: Tensor = self.variance * self._there(variances(new))
+        return values
 
     def among(self, new: Any) -> Tensor:
         """Covariances ``(n_new, n_new)`` of new inputs with each other.
@@ -200,10 +200,22 @@ def check_kernel(kernel: kernels.Kernel, inputs: Tensor) -> None:
         _check(type(kernel).__name__, copied(inputs), copied(inputs, diag=True), torch.arange(len(inputs)))
 
 
-def are_positions(given: Tensor, num: int) -> bool:
-    """Whether a tensor is a vector of integers from 0 to ``num - 1``."""
-    is_integer = not (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool)
-    return is_integer and given.dim() == 1 and bool(((given >= 0) & (given < num)).all())
+def check_positions(name: str, index: Any, num: int, device: torch.device | None = None) -> Tensor:
+    """A vector of integers from 0 to ``num - 1``.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    expected = f"{name} must be positions (n,), integers from 0 to {num - 1}"
+    try:
+        positions: Tensor = torch.as_tensor(index, device=device)
+    except (RuntimeError, TypeError, ValueError):
+        raise ValueError(f"{expected}; got {type(index).__name__}") from None
+    if positions.dim() != 1 or positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
+        raise ValueError(f"{expected}; got {positions.dtype} of shape {tuple(positions.shape)}")
+    if bool(((positions < 0) | (positions >= num)).any()):
+        raise ValueError(f"{expected}; got {int(positions.min())} .. {int(positions.max())}")
+    return positions
 
 
 def _check(name: str, block: Tensor, diagonal: Tensor, rows: Tensor) -> None:
@@ -256,7 +268,7 @@ class PrecomputedKernel(DataKernel):
     """
 
     matrix: Tensor
-    known: Tensor
+    train_index: Tensor
 
     @names_arguments
     @takes_arrays
@@ -269,42 +281,34 @@ class PrecomputedKernel(DataKernel):
         train = torch.arange(len(matrix), device=matrix.device) if train is None else train
         super().__init__(len(train))
         self.register_buffer("matrix", matrix, persistent=False)
-        self.register_buffer("known", train, persistent=False)
+        self.register_buffer("train_index", train, persistent=False)
         self.variance: Tensor = positive_parameter(variance, matrix)
 
     def diag(self, rows: Tensor | None = None) -> Tensor:
         """Variances of the training inputs, ``(n,)``, or only those at ``rows``."""
-        return self.diag_new(self.known if rows is None else self.known[rows])
+        return self.diag_new(self.train_index if rows is None else self.train_index[rows])
 
     def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
         """Covariances ``(n, b)`` with inputs at ``index``, of all or ``rows``."""
-        return self.cross(self.known if rows is None else self.known[rows], index)
+        return self.cross(self.train_index if rows is None else self.train_index[rows], index)
 
     def cross(self, new: Any, index: Tensor) -> Tensor:
         """Covariances ``(n_new, b)`` of objects ``new`` with training inputs at ``index``."""
-        found: Tensor = self.variance * self.matrix[self._positions(new)[:, None], self.known[index]]
-        return found
+        block: Tensor = self.variance * self.matrix[self._positions(new)[:, None], self.train_index[index]]
+        return block
 
     def diag_new(self, new: Any) -> Tensor:
         """Variances ``(n_new,)`` of the objects at positions ``new``."""
-        found: Tensor = self.variance * self.matrix.diagonal()[self._positions(new)]
-        return found
+        variances: Tensor = self.variance * self.matrix.diagonal()[self._positions(new)]
+        return variances
 
     def among(self, new: Any) -> Tensor:
         """Covariances ``(n_new, n_new)`` of the objects at positions ``new`` with each other."""
         position = self._positions(new)
         return torch.as_tensor(self.variance * self.matrix[position[:, None], position])
 
-    def _positions(self, given: Any) -> Tensor:
-        try:
-            new: Tensor | None = torch.as_tensor(given, device=self.matrix.device)
-        except (RuntimeError, TypeError, ValueError):
-            new = None
-        if new is None or not are_positions(new, len(self.matrix)):
-            raise ValueError(
-                f"train and new inputs must be vectors of positions from 0 to {len(self.matrix) - 1} among the objects of the matrix"
-            )
-        return new
+    def _positions(self, objects: Any) -> Tensor:
+        return check_positions("train and new inputs", objects, len(self.matrix), self.matrix.device)
 
 
 class IdentityKernel(DataKernel):
@@ -383,8 +387,8 @@ class SumKernel(DataKernel):
     def relevance(self) -> Tensor:
         """The mean variance ``(P,)`` of each part, without :class:`IdentityKernel`'s."""
         with torch.no_grad():
-            found: Tensor = self._scale * torch.stack([part.diag().mean() for part in self._kernels])
-            return found
+            means: Tensor = self._scale * torch.stack([part.diag().mean() for part in self._kernels])
+            return means
 
     @property
     def _kernels(self) -> list[DataKernel]:
@@ -446,13 +450,13 @@ class RescaledKernel(DataKernel):
 
     def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
         """Covariances ``(n, b)`` with inputs at ``index``, of all or ``rows``."""
-        found: Tensor = self.kernel.columns(index, rows) / (self._scale_rows(rows)[:, None] * self.deviations[index])
-        return found
+        block: Tensor = self.kernel.columns(index, rows) / (self._scale_rows(rows)[:, None] * self.deviations[index])
+        return block
 
     def cross(self, new: Any, index: Tensor) -> Tensor:
         """Covariances ``(n_new, b)`` of new inputs, which are not rescaled."""
-        found: Tensor = self.kernel.cross(new, index) / self.deviations[index]
-        return found
+        block: Tensor = self.kernel.cross(new, index) / self.deviations[index]
+        return block
 
     def diag_new(self, new: Any) -> Tensor:
         """Variances ``(n_new,)`` of new inputs."""
@@ -463,8 +467,8 @@ class RescaledKernel(DataKernel):
         return self.kernel.among(new)
 
     def _scale_rows(self, rows: Tensor | None) -> Tensor:
-        found: Tensor = self.deviations if rows is None else self.deviations[rows]
-        return found
+        deviations: Tensor = self.deviations if rows is None else self.deviations[rows]
+        return deviations
 
 
 class RestrictedKernel(DataKernel):
@@ -491,8 +495,8 @@ class RestrictedKernel(DataKernel):
     def __init__(self, kernel: DataKernel, rows: Tensor, *, borrowed: bool = False) -> None:
         check_kinds(RestrictedKernel.__init__, kernel=kernel, rows=rows)
         num = kernel.num_data
-        if not borrowed and not (are_positions(rows, num) and len(rows)):
-            raise ValueError(f"rows must be positions (n,), integers from 0 to {num - 1}; got {rows.dtype} of shape {tuple(rows.shape)}")
+        if not borrowed and not len(check_positions("rows", rows, num)):
+            raise ValueError(f"rows must be positions (n,), integers from 0 to {num - 1}; got none")
         super().__init__(len(rows))
         self._lent = (kernel,)
         if not borrowed:
@@ -537,9 +541,9 @@ class InputKernel(DataKernel):
     def __init__(self, inputs: Tensor) -> None:
         inputs = as_tensors(inputs)
         if not isinstance(inputs, Tensor) or inputs.dim() not in (1, 2) or not inputs.is_floating_point():
-            raise TypeError(f"inputs must be a floating point tensor of shape (n, D) or (n,); got {_describe(inputs)}")
+            raise TypeError(f"inputs must be a floating point tensor of shape (n, D) or (n,); got {describe(inputs)}")
         if not bool(inputs.isfinite().all()):
-            raise ValueError("inputs must be finite; they hold NaN or infinity")
+            raise ValueError(f"inputs must be finite; got {describe(inputs)}")
         super().__init__(len(inputs))
         self.register_buffer("inputs", inputs, persistent=False)
 
@@ -580,9 +584,9 @@ class InputKernel(DataKernel):
         """
         new = as_tensors(new)
         if not isinstance(new, Tensor) or new.is_complex() or new.shape[1:] != self.inputs.shape[1:]:
-            raise ValueError(f"new inputs must be real and have shape {('n_new', *self.inputs.shape[1:])}; got {_describe(new)}")
+            raise ValueError(f"new inputs must be real and have shape {('n_new', *self.inputs.shape[1:])}; got {describe(new)}")
         if not bool(new.isfinite().all()):
-            raise ValueError("new inputs must be finite; they hold NaN or infinity")
+            raise ValueError(f"new inputs must be finite; got {describe(new)}")
         return new.to(self.inputs)
 
 
@@ -641,13 +645,13 @@ class GPyTorchKernel(InputKernel):
 
     def between(self, first: Tensor, second: Tensor) -> Tensor:
         """Covariances ``(a, b)`` of points ``(a, D)`` and ``(b, D)``, differentiable in both."""
-        found: Tensor = self.kernel(first, second).to_dense()
-        return found
+        block: Tensor = self.kernel(first, second).to_dense()
+        return block
 
     def variances(self, points: Tensor) -> Tensor:
         """Variances ``(a,)`` of points ``(a, D)``."""
-        found: Tensor = self.kernel(points, diag=True)
-        return found
+        variances: Tensor = self.kernel(points, diag=True)
+        return variances
 
 
 @names_arguments
@@ -672,10 +676,6 @@ def smooth_rbf(inputs: Tensor) -> PyroKernel:
     return PyroKernel(kernels.RBF(dim, points.new_ones(()), lengthscale), points)
 
 
-def _describe(value: Any) -> str:
-    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-
-
 def bound_kernel(X: Any, kernel: Any = None) -> DataKernel:
     """A kernel on training inputs.
 
@@ -689,11 +689,12 @@ def bound_kernel(X: Any, kernel: Any = None) -> DataKernel:
     Raises:
         TypeError: if there is no kernel for such inputs, or there are inputs twice.
     """
-    if is_bound(X):
+    holders = DataKernel, KernelColumns
+    if isinstance(X, holders) and not isinstance(X, type):
         if kernel is not None:
             raise TypeError("X is a kernel that holds its inputs already: leave kernel out")
         return as_data_kernel(X)
-    if is_bound(kernel):
+    if isinstance(kernel, holders) and not isinstance(kernel, type):
         raise TypeError("kernel holds its inputs already: give it in the place of X")
     inputs = as_tensors(X)
     if isinstance(kernel, kernels.Kernel):
@@ -709,8 +710,3 @@ def bound_kernel(X: Any, kernel: Any = None) -> DataKernel:
     if isinstance(X, kernels.Kernel):
         raise TypeError("kernel has no data yet: give inputs, targets, kernel in this order")
     raise TypeError(f"kernel is needed where X is neither a floating point matrix nor a DataKernel; X is {type(X).__name__}")
-
-
-def is_bound(value: Any) -> bool:
-    """Whether a value is a kernel that holds its inputs."""
-    return isinstance(value, (DataKernel, KernelColumns)) and not isinstance(value, type)

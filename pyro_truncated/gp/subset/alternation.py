@@ -25,8 +25,8 @@ from pyro_truncated.gp.subset.objectives import (
     backward,
     backward_through,
     covariances_with,
-    explains_something,
     noise_from_log,
+    objective_at_share,
 )
 from pyro_truncated.gp.subset.subset_search import Budget, ExchangeFactors, SubsetSearch, random_subset
 from pyro_truncated.utils.arguments import check_count
@@ -81,24 +81,24 @@ def fit_exactly(
 
 
 def learn_exactly(
-    weighted: Callable[[float], float], size: int, parameters: list[Tensor], settings: FitSettings, record: FitRecord
+    objective: Callable[[float], float], size: int, parameters: list[Tensor], settings: FitSettings, record: FitRecord
 ) -> float:
     """Minimises an objective by L-BFGS, in place; returns the smallest value.
 
-    ``weighted`` returns the objective times a weight, whose gradient it adds to the parameters. The settings's gain is for each of ``size``
-    targets.
+    ``objective`` returns the objective times a weight, whose gradient it adds to the parameters. The gain in the settings
+    is for each of ``size`` targets.
     """
-    found = minimize(
-        lambda: weighted(1 / size),
+    minimum = minimize(
+        lambda: objective(1 / size),
         parameters,
         max_iterations=settings.max_epochs,
         tolerance=settings.tolerance,
-        is_spent=lambda: settings.seconds_left() <= 0,
+        should_stop=lambda: settings.remaining_seconds() <= 0,
         on_better=lambda value: record.note("exact", size * value),
     )
-    if not found.value < float("inf"):
-        raise ValueError("the objective is not finite at the start: check the kernel, its parameters and the noise")
-    return size * found.value
+    if not minimum.value < float("inf"):
+        raise ValueError(f"the objective must be finite at the start; got {minimum.value}. Check the kernel, its parameters and the noise")
+    return size * minimum.value
 
 
 class ExactPosterior:
@@ -127,8 +127,8 @@ class ExactPosterior:
         return cross @ self.weights, self.basis.kernel.among(new).double() - explained.mT @ explained
 
     def _explain(self, cross: Tensor) -> Tensor:
-        found: Tensor = torch.linalg.solve_triangular(self.covariance.cholesky, cross.mT, upper=False)
-        return found
+        basis: Tensor = torch.linalg.solve_triangular(self.covariance.cholesky, cross.mT, upper=False)
+        return basis
 
     @torch.no_grad()
     def leave_one_out(self) -> tuple[Tensor, Tensor]:
@@ -170,6 +170,7 @@ def sample_rows(kernel: DataKernel, targets: Tensor, index: Tensor, num: int, ge
 def num_alternation_rows(num_data: int, num_inducing: int, max_rows: int | None) -> int:
     """How many data points an alternation uses, at most ``max_rows``."""
     if max_rows is None:
+        # All of moderate data; of more a sample, with four rows for each inducing input at least.
         return num_data if num_data <= 50_000 else max(20_000, 4 * num_inducing)
     if check_count("max_rows", max_rows) < num_inducing:
         raise ValueError(f"max_rows must be at least num_inducing={num_inducing}; got {max_rows}")
@@ -204,30 +205,30 @@ class Alternation:
         if not len(index):
             sample = sample_rows(self.kernel, self.targets, index, num, self.generator)
             index = sample.among_all(self._improve(sample, None, Budget(max_attempts=0)))
-        best, kept, kept_values = math.inf, index, snapshot(self._trainable_parameters())
+        best, best_index, best_parameters = math.inf, index, snapshot(self._trainable_parameters())
         tolerance = settings.tolerance * len(self.targets)
         for epoch in range(settings.max_epochs + 1):
             sample = sample_rows(self.kernel, self.targets, index, num, self.generator)
-            chosen = sample.inducing
+            members = sample.inducing
             if epoch:
-                limit = settings.seconds_left()
+                limit = settings.remaining_seconds()
                 budget = Budget(None, attempts, None if limit == math.inf else max(0.0, limit), record.clock)
-                chosen = self._improve(sample, chosen, budget)
-                index = sample.among_all(chosen)
+                members = self._improve(sample, members, budget)
+                index = sample.among_all(members)
                 if sample.rows is None:
                     record.note("subset", self._subset_value(index))
-            value = self._fit_parameters(sample, chosen, settings)
+            value = self._fit_parameters(sample, members, settings)
             if sample.rows is not None:
                 # What some rows liked has to prove itself on all.
                 value = self._full_objective(index)
             record.note("hyper" if epoch else "start", value)
             gained = best - value
             if value < best:
-                best, kept, kept_values = value, index, snapshot(self._trainable_parameters())
+                best, best_index, best_parameters = value, index, snapshot(self._trainable_parameters())
             elif sample.rows is not None:
-                index = kept
-                load_snapshot(self._trainable_parameters(), kept_values)
-            if settings.seconds_left() <= 0 or (settings.gives_up and epoch and not explains_something(best, self.targets)):
+                index = best_index
+                load_snapshot(self._trainable_parameters(), best_parameters)
+            if settings.remaining_seconds() <= 0 or (settings.gives_up and epoch and not best < objective_at_share(self.targets)):
                 break
             is_settled = bool(epoch) and abs(gained) < tolerance
             if sample.rows is not None:
@@ -237,20 +238,20 @@ class Alternation:
             # A few attempts may fail by chance: before it ends, every member has had its turn.
             attempts = settings.attempts + self.num_inducing if is_settled else settings.attempts
         if not math.isfinite(best):
-            raise ValueError("the objective is not finite at the start: check the kernel, its parameters and the noise")
-        load_snapshot(self._trainable_parameters(), kept_values)
-        return kept, best
+            raise ValueError(f"the objective must be finite at the start; got {best}. Check the kernel, its parameters and the noise")
+        load_snapshot(self._trainable_parameters(), best_parameters)
+        return best_index, best
 
     def _improve(self, sample: RowSample, index: Tensor | None, budget: Budget) -> Tensor:
         problem = SubsetProblem(sample.kernel, sample.targets, self._noise(), self._subset_objective())
         return self.search.improve(problem, self.num_inducing, index, budget, self.generator)
 
-    def _fit_parameters(self, sample: RowSample, chosen: Tensor, settings: FitSettings) -> float:
+    def _fit_parameters(self, sample: RowSample, index: Tensor, settings: FitSettings) -> float:
         return minimize(
-            lambda: backward(Basis(sample.kernel, chosen), sample.targets, self.log_noise, self.objective),
+            lambda: backward(Basis(sample.kernel, index), sample.targets, self.log_noise, self.objective),
             self._trainable_parameters(),
             max_evaluations=settings.hyper_evaluations,
-            is_spent=lambda: settings.seconds_left() <= 0,
+            should_stop=lambda: settings.remaining_seconds() <= 0,
         ).value
 
     @torch.no_grad()
@@ -308,15 +309,15 @@ def fit_with_restart(
     parameters = hyper_parameters(kernel, log_noise)
     start = snapshot(parameters)
     value = attempt(True)
-    if explains_something(value, targets) or record.seconds_left() <= 0:
+    if value < objective_at_share(targets) or record.remaining_seconds() <= 0:
         return value
     rows = torch.randperm(len(targets), generator=generator)[:SCOUTED].to(targets.device)
-    some, settings = RestrictedKernel(kernel, rows, borrowed=True), FitSettings(SCOUTING_ITERATIONS, record.share_left(0.5))
+    some, settings = RestrictedKernel(kernel, rows, borrowed=True), FitSettings(SCOUTING_ITERATIONS, record.budget(0.5))
 
     def scout() -> float:
         """An exact regression on the rows."""
         scouted = fit_exactly(some, targets[rows], log_noise, parameters, settings, FitRecord([]))
-        return scouted if explains_something(scouted, targets[rows], LEAST_EXPLAINED) else math.inf
+        return scouted if scouted < objective_at_share(targets[rows], LEAST_EXPLAINED) else math.inf
 
     load_snapshot(parameters, scout_length_scales(scout, kernel, parameters, start) or start)
     return attempt(False)
@@ -329,22 +330,20 @@ def scout_length_scales(
 
     They start from all, a half and a quarter of the current ones.
     """
-    best, found = math.inf, None
+    best, best_parameters = math.inf, None
     for share in (1.0, 0.5, 0.25):
         load_snapshot(parameters, start)
         _shorten(kernel, share)
-        scouted = scout()
-        if scouted < best:
-            best, found = scouted, snapshot(parameters)
-    return found
+        value = scout()
+        if value < best:
+            best, best_parameters = value, snapshot(parameters)
+    return best_parameters
 
 
 def kernels_with_length_scales(kernel: DataKernel) -> list[torch.nn.Module]:
     """Kernels of Pyro and of GPyTorch whose length-scales are learned."""
-    learned = {"lengthscale_unconstrained", "raw_lengthscale"}
-    return [
-        module for module in kernel.modules() if any(p.requires_grad and n in learned for n, p in module.named_parameters(recurse=False))
-    ]
+    names = {"lengthscale_unconstrained", "raw_lengthscale"}
+    return [module for module in kernel.modules() if any(p.requires_grad and n in names for n, p in module.named_parameters(recurse=False))]
 
 
 @torch.no_grad()
@@ -381,17 +380,17 @@ def optimize_free_inputs(
 ) -> float:
     """Optimises inducing inputs, kernel parameters and noise on all data but ``held_out``."""
     rows = torch.ones(len(targets), dtype=torch.bool, device=targets.device).index_fill(0, held_out, False)
-    seen, learned = (SomeInputs(kernel, rows) if len(held_out) else kernel), [*hyper_parameters(kernel, log_noise), inputs]
+    fitted_kernel, parameters = (SomeInputs(kernel, rows) if len(held_out) else kernel), [*hyper_parameters(kernel, log_noise), inputs]
     value = minimize(
-        lambda: backward(FreeBasis(seen, inputs), targets[rows], log_noise, objective),
-        learned,
+        lambda: backward(FreeBasis(fitted_kernel, inputs), targets[rows], log_noise, objective),
+        parameters,
         max_evaluations=most,
-        is_spent=lambda: record.seconds_left() <= 0,
-        on_better=lambda better: None if len(held_out) else record.note("polish", better),
+        should_stop=lambda: record.remaining_seconds() <= 0,
+        on_better=lambda better: None if len(held_out) else record.note("free", better),
     ).value
     if len(held_out):
         value = backward(FreeBasis(kernel, inputs), targets, log_noise, objective)
-        record.note("polish", value)
-        for parameter in learned:
+        record.note("free", value)
+        for parameter in parameters:
             parameter.grad = None
     return value

@@ -32,7 +32,7 @@ from pyro_truncated.gp.subset.alternation import (
 )
 from pyro_truncated.gp.subset.objectives import NOISE_FLOOR, Basis, covariances_with, noise_from_log
 from pyro_truncated.gp.subset.regression import explained_share, warn_about_noise
-from pyro_truncated.utils.arguments import check_count, check_kinds, names_arguments
+from pyro_truncated.utils.arguments import check_count, check_kinds, describe, names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.constraints import LARGEST
@@ -61,21 +61,21 @@ class ObservedEntries:
         order = torch.randperm(len(self), generator=generator).to(self.row.device)
         by_input, place = self.row[order].sort(stable=True)
         turn = torch.arange(len(self), device=place.device) - torch.searchsorted(by_input, by_input)
-        chosen = order[place[turn.argsort(stable=True)[:num]]]
-        return ObservedEntries(self.row[chosen], self.output[chosen], self.value[chosen])
+        index = order[place[turn.argsort(stable=True)[:num]]]
+        return ObservedEntries(self.row[index], self.output[index], self.value[index])
 
     def predict_left_out(self, inverse: Tensor) -> Tensor:
         r"""Predicts an input's entries ``(E,)`` from those of others: :math:`y_b - (P_{bb})^{-1} [P y]_b`."""
         _, group = self.row.unique(return_inverse=True)
         place = torch.full((int(group.max()) + 1, int(self.output.max()) + 1), -1, device=group.device)
         place[group, self.output] = torch.arange(len(self), device=group.device)
-        is_seen = place >= 0
+        is_observed = place >= 0
         within = inverse[place[:, :, None], place[:, None, :]]
         identity = torch.eye(place.shape[1], dtype=inverse.dtype, device=inverse.device)
-        blocks = torch.where(is_seen[:, :, None] & is_seen[:, None, :], within, identity)
-        weights = torch.where(is_seen, (inverse @ self.value)[place], 0.0)
-        lost: Tensor = torch.linalg.solve(blocks, weights)
-        return self.value - lost[group, self.output]
+        blocks = torch.where(is_observed[:, :, None] & is_observed[:, None, :], within, identity)
+        weights = torch.where(is_observed, (inverse @ self.value)[place], 0.0)
+        residual: Tensor = torch.linalg.solve(blocks, weights)
+        return self.value - residual[group, self.output]
 
 
 # Share of their variance that outputs have of their own at the start.
@@ -129,14 +129,14 @@ class CoregionalizedGPRegression(torch.nn.Module):
         self.kernel, targets = bound_kernel(X, kernel), as_tensors(y)
         n, rank = self.kernel.num_data, check_count("rank", rank)
         if targets.dim() != 2 or len(targets) != n or targets.is_complex() or bool((targets.abs() > LARGEST).any()):
-            raise ValueError(f"y, the targets, must be finite or NaN and of shape ({n}, H); got shape {tuple(targets.shape)}")
-        is_seen = ~targets.isnan()
-        if not bool((is_seen.sum(0) > 1).all()):
+            raise ValueError(f"y, the targets, must be finite or NaN and of shape ({n}, H); got {describe(targets)}")
+        is_observed = ~targets.isnan()
+        if not bool((is_observed.sum(0) > 1).all()):
             raise ValueError(
-                f"every output of y must be observed at two inputs or more; got outputs with {is_seen.sum(0).tolist()} observations"
+                f"every output of y must be observed at two inputs or more; got outputs with {is_observed.sum(0).tolist()} observations"
             )
-        if int(is_seen.sum()) > EXACT_UP_TO:
-            raise ValueError(f"an exact regression has at most {EXACT_UP_TO} observed entries; got {int(is_seen.sum())}")
+        if int(is_observed.sum()) > EXACT_UP_TO:
+            raise ValueError(f"an exact regression has at most {EXACT_UP_TO} observed entries; got {int(is_observed.sum())}")
         if not NOISE_FLOOR < noise < math.inf:
             raise ValueError(f"noise must be a variance above {NOISE_FLOOR}; got {noise}")
         check_data_kernel(self.kernel)
@@ -145,9 +145,9 @@ class CoregionalizedGPRegression(torch.nn.Module):
         self.target_mean = torch.nn.Buffer(mean)
         self.target_scale = torch.nn.Buffer(torch.where(spread > 0, spread, torch.ones_like(spread)))
         standard = (matrix - self.target_mean) / self.target_scale
-        entry, output = is_seen.nonzero().unbind(1)
+        entry, output = is_observed.nonzero().unbind(1)
         self._row, self._output = (torch.nn.Buffer(position, persistent=False) for position in (entry, output))
-        self._values = torch.nn.Buffer(standard[is_seen], persistent=False)
+        self._values = torch.nn.Buffer(standard[is_observed], persistent=False)
         self.mixing = torch.nn.Parameter(_leading_correlations(standard, rank))
         self.log_own = torch.nn.Parameter(torch.full_like(mean, _OWN_SHARE).log())
         self.log_noise = torch.nn.Parameter(torch.full_like(mean, noise - NOISE_FLOOR).log())
@@ -217,19 +217,19 @@ class CoregionalizedGPRegression(torch.nn.Module):
 
         def attempt() -> Tensor:
             """Fits to all entries; predicts each input from all others."""
-            settings = FitSettings(max_iterations, record.seconds_left, tolerance)
+            settings = FitSettings(max_iterations, record.remaining_seconds, tolerance)
             self.objective_value = self._fit_to(everything, settings, record)
             return self._predict_left_out(everything)
 
-        predicted = attempt()
-        may_move = is_first and bool(kernels_with_length_scales(self.kernel)) and record.seconds_left() > 0
-        if may_move and not self._is_explained(everything, predicted):
-            kept = snapshot(self._trainable_parameters)
-            found = self._scout(start, FitSettings(min(max_iterations, SCOUTING_ITERATIONS), record.share_left(0.5), tolerance))
-            load_snapshot(self._trainable_parameters, found or kept)
-            predicted = attempt() if found else predicted
+        prediction = attempt()
+        may_move = is_first and bool(kernels_with_length_scales(self.kernel)) and record.remaining_seconds() > 0
+        if may_move and self._explained_share(everything, prediction) < LEAST_EXPLAINED:
+            before = snapshot(self._trainable_parameters)
+            parameters = self._scout(start, FitSettings(min(max_iterations, SCOUTING_ITERATIONS), record.budget(0.5), tolerance))
+            load_snapshot(self._trainable_parameters, parameters or before)
+            prediction = attempt() if parameters else prediction
         record.close()
-        warn_about_noise(everything.value[:, None], predicted[:, None], float(self.noise.detach().mean()))
+        warn_about_noise(everything.value[:, None], prediction[:, None], float(self.noise.detach().mean()))
         return self.objective_value
 
     @property
@@ -247,7 +247,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
         def scout() -> float:
             """A fit to these entries."""
             value = self._fit_to(some, settings, FitRecord([]))
-            return value if self._is_explained(some, self._predict_left_out(some)) else math.inf
+            return value if self._explained_share(some, self._predict_left_out(some)) >= LEAST_EXPLAINED else math.inf
 
         return scout_length_scales(scout, self.kernel, self._trainable_parameters, start)
 
@@ -256,8 +256,9 @@ class CoregionalizedGPRegression(torch.nn.Module):
         """Predictions of the entries of each input from those of all others."""
         return entries.predict_left_out(torch.cholesky_inverse(stable_cholesky(self._covariance(entries))))
 
-    def _is_explained(self, entries: ObservedEntries, predicted: Tensor) -> bool:
-        return explained_share(entries.value[:, None], predicted[:, None])[0] >= LEAST_EXPLAINED
+    @staticmethod
+    def _explained_share(entries: ObservedEntries, prediction: Tensor) -> float:
+        return explained_share(entries.value[:, None], prediction[:, None])[0]
 
     def backward(self, weight: float = 1.0) -> float:
         """The objective times a weight, whose gradient is added to all parameters."""
@@ -324,9 +325,9 @@ class CoregionalizedGPRegression(torch.nn.Module):
         """Covariances of all outputs at new inputs with the observed entries, ``(n_new, H, entries)``."""
         return cross[:, None, self._row] * self.coregionalization[outputs][:, self._output]
 
-    def _couple(self, shared: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    def _couple(self, covariance: Tensor, first: Tensor, second: Tensor) -> Tensor:
         """Returns covariances of entries by their inputs and outputs."""
-        return shared * self.coregionalization[first[:, None], second]
+        return covariance * self.coregionalization[first[:, None], second]
 
 
 def _leading_correlations(targets: Tensor, rank: int) -> Tensor:
@@ -334,5 +335,5 @@ def _leading_correlations(targets: Tensor, rank: int) -> Tensor:
     complete, counts = targets.nan_to_num(0.0), (~targets.isnan()).double()
     correlations = (complete.mT @ complete) / (counts.mT @ counts).clamp(min=1)
     values, vectors = torch.linalg.eigh(correlations)
-    found = vectors.flip(1)[:, :rank] * ((1 - _OWN_SHARE) * values.flip(0)[:rank].clamp(min=1e-2)).sqrt()
-    return torch.nn.functional.pad(found, (0, rank - found.shape[1]), value=1e-2)
+    loadings = vectors.flip(1)[:, :rank] * ((1 - _OWN_SHARE) * values.flip(0)[:rank].clamp(min=1e-2)).sqrt()
+    return torch.nn.functional.pad(loadings, (0, rank - loadings.shape[1]), value=1e-2)

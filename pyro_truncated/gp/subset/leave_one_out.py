@@ -20,7 +20,7 @@ from pyro_truncated.gp.optimization import minimize
 from pyro_truncated.gp.subset.alternation import sample_rows
 from pyro_truncated.gp.subset.objectives import SubsetProblem
 from pyro_truncated.gp.subset.subset_search import Budget, ExchangeSearch
-from pyro_truncated.utils.arguments import check_count, check_kinds, names_arguments
+from pyro_truncated.utils.arguments import check_count, check_kinds, describe, names_arguments
 from pyro_truncated.utils.constraints import in_double
 
 Parameters = dict[str, Tensor]
@@ -51,8 +51,8 @@ def make_kernel(kernel: str | kernels.Kernel, inputs: Tensor) -> kernels.Kernel:
 
 def unconstrained_parameters(kernel: kernels.Kernel, noise: Tensor) -> Parameters:
     """Unconstrained kernel parameters and the noise variance's logarithm."""
-    found = {name: value.detach().clone() for name, value in kernel.named_parameters()}
-    return {**found, NOISE: noise.detach().log()}
+    parameters = {name: value.detach().clone() for name, value in kernel.named_parameters()}
+    return {**parameters, NOISE: noise.detach().log()}
 
 
 class Box:
@@ -63,6 +63,7 @@ class Box:
     """
 
     def __init__(self, kernel: kernels.Kernel) -> None:
+        # Bounds of logarithms, here and below.
         self.bounds = {NOISE: (-7.0, 2.0)}
         for prefix, module in kernel.named_modules():
             for name, value in module.named_parameters(recurse=False):
@@ -70,11 +71,11 @@ class Box:
 
     def free(self, parameters: Parameters) -> Parameters:
         """Returns free values of parameters; those on the boundary are moved inside."""
-        found = {}
+        free = {}
         for name, value in parameters.items():
             low, high = self.bounds[name]
-            found[name] = ((value - low) / (high - low)).clamp(1e-3, 1 - 1e-3).logit()
-        return found
+            free[name] = ((value - low) / (high - low)).clamp(1e-3, 1 - 1e-3).logit()
+        return free
 
     def constrain(self, free: Parameters) -> Parameters:
         """Parameters in the box of free values."""
@@ -98,10 +99,10 @@ def maximize(
         return value
 
     with torch.enable_grad():
-        found = minimize(loss, list(free.values()), max_iterations=steps, tolerance=tolerance)
-    if not -found.value > before:
+        minimum = minimize(loss, list(free.values()), max_iterations=steps, tolerance=tolerance)
+    if not -minimum.value > before:
         return start, before
-    return {name: value.detach() for name, value in box.constrain(free).items()}, -found.value
+    return {name: value.detach() for name, value in box.constrain(free).items()}, -minimum.value
 
 
 def _median_distance(inputs: Tensor, most: int = 500) -> Tensor:
@@ -160,18 +161,18 @@ def pivots_for(
     targets: Tensor,
     noise: float,
     rank: int,
-    known: Tensor | None = None,
+    start: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """At most ``rank`` pivots, exchanged to lower the variational free energy."""
     rank = min(rank, len(inputs))
-    start = inputs.new_zeros(0, dtype=torch.int64) if known is None else known
+    begin = inputs.new_zeros(0, dtype=torch.int64) if start is None else start
     # Of more data, pivots are chosen from a random sample.
-    sample = sample_rows(as_data_kernel(_Columns(kernel, inputs)), targets, start, max(20_000, 4 * rank), generator)
+    sample = sample_rows(as_data_kernel(_Columns(kernel, inputs)), targets, begin, max(20_000, 4 * rank), generator)
     problem = SubsetProblem(sample.kernel, sample.targets, noise)
     search = ExchangeSearch()
-    found = search.improve(problem, rank, sample.inducing if len(start) else None, Budget(max_attempts=20), generator)
-    return sample.among_all(found)
+    pivots = search.improve(problem, rank, sample.inducing if len(begin) else None, Budget(max_attempts=20), generator)
+    return sample.among_all(pivots)
 
 
 class LeaveOneOutRegression:
@@ -230,7 +231,7 @@ class LeaveOneOutRegression:
         check_kinds(LeaveOneOutRegression.__init__, fitc=fitc)
         inputs = in_double("inputs", inputs)
         if inputs.dim() != 2 or not inputs.numel():
-            raise ValueError(f"inputs must be finite and of shape (N, D), N and D positive; got shape {tuple(inputs.shape)}")
+            raise ValueError(f"inputs must be finite and of shape (N, D), N and D positive; got {describe(inputs)}")
         rank = None if rank is None else check_count("rank", rank)
         if not noise > 0:
             raise ValueError(f"noise must be a positive variance; got {noise}")
@@ -280,29 +281,31 @@ class LeaveOneOutRegression:
             The objective reached, in nats per target that varies; if none does, that of all targets, per target.
         """
         self._targets, steps = self._check(targets), check_count("steps", steps, 0)
-        chosen = slice(None) if rows is None else rows
-        some, inputs = self._targets[chosen], self.inputs[chosen]
+        index = slice(None) if rows is None else rows
+        some, inputs = self._targets[index], self.inputs[index]
         if not some.numel():
             raise ValueError(f"targets must not be empty at rows; got shape {tuple(some.shape)}")
-        known = self._targets[:, varying_columns(some)]
-        if not known.numel():
+        varying = self._targets[:, varying_columns(some)]
+        if not varying.numel():
             return float(self._objective(some / self.unit, inputs)(self.parameters).detach()) - math.log(self.unit)
-        self.unit = float(known.abs().max())
-        known /= self.unit
+        self.unit = float(varying.abs().max())
+        varying /= self.unit
         if self.pivots == "targets":
-            self._choose_pivots(known)
-        found, value = maximize(self._objective(known[chosen], inputs), self.parameters, self._box, steps)
-        self._set_parameters(found)
+            self._choose_pivots(varying)
+        parameters, value = maximize(self._objective(varying[index], inputs), self.parameters, self._box, steps)
+        self._set_parameters(parameters)
         if self.pivots == "targets":
             # Other parameters, other pivots: those of the start may have been far off.
-            self._choose_pivots(known)
+            self._choose_pivots(varying)
         return value - math.log(self.unit)
 
     @names_arguments
     def log_likelihood(self, targets: Tensor) -> Tensor:
         """The log likelihood of all targets ``(N, P)``, at the current parameters."""
-        known = self._check(targets) / self.unit
-        return self.covariance.log_likelihood(compress(known), known.shape[1]) - known.numel() * math.log(self.unit)
+        scaled_targets = self._check(targets) / self.unit
+        return self.covariance.log_likelihood(compress(scaled_targets), scaled_targets.shape[1]) - scaled_targets.numel() * math.log(
+            self.unit
+        )
 
     @names_arguments
     def loo(self, targets: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -336,8 +339,8 @@ class LeaveOneOutRegression:
         new_inputs = in_double("new_inputs", new_inputs)
         if new_inputs.dim() != 2 or new_inputs.shape[1] != self.inputs.shape[1]:
             raise ValueError(f"new_inputs must have shape (M, {self.inputs.shape[1]}); got {tuple(new_inputs.shape)}")
-        known = self._targets if targets is None else self._check(targets)
-        if known is None:
+        values = self._targets if targets is None else self._check(targets)
+        if values is None:
             raise ValueError("there are no targets to predict from yet: give targets, or fit(targets) first")
         points, k = self.standardize(new_inputs), self._covariance(self.parameters)
         prior = k(points, diag=True)
@@ -349,7 +352,7 @@ class LeaveOneOutRegression:
             prior = prior if self.fitc else features.square().sum(-1)
         explained = (cross * self.covariance.solve(cross.mT).mT).sum(-1)
         variance = (prior - explained).clamp(min=0.0) + (0.0 if noiseless else self.noise)
-        return cross @ self.covariance.solve(known), self.unit**2 * variance
+        return cross @ self.covariance.solve(values), self.unit**2 * variance
 
     def features(self, new_inputs: Tensor) -> Tensor:
         r"""Low-rank features :math:`L_P^{-1} k(P, x)`, ``(M, Q)``, of inputs ``(M, D)``.
@@ -364,8 +367,8 @@ class LeaveOneOutRegression:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The results of fits: parameters, their unit, and pivots."""
-        chosen = {"unit": torch.tensor(self.unit, dtype=torch.float64)} | ({} if self._pivots is None else {"pivots": self._pivots})
-        return {name: value.clone() for name, value in (self.parameters | chosen).items()}
+        extra = {"unit": torch.tensor(self.unit, dtype=torch.float64)} | ({} if self._pivots is None else {"pivots": self._pivots})
+        return {name: value.clone() for name, value in (self.parameters | extra).items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Loads the :meth:`state_dict` of a regression of equal inputs, kernel and rank.
@@ -373,12 +376,12 @@ class LeaveOneOutRegression:
         Raises:
             ValueError: if it is of another kernel.
         """
-        given = {name: value.to(self.inputs.device) for name, value in state.items()}
-        chosen, unit = given.pop("pivots", None), given.pop("unit", 1.0)
-        if given.keys() != self.parameters.keys():
-            raise ValueError(f"the state is of another kernel: it holds {sorted(given)}, the kernel here has {sorted(self.parameters)}")
-        self._pivots, self.unit = chosen, float(unit)
-        self._set_parameters(given)
+        values = {name: value.to(self.inputs.device) for name, value in state.items()}
+        pivots, unit = values.pop("pivots", None), values.pop("unit", 1.0)
+        if values.keys() != self.parameters.keys():
+            raise ValueError(f"the state is of another kernel: it holds {sorted(values)}, the kernel here has {sorted(self.parameters)}")
+        self._pivots, self.unit = pivots, float(unit)
+        self._set_parameters(values)
 
     @functools.cached_property
     @torch.no_grad()
@@ -386,8 +389,8 @@ class LeaveOneOutRegression:
         """The incomplete Cholesky factor, on demand; ``None`` if exact."""
         if self.rank is None:
             return None
-        k, chosen = self._covariance(self.parameters), self._pivots
-        return pivoted_cholesky(k, self.inputs, self.rank, self.tolerance) if chosen is None else cholesky_at(k, self.inputs, chosen)
+        k, pivots = self._covariance(self.parameters), self._pivots
+        return pivoted_cholesky(k, self.inputs, self.rank, self.tolerance) if pivots is None else cholesky_at(k, self.inputs, pivots)
 
     @functools.cached_property
     @torch.no_grad()
@@ -442,7 +445,7 @@ class LeaveOneOutRegression:
         return LowRankCovariance(factor, noise).log_likelihood(targets, outputs) - penalty
 
     def _check(self, targets: Tensor) -> Tensor:
-        found = in_double("targets", targets).detach()
-        if found.dim() != 2 or len(found) != len(self.inputs):
-            raise ValueError(f"targets must be finite and of shape ({len(self.inputs)}, P), a row per input; got {tuple(found.shape)}")
-        return found
+        values = in_double("targets", targets).detach()
+        if values.dim() != 2 or len(values) != len(self.inputs):
+            raise ValueError(f"targets must be finite and of shape ({len(self.inputs)}, P), a row per input; got {describe(values)}")
+        return values

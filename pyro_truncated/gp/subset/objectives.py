@@ -34,6 +34,7 @@ from torch import Tensor
 from pyro_truncated.gp.cholesky import independent_cholesky
 from pyro_truncated.gp.data_kernels import DataKernel, InputKernel
 from pyro_truncated.gp.noisy_covariance import SMALLEST_SHARE, LowRankCovariance
+from pyro_truncated.utils.arguments import describe
 from pyro_truncated.utils.budget import rows_per_block
 
 OBJECTIVES = ("vfe", "pp")
@@ -57,8 +58,8 @@ class SubsetProblem:
 
     def __post_init__(self) -> None:
         if self.targets.dim() != 2 or len(self.targets) != self.kernel.num_data or not bool(self.targets.isfinite().all()):
-            shape = tuple(self.targets.shape)
-            raise ValueError(f"targets must be finite and of shape ({self.kernel.num_data}, H), one row per input; got shape {shape}")
+            shape = f"({self.kernel.num_data}, H)"
+            raise ValueError(f"targets must be finite and of shape {shape}, one row per input; got {describe(self.targets)}")
         if not 0 < self.noise < float("inf"):
             raise ValueError(f"noise must be a positive variance; got {self.noise}")
         if self.objective not in OBJECTIVES:
@@ -103,9 +104,9 @@ class SubsetProblem:
         return 0.5 * (data + complexity + self.trace_weight * residual)
 
 
-def explains_something(objective: float, targets: Tensor, share: float = 0.02) -> bool:
-    """Whether an objective shows that a share of targets is explained."""
-    return objective < 0.5 * (1 - share) * targets.numel()
+def objective_at_share(targets: Tensor, explained: float = 0.02) -> float:
+    """The objective of a fit that explains a share of standardised targets."""
+    return 0.5 * (1 - explained) * targets.numel()
 
 
 def check_index(index: Tensor, num_data: int) -> Tensor:
@@ -176,14 +177,14 @@ def covariances_with(basis: Basis, new: Any) -> tuple[Tensor, Tensor]:
     return cross, prior
 
 
-def kernel_to_polish(kernel: DataKernel, is_exact: bool) -> InputKernel:
+def numeric_kernel(kernel: DataKernel, is_exact: bool) -> InputKernel:
     """The kernel of a regression whose inducing inputs are to move."""
     if is_exact:
         raise ValueError(
-            "polish=True moves inducing inputs, of which an exact regression has none; give num_inducing, fewer than there are data"
+            "free_inputs=True moves inducing inputs, of which an exact regression has none; give num_inducing, fewer than there are data"
         )
     if not isinstance(kernel, InputKernel):
-        raise TypeError(f"polish=True needs a kernel of numeric inputs, such as PyroKernel; got {type(kernel).__name__}")
+        raise TypeError(f"free_inputs=True needs a kernel of numeric inputs, such as PyroKernel; got {type(kernel).__name__}")
     return kernel
 
 
@@ -211,11 +212,11 @@ def _fitc_backward(basis: Basis, targets: Tensor, log_noise: Tensor) -> float:
     with torch.enable_grad():
         columns, square = basis.columns(), basis.square()
         # Which inputs depend on others is no differentiable question; the factor of the rest is one.
-        kept, _ = independent_cholesky(square.detach())
-        triangle, info = torch.linalg.cholesky_ex(square[kept][:, kept])
-        if not len(kept) or int(info):
+        rows, _ = independent_cholesky(square.detach())
+        triangle, info = torch.linalg.cholesky_ex(square[rows][:, rows])
+        if not len(rows) or int(info):
             return math.nan
-        factor = torch.linalg.solve_triangular(triangle, columns[:, kept].mT, upper=False).mT
+        factor = torch.linalg.solve_triangular(triangle, columns[:, rows].mT, upper=False).mT
         missing = (basis.kernel.diag().double() - factor.square().sum(1)).clamp(min=0.0)
         covariance = LowRankCovariance(factor, noise_from_log(log_noise) + missing)
         value = -covariance.log_likelihood(targets) - 0.5 * targets.numel() * math.log(2 * math.pi)
@@ -246,9 +247,9 @@ def _closed_form_backward(basis: Basis, targets: Tensor, log_noise: Tensor, obje
 
 def backward_through(outputs: list[tuple[Tensor, Tensor | None]]) -> None:
     """Differentiates outputs with their gradients, except those without learned parameters."""
-    learned = [(output, gradient) for output, gradient in outputs if output.requires_grad]
-    if learned:
-        torch.autograd.backward([output for output, _ in learned], [gradient for _, gradient in learned])
+    pairs = [(output, gradient) for output, gradient in outputs if output.requires_grad]
+    if pairs:
+        torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
 
 
 class _Terms(NamedTuple):
@@ -261,11 +262,11 @@ class _Terms(NamedTuple):
 def _gradient_terms(problem: SubsetProblem, columns: Tensor, square: Tensor, trace: Tensor) -> _Terms | None:
     """The objective and its derivatives in columns, square and noise."""
     Y, s2, H, n = problem.targets, problem.noise, problem.num_outputs, problem.num_data
-    kept, C = independent_cholesky(square)
-    if not len(kept):
+    rows, C = independent_cholesky(square)
+    if not len(rows):
         return None
-    whole = len(kept) == len(square)
-    L = torch.linalg.solve_triangular(C, (columns if whole else columns[:, kept]).mT, upper=False).mT
+    whole = len(rows) == len(square)
+    L = torch.linalg.solve_triangular(C, (columns if whole else columns[:, rows]).mT, upper=False).mT
     gram = L.mT @ L
     if not bool(gram.isfinite().all()):
         return None
@@ -288,9 +289,9 @@ def _gradient_terms(problem: SubsetProblem, columns: Tensor, square: Tensor, tra
         H * ((n - len(gram)) / s2 + B_inverse.diagonal().sum()) - a.square().sum() - problem.trace_weight * residual.clamp(min=0.0) / s2
     )
     if not whole:
-        for_columns = torch.zeros_like(columns).index_copy_(1, kept, for_columns)
+        for_columns = torch.zeros_like(columns).index_copy_(1, rows, for_columns)
         padded = torch.zeros_like(square)
-        padded[kept[:, None], kept] = for_square
+        padded[rows[:, None], rows] = for_square
         for_square = padded
     return _Terms(float(value), for_columns, for_square, float(d_noise))
 
@@ -301,16 +302,16 @@ class LeaveOneOutPrediction(NamedTuple):
     Attributes:
         mean: ``(n, H)``.
         variance: ``(n,)``, of the projected process, noise included.
-        unexplained: prior variance that the inducing inputs leave, ``(n,)``.
+        residual_variance: prior variance that the inducing inputs leave, ``(n,)``.
     """
 
     mean: Tensor
     variance: Tensor
-    unexplained: Tensor
+    residual_variance: Tensor
 
 
 def predict_left_out(
-    covariance: LowRankCovariance, triangle: Tensor, members: Tensor, targets: Tensor, unexplained: Tensor
+    covariance: LowRankCovariance, triangle: Tensor, members: Tensor, targets: Tensor, residual_variance: Tensor
 ) -> LeaveOneOutPrediction:
     r"""Predicts each data point from all others, without its inducing input.
 
@@ -320,33 +321,33 @@ def predict_left_out(
     .. math:: \ell_j = K_{nI} K_{II}^{-1} e_j / (e_j^\top K_{II}^{-1} e_j)^{1/2}, \qquad w_j = \ell_j^\top S^{-1} \ell_j ,
 
     which takes :math:`O(n m^2)` for all ``members``. ``covariance`` has the factor :math:`L = K_{nI} C^{-\top}`, ``triangle`` is :math:`C`,
-    ``unexplained (n,)`` the diagonal of :math:`K - \hat K`.
+    ``residual_variance (n,)`` the diagonal of :math:`K - \hat K`.
     """
     mean, variance = covariance.leave_one_out(targets)
     if not len(members):
-        return LeaveOneOutPrediction(mean, variance, unexplained)
+        return LeaveOneOutPrediction(mean, variance, residual_variance)
     identity = torch.eye(len(triangle), dtype=triangle.dtype, device=triangle.device)
     inverse = torch.linalg.solve_triangular(triangle, identity, upper=False)
-    lost = covariance.factor @ inverse / inverse.square().sum(0).sqrt()
-    solved = covariance.solve(lost)
-    room = (1 - (lost * solved).sum(0)).clamp(min=SMALLEST_SHARE)
+    directions = covariance.factor @ inverse / inverse.square().sum(0).sqrt()
+    solved = covariance.solve(directions)
+    room = (1 - (directions * solved).sum(0)).clamp(min=SMALLEST_SHARE)
     own = solved[members].diagonal()
     precision = covariance.inverse_diagonal[members] + own.square() / room
     weights = covariance.solve(targets, members) + (own / room)[:, None] * (solved.mT @ targets)
     return LeaveOneOutPrediction(
         mean.index_copy(0, members, targets[members] - weights / precision[:, None]),
         variance.index_copy(0, members, 1 / precision),
-        unexplained.index_copy(0, members, lost[members].diagonal().square()),
+        residual_variance.index_copy(0, members, directions[members].diagonal().square()),
     )
 
 
-def calibrate_share(found: LeaveOneOutPrediction, targets: Tensor) -> float:
+def calibrate_share(prediction: LeaveOneOutPrediction, targets: Tensor) -> float:
     r"""The :math:`c` that maximises :math:`\sum_n \log \mathcal N(y_n; \mu_n, v_n + c r_n)` over all predictions."""
-    error = (targets - found.mean).square().mean(1)
+    error = (targets - prediction.mean).square().mean(1)
 
     def best(shares: Tensor) -> int:
         """Position of the share of the highest density."""
-        densities = [-(v.log() + error / v).sum() for v in (found.variance + share * found.unexplained for share in shares)]
+        densities = [-(v.log() + error / v).sum() for v in (prediction.variance + share * prediction.residual_variance for share in shares)]
         return int(torch.stack(densities).argmax())
 
     # The density may have several maxima: first all orders of magnitude, then between the neighbours of the best.
@@ -389,24 +390,24 @@ class SparsePosterior:
         self.targets = targets
         self.is_projected = objective == "pp"
         columns, square = basis.columns(), basis.square()
-        kept, triangle = independent_cholesky(square)
-        self.factor = torch.linalg.solve_triangular(triangle, columns[:, kept].mT, upper=False).mT
+        rows, triangle = independent_cholesky(square)
+        self.factor = torch.linalg.solve_triangular(triangle, columns[:, rows].mT, upper=False).mT
         prior = basis.kernel.diag().double()
         self.residual = (prior - self.factor.square().sum(1)).clamp(min=0.0)
         self.noise = (noise + self.residual) if objective == "fitc" else torch.full_like(prior, noise)
         scaled = self.factor / self.noise[:, None]
-        identity = torch.eye(len(kept), dtype=scaled.dtype, device=scaled.device)
+        identity = torch.eye(len(rows), dtype=scaled.dtype, device=scaled.device)
         R = torch.linalg.cholesky(identity + self.factor.mT @ scaled)
         inverse = torch.linalg.solve_triangular(triangle, identity, upper=False)
         shrink = torch.linalg.solve_triangular(R, inverse, upper=False)
         m = len(basis)
         whitened = torch.linalg.solve_triangular(R, scaled.mT @ targets, upper=False)
         self.fitted = self.factor @ torch.linalg.solve_triangular(R.mT, whitened, upper=True)
-        self.share = self._share_without(triangle, kept, held_out) if self.is_projected else 1.0
+        self.share = self._prior_share(triangle, rows, held_out) if self.is_projected else 1.0
         self.mean_weights = targets.new_zeros(m, targets.shape[1])
-        self.mean_weights[kept] = shrink.mT @ whitened
+        self.mean_weights[rows] = shrink.mT @ whitened
         self.variance_weights = targets.new_zeros(m, m)
-        self.variance_weights[kept[:, None], kept] = self.share * inverse.mT @ inverse - shrink.mT @ shrink
+        self.variance_weights[rows[:, None], rows] = self.share * inverse.mT @ inverse - shrink.mT @ shrink
 
     def marginals(self, new: Any) -> tuple[Tensor, Tensor]:
         """Means ``(n_new, H)`` and variances ``(n_new,)`` of the function."""
@@ -428,8 +429,8 @@ class SparsePosterior:
         mean, variance = LowRankCovariance(self.factor, self.noise).leave_one_out(self.targets)
         return (mean, variance + self.share * self.residual) if self.is_projected else (mean, variance)
 
-    def _share_without(self, triangle: Tensor, kept: Tensor, held_out: Tensor | None) -> float:
-        members = kept[:0] if isinstance(self.basis, FreeBasis) else self.basis.index[kept]
-        found = predict_left_out(LowRankCovariance(self.factor, self.noise), triangle, members, self.targets, self.residual)
+    def _prior_share(self, triangle: Tensor, columns: Tensor, held_out: Tensor | None) -> float:
+        members = columns[:0] if isinstance(self.basis, FreeBasis) else self.basis.index[columns]
+        prediction = predict_left_out(LowRankCovariance(self.factor, self.noise), triangle, members, self.targets, self.residual)
         rows = slice(None) if held_out is None or not len(held_out) else held_out
-        return calibrate_share(LeaveOneOutPrediction(*(part[rows] for part in found)), self.targets[rows])
+        return calibrate_share(LeaveOneOutPrediction(*(part[rows] for part in prediction)), self.targets[rows])

@@ -61,8 +61,8 @@ class StudentT(Likelihood):
         density = dist.StudentT(self.df, f, self.scale)
         if y is not None:
             density = density.expand_by(y.shape[: -f.dim()]).to_event(y.dim())
-        found: Tensor = pyro.sample(self._pyro_get_fullname("y"), density, obs=y)
-        return found
+        sample: Tensor = pyro.sample(self._pyro_get_fullname("y"), density, obs=y)
+        return sample
 
 
 class SubsetModel(UniqueModule, Parameterized):
@@ -112,11 +112,11 @@ class SubsetModel(UniqueModule, Parameterized):
         square = self.kernel.columns(self.index, self.index)
         return stable_cholesky(square + self.jitter * torch.eye(len(square), dtype=square.dtype, device=square.device))
 
-    def take_index(self, found: Tensor) -> bool:
+    def take_index(self, index: Tensor) -> bool:
         """Takes a new subset, filled up; says whether it is another one."""
         old = self.index
-        rest = old[~torch.isin(old, found)][: self.num_inducing - len(found)]
-        new = torch.cat([found, rest])
+        rest = old[~torch.isin(old, index)][: self.num_inducing - len(index)]
+        new = torch.cat([index, rest])
         if torch.equal(new.sort().values, old.sort().values):
             return False
         self.index = new
@@ -417,9 +417,9 @@ class SubsetVariationalGP(SubsetModel):
         return self._carry_over(subset.index)
 
     @torch.no_grad()
-    def _carry_over(self, found: Tensor) -> bool:
+    def _carry_over(self, index: Tensor) -> bool:
         old, factor = self.index, self.inducing_factor()
-        if not self.take_index(found):
+        if not self.take_index(index):
             return False
         new = self.index
         # Moments of q(f) at the new inducing inputs, whitened by their prior.

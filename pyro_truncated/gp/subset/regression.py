@@ -41,12 +41,12 @@ from pyro_truncated.gp.subset.objectives import (
     SparsePosterior,
     check_index,
     covariances_with,
-    explains_something,
-    kernel_to_polish,
     noise_from_log,
+    numeric_kernel,
+    objective_at_share,
 )
 from pyro_truncated.gp.subset.subset_search import SubsetSearch, make_search
-from pyro_truncated.utils.arguments import check_count, check_counts, check_kinds, names_arguments
+from pyro_truncated.utils.arguments import check_count, check_counts, check_kinds, names_arguments, renames
 from pyro_truncated.utils.constraints import in_double
 
 # By default so many inducing inputs at first, and twice as many as long as that gains so much per data point or nothing is explained.
@@ -65,18 +65,18 @@ class AllNoiseWarning(UserWarning):
     """
 
 
-def explained_share(targets: Tensor, predicted: Tensor) -> tuple[float, float]:
+def explained_share(targets: Tensor, prediction: Tensor) -> tuple[float, float]:
     """The explained share of standardised targets ``(n, H)``, and its standard error."""
-    gains = (targets.square() - (targets - predicted).square()).mean(1)
+    gains = (targets.square() - (targets - prediction).square()).mean(1)
     return float(gains.mean()), float(gains.std(correction=0)) / len(gains) ** 0.5
 
 
-def warn_about_noise(targets: Tensor, predicted: Tensor, noise: float, num_inducing: int | None = None) -> None:
+def warn_about_noise(targets: Tensor, prediction: Tensor, noise: float, num_inducing: int | None = None) -> None:
     """Warns if predictions of standardised targets ``(n, H)`` explain next to nothing.
 
     Or less than a twentieth, at the 5 % level not to be told from nothing.
     """
-    explained, error = explained_share(targets, predicted)
+    explained, error = explained_share(targets, prediction)
     # Noise itself looks explained by chance, a little: 1.645 errors above a fiftieth are the 5 % level.
     if explained < min(0.05, 0.02 + 1.645 * error):
         by, more = ("", "") if num_inducing is None else (f", by {num_inducing} inducing inputs,", "take more inducing inputs, ")
@@ -148,11 +148,11 @@ def _witness(kernel: DataKernel, index: Tensor) -> Tensor:
     return kernel.columns(index[:1], index).double().squeeze(1).clone()
 
 
-def _check_witness(kernel: DataKernel, index: Tensor, expected: Tensor | None) -> None:
-    if expected is None or not len(expected):
+def _check_witness(kernel: DataKernel, index: Tensor, witness: Tensor | None) -> None:
+    if witness is None or not len(witness):
         return
-    is_within = len(index) == len(expected) and int(index.max()) < kernel.num_data
-    if not is_within or not torch.allclose(_witness(kernel, index), expected.to(index.device), rtol=1e-4, atol=1e-8):
+    is_within = len(index) == len(witness) and int(index.max()) < kernel.num_data
+    if not is_within or not torch.allclose(_witness(kernel, index), witness.to(index.device), rtol=1e-4, atol=1e-8):
         raise ValueError("the state is of a regression on other inputs: the kernel here has other covariances of the inducing inputs")
 
 
@@ -170,7 +170,7 @@ class SubsetGPRegression(torch.nn.Module):
 
     The variational free energy takes for noise whatever the inducing inputs cannot explain. With few of them the marginal likelihood of
     the projected process (``objective="pp"``) predicts better, though it is no bound. ``"fitc"`` learns by the FITC likelihood.
-    ``fit(polish=True)`` lets numeric inducing inputs move freely.
+    ``fit(free_inputs=True)`` lets numeric inducing inputs move freely.
 
     Example:
         >>> x = torch.linspace(0, 6, 60).double().unsqueeze(-1)
@@ -191,7 +191,7 @@ class SubsetGPRegression(torch.nn.Module):
     Attributes:
         is_exact: whether there are no inducing inputs: ``index`` is then all data.
         index: positions of the inducing inputs; -1 without a :meth:`fit`, or where there are fewer than ``m``.
-        history: seconds, phase (``"start"``, ``"hyper"``, ``"subset"``, ``"polish"``, or ``"exact"``) and objective.
+        history: seconds, phase (``"start"``, ``"hyper"``, ``"subset"``, ``"free"``, or ``"exact"``) and objective.
         objective_value: the objective in nats of standardised targets, without its constant; NaN before :meth:`fit`.
 
     Raises:
@@ -241,8 +241,8 @@ class SubsetGPRegression(torch.nn.Module):
         self.register_buffer("target_mean", matrix.mean(0))
         self.register_buffer("target_scale", torch.where(scale > 0, scale, torch.ones_like(scale)))
         self.register_buffer("targets", (matrix - self.target_mean) / self.target_scale, persistent=False)
-        chosen = torch.arange(n) if self.is_exact else torch.full((num_inducing,), -1, dtype=torch.int64)
-        self.register_buffer("index", chosen.to(targets.device))
+        index = torch.arange(n) if self.is_exact else torch.full((num_inducing,), -1, dtype=torch.int64)
+        self.register_buffer("index", index.to(targets.device))
         self.log_noise = torch.nn.Parameter(torch.tensor(noise - NOISE_FLOOR, dtype=torch.float64, device=targets.device).log())
         self.inducing_inputs: torch.nn.Parameter | None = None
         self.held_out = self.index[:0].clone()
@@ -262,11 +262,12 @@ class SubsetGPRegression(torch.nn.Module):
         Raises:
             RuntimeError: before :meth:`fit`.
         """
-        chosen = self.index[self.index >= 0]
-        if not len(chosen):
+        index = self.index[self.index >= 0]
+        if not len(index):
             raise RuntimeError("there are no inducing inputs yet: call fit() first, or load a state")
-        return chosen
+        return index
 
+    @renames(polish="free_inputs", polish_evaluations="free_input_evaluations")
     def fit(
         self,
         *,
@@ -275,8 +276,8 @@ class SubsetGPRegression(torch.nn.Module):
         hyper_evaluations: int = 5,
         attempts_per_epoch: int = 4,
         tolerance: float = 1e-4,
-        polish: bool = False,
-        polish_evaluations: int | None = None,
+        free_inputs: bool = False,
+        free_input_evaluations: int | None = None,
         subset_share: float = 0.3,
         max_rows: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -292,10 +293,10 @@ class SubsetGPRegression(torch.nn.Module):
             attempts_per_epoch: attempts per discrete phase to exchange a block of members, or a single one.
             tolerance: ends the alternation when an epoch gains less than this many nats per data
                 point. An epoch with enough attempts for every member ends it, too.
-            polish: whether inducing inputs move freely afterwards; needs a kernel of numeric inputs. With ``"pp"``, which is no bound, a
-                tenth of the data has no part in it, and calibrates the variances.
-            polish_evaluations: most evaluations of the objective while they move. Default: 200, or what fits into ``max_seconds``.
-            subset_share: share of ``max_seconds`` for the subset if it is polished afterwards.
+            free_inputs: whether to free inducing inputs from the data points afterwards, and optimise them; needs a kernel of numeric
+                inputs. With ``"pp"``, which is no bound, a tenth of the data has no part in it, and calibrates the variances.
+            free_input_evaluations: most evaluations of the objective for that. Default: 200, or what fits into ``max_seconds``.
+            subset_share: share of ``max_seconds`` for the subset if inputs are freed afterwards.
             max_rows: most data points that an alternation looks at, drawn anew for each. A result
                 is kept only if it lowers the objective of all data. Otherwise the next epoch uses
                 twice as many. Default: all of up to 50 000, else 20 000.
@@ -306,26 +307,30 @@ class SubsetGPRegression(torch.nn.Module):
             The objective reached, see :attr:`objective_value`.
 
         Raises:
-            TypeError: if ``polish`` is asked for with a kernel whose inputs are not numeric.
+            TypeError: if ``free_inputs`` is asked for with a kernel whose inputs are not numeric.
 
         Warns:
             AllNoiseWarning: if the inducing inputs explain nearly nothing.
         """
-        check_kinds(SubsetGPRegression.fit, polish=polish, max_seconds=max_seconds, tolerance=tolerance, subset_share=subset_share)
-        if polish:
-            kernel_to_polish(self.kernel, self.is_exact)
+        check_kinds(
+            SubsetGPRegression.fit, free_inputs=free_inputs, max_seconds=max_seconds, tolerance=tolerance, subset_share=subset_share
+        )
+        if free_inputs:
+            numeric_kernel(self.kernel, self.is_exact)
         hyper_evaluations, attempts_per_epoch = check_counts(hyper_evaluations=hyper_evaluations, attempts_per_epoch=attempts_per_epoch)
         max_epochs = check_count("max_epochs", max_epochs, least=0)
-        polish_evaluations = None if polish_evaluations is None else check_count("polish_evaluations", polish_evaluations, least=0)
+        free_input_evaluations = (
+            None if free_input_evaluations is None else check_count("free_input_evaluations", free_input_evaluations, least=0)
+        )
         rows = num_alternation_rows(len(self.targets), self.num_inducing, max_rows)
         record = FitRecord(self.history, max_seconds, clock, progress)
-        if not (polish and self.inducing_inputs is not None):
+        if not (free_inputs and self.inducing_inputs is not None):
             self.inducing_inputs, self.held_out = None, self.held_out[:0]
-            settings = FitSettings(max_epochs, record.seconds_left, tolerance, hyper_evaluations, attempts_per_epoch, rows)
-            self.objective_value = self._learn(settings, record, subset_share if polish else 1.0)
-        if polish:
-            evaluations = (200 if max_seconds is None else 10**6) if polish_evaluations is None else polish_evaluations
-            self._polish(evaluations, record)
+            settings = FitSettings(max_epochs, record.remaining_seconds, tolerance, hyper_evaluations, attempts_per_epoch, rows)
+            self.objective_value = self._learn(settings, record, subset_share if free_inputs else 1.0)
+        if free_inputs:
+            evaluations = (200 if max_seconds is None else 10**6) if free_input_evaluations is None else free_input_evaluations
+            self._optimize_inputs(evaluations, record)
         record.close()
         self._posterior = None
         warn_about_noise(self.targets, self.posterior().leave_one_out()[0], self.noise, None if self.is_exact else self.num_inducing)
@@ -334,31 +339,31 @@ class SubsetGPRegression(torch.nn.Module):
     def _learn(self, settings: FitSettings, record: FitRecord, share: float) -> float:
         """Hyper-parameters, and the subset where there is one."""
 
-        def attempt(gives_up: bool, size: int, known: Tensor, tolerance: float) -> float:
+        def attempt(gives_up: bool, size: int, start: Tensor, tolerance: float) -> float:
             """From where the parameters are, and a known subset."""
             if self.is_exact:
                 return fit_exactly(
                     self.kernel, self.targets, self.log_noise, hyper_parameters(self.kernel, self.log_noise), settings, record
                 )
             turns = Alternation(self.kernel, self.targets, self.log_noise, self.objective, self.search, size, self.generator)
-            left = record.share_left(share)
-            limited = dataclasses.replace(settings, gives_up=gives_up, seconds_left=left, tolerance=tolerance)
-            found, value = turns.run(known, limited, record)
+            budget = record.budget(share)
+            limited = dataclasses.replace(settings, gives_up=gives_up, remaining_seconds=budget, tolerance=tolerance)
+            index, value = turns.run(start, limited, record)
             self.index.fill_(-1)
-            self.index[: len(found)] = check_index(found, len(self.targets))
+            self.index[: len(index)] = check_index(index, len(self.targets))
             return value
 
         size, *larger = self._sizes()
         tolerance = max(settings.tolerance, MIN_GAIN_NATS) if larger else settings.tolerance
-        begin = functools.partial(attempt, size=size, known=self.index[self.index >= 0], tolerance=tolerance)
+        begin = functools.partial(attempt, size=size, start=self.index[self.index >= 0], tolerance=tolerance)
         if math.isnan(self.objective_value):
             value = fit_with_restart(begin, self.kernel, self.targets, self.log_noise, record, self.generator)
         else:
             value = begin(False)
         for size in larger:
             before, value = value, attempt(False, size, self.subset, tolerance)
-            is_enough = explains_something(value, self.targets) and before - value < MIN_GAIN_NATS * len(self.targets)
-            if is_enough or record.seconds_left() <= 0:
+            is_enough = value < objective_at_share(self.targets) and before - value < MIN_GAIN_NATS * len(self.targets)
+            if is_enough or record.remaining_seconds() <= 0:
                 break
         return attempt(False, size, self.subset, settings.tolerance) if larger else value
 
@@ -369,8 +374,8 @@ class SubsetGPRegression(torch.nn.Module):
         least = max(FIRST_SIZE, int((self.index >= 0).sum()))
         return [size for size in (least * 2**power for power in range(64)) if size < self.num_inducing] + [self.num_inducing]
 
-    def _polish(self, evaluations: int, record: FitRecord) -> None:
-        kernel = kernel_to_polish(self.kernel, self.is_exact)
+    def _optimize_inputs(self, evaluations: int, record: FitRecord) -> None:
+        kernel = numeric_kernel(self.kernel, self.is_exact)
         if self.inducing_inputs is None:
             self.inducing_inputs = torch.nn.Parameter(kernel.inputs[self.subset].clone())
             if self.objective == "pp":
@@ -429,8 +434,8 @@ class SubsetGPRegression(torch.nn.Module):
             root = stable_cholesky(spread + own * torch.eye(len(spread)).to(spread), level)
             return dist.MultivariateNormal(mean, scale_tril=scale.unsqueeze(-1) * root)
         # A variance of zero is no normal distribution: what rounding may have left of it.
-        found: TorchDistribution = dist.Normal(mean, scale * (spread + own).clamp(min=1e-14).sqrt()).to_event(1)
-        return found
+        distribution: TorchDistribution = dist.Normal(mean, scale * (spread + own).clamp(min=1e-14).sqrt()).to_event(1)
+        return distribution
 
     def _basis(self) -> Basis:
         if self.inducing_inputs is not None and isinstance(self.kernel, InputKernel):
@@ -460,10 +465,10 @@ class SubsetGPRegression(torch.nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """What is neither parameter nor buffer of a fixed shape."""
-        moved = None if self.inducing_inputs is None else self.inducing_inputs.detach()
+        inputs = None if self.inducing_inputs is None else self.inducing_inputs.detach()
         settled = self._posterior if isinstance(self._posterior, SparsePosterior) else None
         return {
-            "inducing_inputs": moved,
+            "inducing_inputs": inputs,
             "held_out": self.held_out,
             "objective_value": self.objective_value,
             "targets": _digest(self.targets),
@@ -480,8 +485,8 @@ class SubsetGPRegression(torch.nn.Module):
         if state.get("targets", _digest(self.targets)) != _digest(self.targets):
             raise ValueError("the state is of a regression on other targets; make this one from the data that it was fitted to")
         _check_witness(self.kernel, self.index[self.index >= 0], state.get("witness"))
-        moved = state["inducing_inputs"]
-        self.inducing_inputs = None if moved is None else torch.nn.Parameter(moved)
+        inputs = state["inducing_inputs"]
+        self.inducing_inputs = None if inputs is None else torch.nn.Parameter(inputs)
         self.held_out = state.get("held_out", self.index[:0]).to(self.index.device)
         self.objective_value = state["objective_value"]
         self._posterior = None

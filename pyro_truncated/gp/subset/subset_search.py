@@ -15,7 +15,7 @@ from pyro_truncated.gp.cholesky import DEPENDENT, independent_cholesky
 from pyro_truncated.gp.data_kernels import bound_kernel
 from pyro_truncated.gp.data_kernels.protocol import check_data_kernel
 from pyro_truncated.gp.subset.objectives import Basis, SparsePosterior, SubsetProblem, check_index
-from pyro_truncated.utils.arguments import check_count, check_counts, check_kinds, names_arguments
+from pyro_truncated.utils.arguments import check_count, check_counts, check_kinds, names_arguments, renames
 from pyro_truncated.utils.console import ProgressBar, progress_bar
 from pyro_truncated.utils.constraints import in_double
 
@@ -59,7 +59,7 @@ class Budget:
         return self.clock() - self._start
 
     @property
-    def is_spent(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether any limit is reached."""
         return (
             (self.max_swaps is not None and self.swaps >= self.max_swaps)
@@ -180,8 +180,8 @@ class ExchangeFactors:
         if len(index):
             # All inputs at once: K_nI C^-T beats adding blocks.
             columns = self.problem.columns(index)
-            kept, triangle = independent_cholesky(columns[index], self.prior[index])
-            self._place(index[kept], columns[:, kept], triangle)
+            rows, triangle = independent_cholesky(columns[index], self.prior[index])
+            self._place(index[rows], columns[:, rows], triangle)
 
     @property
     def index(self) -> Tensor:
@@ -238,10 +238,10 @@ class ExchangeFactors:
     def append(self, index: Tensor, residuals: Tensor | None = None) -> int:
         """Adds inputs ``(t,)`` that do not depend on others; returns how many."""
         residuals = self.residual_columns(index) if residuals is None else residuals
-        kept, triangle = independent_cholesky(residuals[index], self.prior[index])
-        if len(kept):
-            self._place(index[kept], residuals[:, kept], triangle)
-        return len(kept)
+        rows, triangle = independent_cholesky(residuals[index], self.prior[index])
+        if len(rows):
+            self._place(index[rows], residuals[:, rows], triangle)
+        return len(rows)
 
     def _place(self, index: Tensor, residuals: Tensor, triangle: Tensor) -> None:
         """Extends all factors by new inputs' residual columns and block."""
@@ -347,14 +347,14 @@ class CandidatePool:
             allowed[i] = False
             c = block[:, i] / block[i, i].sqrt()
             root = block[i, i].sqrt()
-            gram = _without(gram, gram[:, i] / root, c, gram[i, i] / block[i, i])
+            gram = _deflate(gram, gram[:, i] / root, c, gram[i, i] / block[i, i])
             along, w, aligned = weighted[:, i] / root, weighted[i, i] / block[i, i], alignment[i] / root
             after = along - c * w
-            weighted = _without(weighted, along, c, w) - torch.outer(after, after) / (1 + w)
+            weighted = _deflate(weighted, along, c, w) - torch.outer(after, after) / (1 + w)
             alignment = alignment - torch.outer(c, aligned) - torch.outer(after, aligned) / (1 + w)
             block = block - torch.outer(c, c)
-        chosen = torch.tensor(places, dtype=torch.int64, device=block.device)
-        return chosen, torch.stack(gains) if gains else block.new_zeros(0)
+        index = torch.tensor(places, dtype=torch.int64, device=block.device)
+        return index, torch.stack(gains) if gains else block.new_zeros(0)
 
 
 def approximate_gains(factors: ExchangeFactors, pivots: Tensor) -> Tensor:
@@ -365,39 +365,39 @@ def approximate_gains(factors: ExchangeFactors, pivots: Tensor) -> Tensor:
     """
     noise = factors.problem.noise
     residuals = factors.residual_columns(pivots)
-    kept, triangle = independent_cholesky(residuals[pivots], factors.prior[pivots])
-    half = torch.linalg.solve_triangular(triangle, residuals[:, kept].mT, upper=False).mT
+    rows, triangle = independent_cholesky(residuals[pivots], factors.prior[pivots])
+    half = torch.linalg.solve_triangular(triangle, residuals[:, rows].mT, upper=False).mT
     along = factors.factor.mT @ half
     whitened = torch.linalg.solve_triangular(factors.cholesky, along, upper=False)
     M1 = half.mT @ half
     M2 = (M1 - whitened.mT @ whitened) / noise
     aligned = half.mT @ factors.problem.targets - along.mT @ torch.cholesky_solve(factors.moment, factors.cholesky)
-    known = half.square().sum(1)
+    square_norm = half.square().sum(1)
     squared, weighted, alignment = ((half @ M1) * half).sum(1), ((half @ M2) * half).sum(1), half @ (aligned / noise)
-    missing = (factors.residual - known).clamp(min=0.0)
-    squared = squared + missing * (2 * known + missing)
-    weighted = weighted + missing * (2 * known + missing) / noise
+    missing = (factors.residual - square_norm).clamp(min=0.0)
+    squared = squared + missing * (2 * square_norm + missing)
+    weighted = weighted + missing * (2 * square_norm + missing) / noise
     alignment = alignment + missing[:, None] * factors.weights()
     gains = _gain(factors.problem, factors.residual.clamp(min=1e-300), squared, weighted, alignment)
     return torch.where(factors.candidates(), gains, -torch.inf)
 
 
-def _gains(problem: SubsetProblem, block: Tensor, gram: Tensor, weighted: Tensor, alignment: Tensor) -> Tensor:
-    return _gain(problem, block.diagonal().clamp(min=1e-300), gram.diagonal(), weighted.diagonal(), alignment)
+def _gains(problem: SubsetProblem, block: Tensor, gram: Tensor, forms: Tensor, alignment: Tensor) -> Tensor:
+    return _gain(problem, block.diagonal().clamp(min=1e-300), gram.diagonal(), forms.diagonal(), alignment)
 
 
-def _gain(problem: SubsetProblem, variance: Tensor, squared: Tensor, weighted: Tensor, alignment: Tensor) -> Tensor:
+def _gain(problem: SubsetProblem, variance: Tensor, square_norm: Tensor, form: Tensor, alignment: Tensor) -> Tensor:
     r""":math:`\frac12 [ |\ell^\top a|^2 / (1 + w) - H \log(1 + w) + H |\ell|^2 / \sigma^2 ]`, all per unit of residual variance."""
-    w = (weighted / variance).clamp(min=0.0)
+    w = (form / variance).clamp(min=0.0)
     data = alignment.square().sum(1) / (variance * (1 + w))
-    gain: Tensor = 0.5 * (data - problem.num_outputs * torch.log1p(w) + problem.trace_weight * squared / variance)
+    gain: Tensor = 0.5 * (data - problem.num_outputs * torch.log1p(w) + problem.trace_weight * square_norm / variance)
     return gain
 
 
-def _without(gram: Tensor, along: Tensor, c: Tensor, squared: Tensor) -> Tensor:
+def _deflate(gram: Tensor, projection: Tensor, coefficients: Tensor, square_norm: Tensor) -> Tensor:
     r"""Gram matrix of :math:`E - \ell c^\top` from that of :math:`E`, :math:`E^\top \ell` and :math:`|\ell|^2`."""
-    crossed = torch.outer(along, c)
-    return gram - crossed - crossed.mT + squared * torch.outer(c, c)
+    crossed = torch.outer(projection, coefficients)
+    return gram - crossed - crossed.mT + square_norm * torch.outer(coefficients, coefficients)
 
 
 def removal_plan(factors: ExchangeFactors, count: int) -> tuple[Tensor, Tensor]:
@@ -469,10 +469,8 @@ class ExchangeSearch(SubsetSearch):
     Args:
         information_pivots: number ``z`` of pivots of the ranking, drawn in proportion to the variance left unexplained.
         pool: number of candidates that are scored exactly, the best of the ranking.
-        block: most inputs exchanged at once. Default: an eighth of the subset, from 1 to 16.
         patience: failed exchanges in a row after which single swaps begin.
         candidates_per_input: how many random candidates each input of the start is chosen from, at most 256 at once.
-        single_swaps: whether single swaps follow.
 
     Reference:
         The objective, information pivots and exact acceptance are those of Cao, Brubaker, Fleet and Hertzmann (PAMI 2015).
@@ -480,30 +478,20 @@ class ExchangeSearch(SubsetSearch):
 
     restarts = False
 
+    @renames("block", "single_swaps")
     @names_arguments
-    def __init__(
-        self,
-        information_pivots: int = 64,
-        pool: int = 64,
-        block: int | None = None,
-        patience: int = 3,
-        *,
-        candidates_per_input: int = 16,
-        single_swaps: bool = True,
-    ) -> None:
+    def __init__(self, information_pivots: int = 64, pool: int = 64, *, patience: int = 3, candidates_per_input: int = 16) -> None:
         self.information_pivots, self.pool, self.patience, self.candidates_per_input = check_counts(
             information_pivots=information_pivots, pool=pool, patience=patience, candidates_per_input=candidates_per_input
         )
-        self.block = None if block is None else check_count("block", block)
-        check_kinds(ExchangeSearch.__init__, single_swaps=single_swaps)
-        self.single_swaps = single_swaps
 
     @torch.no_grad()
     def improve(
         self, problem: SubsetProblem, num_inducing: int, index: Tensor | None, budget: Budget, generator: torch.Generator | None = None
     ) -> Tensor:
         """Exchanges members until nothing helps or the budget is spent; see :class:`SubsetSearch`."""
-        block = self.block or min(16, max(1, num_inducing // 8))
+        # Most inputs exchanged at once: an eighth of the subset, at most 16.
+        block = min(16, max(1, num_inducing // 8))
         capacity = min(problem.num_data, num_inducing + max(block, 1))
         start = None if index is None else check_index(index, problem.num_data).to(problem.targets.device)[:num_inducing]
         factors = ExchangeFactors(problem, capacity, start)
@@ -513,27 +501,26 @@ class ExchangeSearch(SubsetSearch):
         block = min(block, capacity - factors.size)
         if block:
             value = self._exchange_blocks(factors, value, block, budget, generator)
-            if self.single_swaps:
-                self._swap_singles(factors, value, budget, generator)
+            self._swap_singles(factors, value, budget, generator)
         return factors.index.clone()
 
     def fill(self, factors: ExchangeFactors, num_inducing: int, block: int, generator: torch.Generator | None) -> None:
         """Adds the best of random candidates in blocks, up to ``num_inducing``."""
         while factors.size < min(num_inducing, factors.problem.num_data):
-            wanted = min(block, num_inducing - factors.size)
-            drawn = draw(factors.candidates().double(), min(256, self.candidates_per_input * wanted), generator)
-            if not len(drawn):
+            number = min(block, num_inducing - factors.size)
+            draws = draw(factors.candidates().double(), min(256, self.candidates_per_input * number), generator)
+            if not len(draws):
                 return
-            pool = CandidatePool(factors, drawn)
-            places, _ = pool.choose(wanted)
-            if not len(places) or not factors.append(drawn[places], pool.residuals[:, places]):
+            pool = CandidatePool(factors, draws)
+            places, _ = pool.choose(number)
+            if not len(places) or not factors.append(draws[places], pool.residuals[:, places]):
                 return
 
     def _exchange_blocks(
         self, factors: ExchangeFactors, value: float, most: int, budget: Budget, generator: torch.Generator | None
     ) -> float:
         block, failures, since = most, 0, 0
-        while failures < self.patience and not budget.is_spent:
+        while failures < self.patience and not budget.is_exhausted:
             budget.attempts += 1
             limit = block if budget.max_swaps is None else min(block, budget.max_swaps - budget.swaps)
             swapped, value = self._exchange(factors, value, limit, generator)
@@ -542,6 +529,7 @@ class ExchangeSearch(SubsetSearch):
                 block = 1
                 continue
             failures, block, since = 0, min(most, 2 * swapped), since + swapped
+            # Rounding errors of updates add up.
             if since >= 500:
                 factors.rebuild()
                 value, since = factors.value(), 0
@@ -581,30 +569,30 @@ class ExchangeSearch(SubsetSearch):
 
     def _swap_singles(self, factors: ExchangeFactors, value: float, budget: Budget, generator: torch.Generator | None) -> float:
         """Swaps members for better inputs, cheapest first, until none was exchanged."""
-        tried: set[int] = set()
-        while not budget.is_spent:
-            untried = torch.tensor([int(i) not in tried for i in factors.index.tolist()], device=factors.index.device)
+        visited: set[int] = set()
+        while not budget.is_exhausted:
+            untried = torch.tensor([int(i) not in visited for i in factors.index.tolist()], device=factors.index.device)
             if not bool(untried.any()):
                 return value
             budget.attempts += 1
             place = torch.where(untried, removal_costs(factors), torch.inf).argmin()
             member = int(factors.index[place])
-            tried.add(member)
+            visited.add(member)
             factors.move_to_end(place[None])
             before = factors.forget(1)
-            found = self._better(factors, value, generator)
-            if found is None:
+            swap = self._better(factors, value, generator)
+            if swap is None:
                 factors.recall(1, before)
                 continue
-            factors.append(found)
+            factors.append(swap)
             new = factors.value()
             if not new < value:
                 # Rounding made the gain; the member comes back in its place.
                 factors.forget(1)
-                factors.append(torch.tensor([member], device=found.device))
+                factors.append(torch.tensor([member], device=swap.device))
                 continue
             # The landscape has changed: all others are worth another try.
-            tried = {int(found[0])}
+            visited = {int(swap[0])}
             value = new
             budget.record(value, 1)
         return value
@@ -708,12 +696,12 @@ class InducingSubset:
             The objective, never above that before.
         """
         budget = Budget(max_swaps, max_attempts, max_seconds, progress=progress)
-        found = self.search.improve(self.problem, self.num_inducing, self.index, budget, self.generator)
+        index = self.search.improve(self.problem, self.num_inducing, self.index, budget, self.generator)
         budget.close()
-        value = self._value(found)
+        value = self._value(index)
         self.history += budget.history
         if value < self.objective_value:
-            self.index, self.objective_value = found, value
+            self.index, self.objective_value = index, value
         return self.objective_value
 
     def update(self, *, noise: float | None = None, targets: Tensor | None = None) -> float:
@@ -758,7 +746,7 @@ def make_search(algorithm: str | SubsetSearch) -> SubsetSearch:
 
 
 def _matrix(targets: Tensor) -> Tensor:
-    found = in_double("y, the targets,", targets).detach()
-    if found.dim() not in (1, 2):
-        raise ValueError(f"y, the targets, must have shape (n,) or (n, H); got {tuple(found.shape)}")
-    return found if found.dim() == 2 else found[:, None]
+    values = in_double("y, the targets,", targets).detach()
+    if values.dim() not in (1, 2):
+        raise ValueError(f"y, the targets, must have shape (n,) or (n, H); got {tuple(values.shape)}")
+    return values if values.dim() == 2 else values[:, None]

@@ -24,13 +24,14 @@ from pyro_truncated.gp.active_sets import (
 )
 from pyro_truncated.utils.arguments import check_count
 
+# Data points up to which all are kept by default.
 _MAX_ROWS_KEPT = 2000
 
 Posterior = ActiveSet | ProjectedSet | NearestSet
 
 
 @dataclasses.dataclass(frozen=True)
-class KeptPoints:
+class ConditioningSet:
     """Data points at their latents, or their sums for a projection.
 
     Attributes:
@@ -76,7 +77,9 @@ def checksum(module: nn.Module) -> Tensor:
     return torch.stack([number for value in values for number in (value.abs().sum(), value.square().sum())]).cpu()
 
 
-def keep_points(kernel: Kernel, latents: Tensor, outputs: Tensor, size: int | None, projected: bool | None, choose: Choose) -> KeptPoints:
+def select_conditioning_set(
+    kernel: Kernel, latents: Tensor, outputs: Tensor, size: int | None, projected: bool | None, choose: Choose
+) -> ConditioningSet:
     """Keeps data points as :meth:`pyro_truncated.gplvm.SASDecoder.condition_` says."""
     size = None if size is None else check_count("size", size)
     gaps = gather_all_rows(outputs.isnan().sum(-1), outputs)
@@ -84,7 +87,7 @@ def keep_points(kernel: Kernel, latents: Tensor, outputs: Tensor, size: int | No
     complete = order[: int((gaps == 0).sum())]
     # In so many dimensions the closest data points predict better than a projection of all.
     if size is None and projected is None and len(complete) > _MAX_ROWS_KEPT and latents.shape[1] > 4:
-        return keep_neighbors(latents, outputs, 100)
+        return neighbors_set(latents, outputs, 100)
     if projected is None:
         projected = size is None and len(complete) > _MAX_ROWS_KEPT
     if projected and not len(complete):
@@ -99,18 +102,18 @@ def keep_points(kernel: Kernel, latents: Tensor, outputs: Tensor, size: int | No
         rows = complete
     if projected:
         own = outputs.isnan().sum(-1) == 0
-        found = projected_statistics(kernel, latents[rows], own_rows(latents, outputs)[own], outputs[own])
-        gram, moment = shard_sum(outputs)([found.gram, found.moment])
-        return KeptPoints(found.latents, gram=gram, moment=moment)
-    return KeptPoints(latents[rows], rows_at(outputs, rows))
+        statistics = projected_statistics(kernel, latents[rows], own_rows(latents, outputs)[own], outputs[own])
+        gram, moment = shard_sum(outputs)([statistics.gram, statistics.moment])
+        return ConditioningSet(statistics.latents, gram=gram, moment=moment)
+    return ConditioningSet(latents[rows], rows_at(outputs, rows))
 
 
-def keep_neighbors(latents: Tensor, outputs: Tensor, num: int) -> KeptPoints:
+def neighbors_set(latents: Tensor, outputs: Tensor, num: int) -> ConditioningSet:
     """Keeps all complete data points, for predictions from the closest ``num``."""
     complete = (gather_all_rows(outputs.isnan().sum(-1), outputs) == 0).nonzero().squeeze(-1)
     if not len(complete):
         raise ValueError("num_neighbors asks for the closest complete data points, and every row of x has missing entries")
-    return KeptPoints(latents[complete], rows_at(outputs, complete), num_neighbors=torch.tensor(num))
+    return ConditioningSet(latents[complete], rows_at(outputs, complete), num_neighbors=torch.tensor(num))
 
 
 def _default_size(num_data: int, num_complete: int, *, default_size: int = 1000) -> int:

@@ -12,13 +12,13 @@ from pyro.nn import PyroParam, pyro_method
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from pyro_truncated.distributed.shards import refuse_part
+from pyro_truncated.distributed.shards import refuse_shards
 from pyro_truncated.gp.active_set_distributions import ActiveSetGaussianProcess, ActiveSetPosterior
 from pyro_truncated.gp.active_sets import ActiveSet, Choose, Split
-from pyro_truncated.gplvm.decoders.conditioning_set import keep_points
+from pyro_truncated.gplvm.decoders.conditioning_set import select_conditioning_set
 from pyro_truncated.gplvm.decoders.latents import Predictor
 from pyro_truncated.gplvm.decoders.sas_decoder import SASDecoder
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import describe, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 
 Observation = Callable[[Tensor], Any]
@@ -84,7 +84,7 @@ class SASFunctionDecoder(SASDecoder):
         """Initialises latents by principal components of pseudo-targets, or as given."""
         self._check_data(x)
         self._check_latents(latents)
-        self._conditioning = None
+        self._conditioning_points = None
         with torch.no_grad():
             scores = self._first_latents(self.sites(x), latents)
             if isinstance(self.kernel, kernels.Isotropy):
@@ -96,14 +96,14 @@ class SASFunctionDecoder(SASDecoder):
         return self
 
     def _check_data(self, x: Tensor) -> None:
-        refuse_part(x, "the functions of a minibatch are drawn together, and several processes would not draw what one does")
+        refuse_shards(x, "the functions of a minibatch are drawn together, and several processes would not draw what one does")
         if len(x) != self.num_data:
             raise ValueError(f"data must have {self.num_data} rows; got shape {tuple(x.shape)}")
         self._check_points(x)
 
     def _check_points(self, x: Tensor) -> None:
         if not bool(x.isfinite().all()):
-            raise ValueError("data of a decoder with its own observation distribution must be complete and finite; got NaN or infinity")
+            raise ValueError(f"data of a decoder with its own observation distribution must be complete and finite; got {describe(x)}")
 
     def _observe(self, z: Tensor, x: Tensor, split: Split) -> None:
         prior = ActiveSetGaussianProcess(z, self.kernel, self.noise_variance, split.num_active, self.num_outputs)
@@ -144,8 +144,8 @@ class SASFunctionDecoder(SASDecoder):
             raise ValueError("a decoder with its own observation distribution takes neither projected nor num_neighbors: leave both out")
         with torch.no_grad():
             size = min(len(x), 1000) if size is None else size
-            kept = keep_points(self.kernel, self.latents(x), self.sites(x), size, False, choose or self._least_variance)
-            self._conditioning = self._seal_state(kept, x)
+            points = select_conditioning_set(self.kernel, self.latents(x), self.sites(x), size, False, choose or self._least_variance)
+            self._conditioning_points = self._with_checksum(points, x)
         return self
 
     def reconstruct(self, x: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
@@ -162,24 +162,24 @@ class SASFunctionDecoder(SASDecoder):
         Raises:
             RuntimeError: before :meth:`condition_`, or if parameters have changed since.
         """
-        kept = self._conditioning_set()
+        points = self._conditioning_set()
         with torch.no_grad():
-            found = kept.posterior(self.kernel, (self.noise_variance + self.width).detach())
-        assert isinstance(found, ActiveSet)
-        return found
+            posterior = points.posterior(self.kernel, (self.noise_variance + self.width).detach())
+        assert isinstance(posterior, ActiveSet)
+        return posterior
 
     def sample(self, num: int) -> Tensor:
         """Draws new data points ``(num, ...)``: latents, functions, then observations."""
         with torch.no_grad():
-            found: Tensor = self.observe(super().sample(num)).sample()
-        return found
+            draws: Tensor = self.observe(super().sample(num)).sample()
+        return draws
 
     def _make_active_set(self, x: Tensor, latents: Tensor) -> ActiveSet:
         return ActiveSet(latents, self.sites(x).detach(), self.kernel, (self.noise_variance + self.width).detach())
 
     def _log_joint(self, posterior: Predictor, x: Tensor, latents: Tensor) -> Tensor:
-        found: Tensor = self.observe(posterior.predict(latents)[0]).log_prob(x) - 0.5 * latents.square().sum(-1)
-        return found
+        log_joint: Tensor = self.observe(posterior.predict(latents)[0]).log_prob(x) - 0.5 * latents.square().sum(-1)
+        return log_joint
 
     def _best_candidates(self, posterior: Predictor, x: Tensor, num: int) -> Tensor:
         candidates = posterior.latents[:: -(-len(posterior.latents) // 200)]

@@ -25,13 +25,14 @@ from torch import Tensor
 
 from pyro_truncated.gp.active_sets import NearestSet, conditional_log_prob
 from pyro_truncated.gplvm.batched_bfgs import maximize_batched
-from pyro_truncated.utils.arguments import check_count, names_arguments
+from pyro_truncated.utils.arguments import check_count, describe, names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.devices import generator_device
 
 # Values ``(M,)`` of data points ``(M, D)`` at latents ``(M, Q)``, under what predicts outputs at latents.
 Objective = Callable[[Any, Tensor, Tensor], Tensor]
-_STEPS_AMONG = 8
+# Steps after which the neighbours of a latent are found anew.
+_STEPS_PER_NEIGHBOURHOOD = 8
 
 
 class Predictor(Protocol):
@@ -57,9 +58,9 @@ def best_candidates(posterior: Predictor, x: Tensor, candidates: Tensor, num: in
         squares = (value.square().sum(-1, keepdim=True) - 2 * value @ mean.mT + norms) / variance.mT
         spread = observed.sum(-1, keepdim=True) * (2 * math.pi * variance).log().mT
     else:
-        precision, seen = variance.reciprocal(), observed.to(x)
-        squares = value.square() @ precision.mT - 2 * value @ (precision * mean).mT + seen @ (precision * mean.square()).mT
-        spread = seen @ (2 * math.pi * variance).log().mT
+        precision, weights = variance.reciprocal(), observed.to(x)
+        squares = value.square() @ precision.mT - 2 * value @ (precision * mean).mT + weights @ (precision * mean.square()).mT
+        spread = weights @ (2 * math.pi * variance).log().mT
     scores = -0.5 * (squares + spread + candidates.square().sum(-1))
     return candidates[scores.topk(num, 1).indices].movedim(1, 0)
 
@@ -94,30 +95,30 @@ def infer_latents(
         ``(M, Q)``.
     """
     candidates = posterior.latents[:: -(-len(posterior.latents) // num_candidates)]
-    found = []
+    parts = []
     for rows in torch.arange(len(x), device=x.device).split(block):
         value = x[rows]
         with torch.no_grad():
             begin = best_candidates(posterior, value, candidates, min(starts, len(candidates)))
         begin = begin if extra_start is None else torch.cat([begin, extra_start[rows].unsqueeze(0)])
-        found.append(climb(posterior, log_joint, value, begin, steps, lr))
-    return torch.cat(found)
+        parts.append(maximize(posterior, log_joint, value, begin, steps, lr))
+    return torch.cat(parts)
 
 
-def climb(posterior: Predictor, objective: Objective, x: Tensor, starts: Tensor, steps: int, lr: float) -> Tensor:
+def maximize(posterior: Predictor, objective: Objective, x: Tensor, starts: Tensor, steps: int, lr: float) -> Tensor:
     """Returns latents ``(M, Q)`` of data points that maximise an objective.
 
     They are the best reached from starts ``(S, M, Q)``.
     """
     if isinstance(posterior, NearestSet):
-        return climb_among_neighbors(posterior, objective, x, starts, steps, lr)
+        return maximize_among_neighbors(posterior, objective, x, starts, steps, lr)
     return maximize_batched(lambda z, n: objective(posterior, x[n], z), starts, steps, lr)
 
 
-def climb_among_neighbors(
+def maximize_among_neighbors(
     posterior: NearestSet, objective: Objective, x: Tensor, starts: Tensor, steps: int, lr: float, leave_out: Tensor | None = None
 ) -> Tensor:
-    """As :func:`climb`, given the data points closest to the current latent.
+    """As :func:`maximize`, given the data points closest to the current latent.
 
     They are updated after every few steps.
 
@@ -132,17 +133,17 @@ def climb_among_neighbors(
     """
     num, size, dim = starts.shape
     others = None if leave_out is None else leave_out.repeat(num)
-    first = min(steps, _STEPS_AMONG)
-    reached, values = _climb_once(posterior, objective, x.repeat(num, 1), starts.reshape(num * size, dim), first, lr, others)
+    first = min(steps, _STEPS_PER_NEIGHBOURHOOD)
+    points, values = _maximize_once(posterior, objective, x.repeat(num, 1), starts.reshape(num * size, dim), first, lr, others)
     leader = values.reshape(num, size).argmax(0)
-    z = reached.reshape(num, size, dim)[leader, torch.arange(size, device=leader.device)]
-    for done in range(first, steps, _STEPS_AMONG):
-        z, _ = _climb_once(posterior, objective, x, z, min(_STEPS_AMONG, steps - done), lr, leave_out)
+    z = points.reshape(num, size, dim)[leader, torch.arange(size, device=leader.device)]
+    for done in range(first, steps, _STEPS_PER_NEIGHBOURHOOD):
+        z, _ = _maximize_once(posterior, objective, x, z, min(_STEPS_PER_NEIGHBOURHOOD, steps - done), lr, leave_out)
     return z
 
 
 @torch.no_grad()
-def _climb_once(
+def _maximize_once(
     posterior: NearestSet, objective: Objective, x: Tensor, starts: Tensor, steps: int, lr: float, leave_out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Returns latents and values reached from one start ``(M, Q)`` each.
@@ -150,8 +151,8 @@ def _climb_once(
     They are given the data points closest to it.
     """
     around = posterior.around(starts, leave_out)
-    reached = maximize_batched(lambda z, n: objective(around.take(n), x[n], z), starts.unsqueeze(0), steps, lr)
-    return reached, objective(around, x, reached)
+    points = maximize_batched(lambda z, n: objective(around.take(n), x[n], z), starts.unsqueeze(0), steps, lr)
+    return points, objective(around, x, points)
 
 
 def log_joint(posterior: Predictor, x: Tensor, latents: Tensor) -> Tensor:
@@ -160,7 +161,7 @@ def log_joint(posterior: Predictor, x: Tensor, latents: Tensor) -> Tensor:
 
 
 # Of the latent space, whose prior has unit variance: errors of central differences in float32 are below 1e-4 there.
-_STEP = 1e-2
+_DIFFERENCE_STEP = 1e-2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,16 +192,16 @@ class OwnLatents:
         """
         around = posterior.around(latents, leave_out) if isinstance(posterior, NearestSet) else posterior
         mean, variance = around.predict(latents, noiseless=True)
-        steps = _STEP * torch.eye(latents.shape[1]).to(latents)
-        slopes = [(around.predict(latents + step)[0] - around.predict(latents - step)[0]) / (2 * _STEP) for step in steps]
+        steps = _DIFFERENCE_STEP * torch.eye(latents.shape[1]).to(latents)
+        slopes = [(around.predict(latents + step)[0] - around.predict(latents - step)[0]) / (2 * _DIFFERENCE_STEP) for step in steps]
         return cls(latents.double(), (mean + loc).double(), variance.double(), torch.stack(slopes, -1).double())
 
-    def spread(self, seen: Tensor, noise: Tensor) -> Tensor:
+    def spread(self, is_observed: Tensor, noise: Tensor) -> Tensor:
         """Returns variances ``(M, D)`` of the means under the normals.
 
         They hold at temperature one, where entries ``(M, D)`` are observed.
         """
-        precision = seen / (self.variance + noise)
+        precision = is_observed / (self.variance + noise)
         curvature = torch.einsum("mdq,md,mdr->mqr", self.slopes, precision, self.slopes)
         root = torch.linalg.cholesky(curvature + torch.eye(self.latents.shape[1]).to(curvature))
         whitened: Tensor = torch.linalg.solve_triangular(root, self.slopes.mT, upper=False)
@@ -330,7 +331,7 @@ class CandidateLatents:
             raise TypeError(f"data points x must be real; got {x.dtype}")
         x = x.to(self._mean)
         if x.dim() != 2 or x.shape[1] != self._mean.shape[1] or bool(x.isinf().any()):
-            raise ValueError(f"data points x must be finite or NaN and of shape (M, {self._mean.shape[1]}); got {tuple(x.shape)}")
+            raise ValueError(f"data points x must be finite or NaN and of shape (M, {self._mean.shape[1]}); got {describe(x)}")
         return x
 
     @names_arguments
@@ -385,6 +386,7 @@ class CandidateLatents:
         masks = masks[turn * len(masks) // len(turn) if len(masks) > len(turn) else turn % len(masks)]
         key = np.packbits(masks.cpu().numpy()).tobytes()
         if key not in self._scales:
+            # So many patterns of missing entries are kept, the newest ones.
             if len(self._scales) == 100:
                 del self._scales[next(iter(self._scales))]
             self._scales[key] = self._scale(masks, self._without_themselves(masks))
@@ -449,10 +451,12 @@ class CandidateLatents:
 
         They are correct up to constants.
         """
-        seen, value = (~x.isnan()).double(), x.nan_to_num(0.0)
+        is_observed, value = (~x.isnan()).double(), x.nan_to_num(0.0)
         precision = 1 / (self._variance + noise)
-        square = value.square() @ precision.mT - 2 * value @ (precision * self._mean).mT + seen @ (precision * self._mean.square()).mT
-        return -(square - seen @ precision.log().mT + self.latents.double().square().sum(1)) / 2
+        square = (
+            value.square() @ precision.mT - 2 * value @ (precision * self._mean).mT + is_observed @ (precision * self._mean.square()).mT
+        )
+        return -(square - is_observed @ precision.log().mT + self.latents.double().square().sum(1)) / 2
 
     def _moments(self, weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         mean = weights @ self._mean
@@ -461,9 +465,9 @@ class CandidateLatents:
 
     def _log_joint_without_own(self, visible: Tensor, noise: Tensor) -> Tensor:
         """As :meth:`_log_joint`, of the first candidates without their own latents."""
-        found = self._log_joint(visible, noise)
-        found.diagonal()[: len(visible)] = -math.inf
-        return found
+        log_joint = self._log_joint(visible, noise)
+        log_joint.diagonal()[: len(visible)] = -math.inf
+        return log_joint
 
     def _first_noise(self) -> Tensor:
         return self.decoder.noise_variance.detach().double().expand(self._mean.shape[1])
@@ -479,9 +483,9 @@ class CandidateLatents:
             else:
                 log_own, spread = own.log_joint(visible, noise), own.spread((~visible.isnan()).double(), noise)
                 moments = [self._mix(logs / T, own, log_own / T[:, 0], T * spread) for T in temperatures]
-            found = [_fit_noise(x.nan_to_num(0.0), hidden, mean, spread) for mean, spread in moments]
-            best = int(torch.stack([score for score, _ in found]).argmax())
-            temperature, noise = _TEMPERATURES[best], found[best][1]
+            fits = [_fit_noise(x.nan_to_num(0.0), hidden, mean, spread) for mean, spread in moments]
+            best = int(torch.stack([score for score, _ in fits]).argmax())
+            temperature, noise = _TEMPERATURES[best], fits[best][1]
         return temperature, noise
 
     def _closest_others(self, x: Tensor, rows: Tensor, *, neighbors: int = 100) -> tuple[NearestSet | None, Tensor]:
@@ -507,16 +511,17 @@ class CandidateLatents:
         decoder, visible = self.decoder, self._points.masked_fill(is_hidden, math.nan)
         best = self._log_joint_without_own(visible, self._first_noise()).topk(min(3, len(self.latents) - 1), 1).indices
         starts, centred = self.latents[best].movedim(1, 0), visible.to(self.latents) - decoder.loc
-        z = climb_among_neighbors(self._others, log_joint, centred, starts, max_bfgs_steps, 0.05, self._own_row)
+        first_step = 0.05  # its length, in latents of unit variance
+        z = maximize_among_neighbors(self._others, log_joint, centred, starts, max_bfgs_steps, first_step, self._own_row)
         return OwnLatents.at(self._others, z, decoder.loc, self._own_row)
 
 
-def _fit_noise(x: Tensor, hidden: Tensor, mean: Tensor, spread: Tensor, *, noise_floor: float = 1e-4) -> tuple[Tensor, Tensor]:
+def _fit_noise(x: Tensor, is_hidden: Tensor, mean: Tensor, spread: Tensor, *, noise_floor: float = 1e-4) -> tuple[Tensor, Tensor]:
     """Returns the log density of hidden entries, and each output's noise.
 
     The noise is estimated from the errors.
     """
-    error, counts = (x - mean).square() * hidden, hidden.sum(0).clamp(min=1.0)
-    noise = ((error - spread * hidden).sum(0) / counts).clamp(min=noise_floor * float(error.sum() / hidden.sum()))
+    error, counts = (x - mean).square() * is_hidden, is_hidden.sum(0).clamp(min=1.0)
+    noise = ((error - spread * is_hidden).sum(0) / counts).clamp(min=noise_floor * float(error.sum() / is_hidden.sum()))
     total = spread + noise
-    return -((error / total + hidden * total.log()).sum() / 2), noise
+    return -((error / total + is_hidden * total.log()).sum() / 2), noise

@@ -25,13 +25,13 @@ from pyro_truncated.distributed.launch import AllReduced, SummedELBO
 from pyro_truncated.distributed.shards import (
     Portion,
     as_shard_like,
-    draw_alike,
-    ending_together,
     gather_all_rows,
     own_positions,
     own_rows,
+    propagate_shard_errors,
     rows_at,
     shard_sum,
+    synchronize_generator,
     total_rows,
 )
 from pyro_truncated.gp.active_set_distributions import ActiveSetGaussianProcess
@@ -44,11 +44,11 @@ from pyro_truncated.gp.active_sets import (
     split_weights,
 )
 from pyro_truncated.gp.data_kernels.protocol import check_kernel
-from pyro_truncated.gplvm.decoders.conditioning_set import KeptPoints, Posterior, checksum, keep_neighbors, keep_points
-from pyro_truncated.gplvm.decoders.latents import CandidateLatents, Predictor, best_candidates, climb, log_joint
+from pyro_truncated.gplvm.decoders.conditioning_set import ConditioningSet, Posterior, checksum, neighbors_set, select_conditioning_set
+from pyro_truncated.gplvm.decoders.latents import CandidateLatents, Predictor, best_candidates, log_joint, maximize
 from pyro_truncated.gplvm.decoders.sharded_latents import SharedSplit, gather_latents, join_latents
 from pyro_truncated.gplvm.principal_components import principal_components
-from pyro_truncated.utils.arguments import check_count, check_counts, check_learning_rate, names_arguments
+from pyro_truncated.utils.arguments import check_count, check_counts, check_learning_rate, describe, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.console import progress_bar
 from pyro_truncated.utils.devices import generator_device
@@ -60,7 +60,8 @@ _NOISE_FLOOR = {torch.float64: 1e-8}
 _HYPERPARAMETERS = {"kernel", "noise", "width"}
 
 
-_JUMPING_SHARE = 0.6
+# Share of the epochs, from the first one, in which latents may be relocated.
+_RELOCATION_SHARE = 0.6
 
 
 class SASDecoder(UniqueModule):
@@ -126,7 +127,7 @@ class SASDecoder(UniqueModule):
     z_loc: Any
     z_scale: Any
     portion: Portion | None = None
-    _conditioning: KeptPoints | None = None
+    _conditioning_points: ConditioningSet | None = None
     _candidates: CandidateLatents | None = None
     _training_data: Tensor | None = None
 
@@ -177,9 +178,9 @@ class SASDecoder(UniqueModule):
         Raises:
             ValueError: if the data or the latents have another shape, the data are infinite or do not vary, or an output is never observed.
         """
-        self._conditioning = None
+        self._conditioning_points = None
         steps = check_count("steps", steps, least=0)
-        with ending_together(x):
+        with propagate_shard_errors(x):
             self._check_data(x)
             self._check_latents(latents)
             self.portion = join_latents(self, self.portion, x)
@@ -195,7 +196,7 @@ class SASDecoder(UniqueModule):
             deviation = torch.where(observed, x - self.loc, 0.0)
             variance = total([deviation.square().sum()])[0] / counts.sum()
             if not float(variance) > 0:
-                raise ValueError("the data x do not vary: there is nothing to learn")
+                raise ValueError(f"the data x must vary; got a variance of {float(variance):g}")
             self.noise = 0.5 * variance.to(self.loc)
             if isinstance(self.kernel, kernels.Isotropy):
                 self.kernel.variance = cast("Any", variance.to(self.loc))
@@ -206,10 +207,10 @@ class SASDecoder(UniqueModule):
             self._imitate(x, scores, steps)
         return self
 
-    def _first_latents(self, features: Tensor, given: Tensor | None) -> Tensor:
+    def _first_latents(self, features: Tensor, latents: Tensor | None) -> Tensor:
         # A copy, or training would move the latents of whom they came from.
-        found = principal_components(features, self.latent_dim) if given is None else own_rows(given, features).detach().clone()
-        return found.to(self.loc)
+        start = principal_components(features, self.latent_dim) if latents is None else own_rows(latents, features).detach().clone()
+        return start.to(self.loc)
 
     def _check_latents(self, latents: Tensor | None) -> None:
         if latents is not None and tuple(latents.shape) != (self.num_data, self.latent_dim):
@@ -223,17 +224,18 @@ class SASDecoder(UniqueModule):
         if not latents.is_floating_point():
             raise TypeError(f"latents must be floating point; got {latents.dtype}")
         if not bool(latents.isfinite().all()):
-            raise ValueError("latents must be finite; they hold NaN or infinity")
+            raise ValueError(f"latents must be finite; got {describe(latents)}")
 
     def _imitate(self, x: Tensor, scores: Tensor, steps: int) -> None:
         assert self.encoder is not None
-        optimizer = torch.optim.Adam(self.encoder.parameters(), 3e-3)
+        optimizer = torch.optim.Adam(self.encoder.parameters(), lr=3e-3)
         for _ in range(steps):
             rows = torch.randperm(self.num_data, device=x.device)[:256]
-            shown = rows_at(x, rows)
-            loc, scale = self._encode(shown, shown[: max(1, len(rows) // 4)])
+            batch = rows_at(x, rows)
+            loc, scale = self._encode(batch, batch[: max(1, len(rows) // 4)])
             loss = (loc - rows_at(as_shard_like(scores, x), rows)).square().mean()
             if scale is not None:
+                # Deviations start from a tenth of the prior one, as without an encoder.
                 loss = loss + (scale.log() - torch.tensor(0.1).log()).square().mean()
             loss.backward()
             optimizer.step()
@@ -264,7 +266,9 @@ class SASDecoder(UniqueModule):
         # Sums of squares of larger numbers are infinite.
         largest = torch.finfo(x.dtype).max ** 0.4
         if bool((x.abs() > largest).any()):
-            raise ValueError(f"data x must be finite, of magnitude {largest:.0e} at most, or NaN where missing; got infinity or more")
+            raise ValueError(
+                f"data x must be finite, of magnitude {largest:.0e} at most, or NaN where missing; got {float(x[~x.isnan()].abs().max()):g}"
+            )
 
     @property
     def noise_variance(self) -> Tensor:
@@ -287,10 +291,10 @@ class SASDecoder(UniqueModule):
         if split is not None:
             return Split(split.indices.to(self.loc.device), split.num_active)
         batch = pyro.plate("batch", self.num_data, subsample_size=self.batch_size).indices
-        chosen = pyro.plate("active", len(batch), subsample_size=self.num_active).indices
+        active = pyro.plate("active", len(batch), subsample_size=self.num_active).indices
         others = torch.ones(len(batch), dtype=torch.bool, device=batch.device)
-        others[chosen] = False
-        return Split(batch[torch.cat([chosen, others.nonzero().squeeze(-1)])], len(chosen))
+        others[active] = False
+        return Split(batch[torch.cat([active, others.nonzero().squeeze(-1)])], len(active))
 
     @contextlib.contextmanager
     def _plate(self, split: Split) -> Iterator[None]:
@@ -326,11 +330,11 @@ class SASDecoder(UniqueModule):
     def _infer_latents(self, x: Tensor, split: Split) -> tuple[Tensor, Tensor | None]:
         """Means and deviations of a minibatch's latents, before its plate opens."""
         if self.encoder is not None:
-            shown = split.rows(x)
-            return self._encode(shown, shown[: split.num_active])
-        held = [self.z_loc, self.z_scale] if self.bayesian else [self.z_loc]
+            batch = split.rows(x)
+            return self._encode(batch, batch[: split.num_active])
+        variables = [self.z_loc, self.z_scale] if self.bayesian else [self.z_loc]
         # Pyro's plates subsample parameters, but not where a minibatch is all data in another order.
-        rows = split.latents(held)
+        rows = split.latents(variables)
         return rows[0], rows[1] if self.bayesian else None
 
     def _sample_latents(self, loc: Tensor, scale: Tensor | None, split: Split) -> Tensor:
@@ -355,8 +359,8 @@ class SASDecoder(UniqueModule):
         """A copy of the training data's latents (or means) ``(N, Q)``."""
         with torch.no_grad():
             if self.encoder is None:
-                found: Tensor = self.z_loc if self.portion is not None else own_rows(self.z_loc, x)
-                return found.detach().clone()
+                latents: Tensor = self.z_loc if self.portion is not None else own_rows(self.z_loc, x)
+                return latents.detach().clone()
             return self._encode(x, self._examples(x))[0]
 
     def _examples(self, x: Tensor) -> Tensor:
@@ -402,7 +406,7 @@ class SASDecoder(UniqueModule):
         Raises:
             ValueError: as :meth:`initialize` does, if a number is not positive, or ``learning_rate`` is above 10.
         """
-        with ending_together(x):
+        with propagate_shard_errors(x):
             return self._fit(x, epochs, learning_rate, generator, progress)
 
     def _fit(
@@ -421,15 +425,15 @@ class SASDecoder(UniqueModule):
         check_learning_rate(learning_rate)
         self.initialize(x)
         if self.portion is not None:
-            draw_alike(generator)
+            synchronize_generator(generator)
         rates, decay = self.learning_rates(learning_rate, 2 * learning_rate), last_rate ** (1 / (epochs * self._batches))
         options = functools.partial(_with_decay, rates, decay)
         optimizer = AllReduced(ClippedAdam(cast("Any", options)))
         svi = SVI(self.model, self.guide, optimizer, SummedELBO(TraceMeanField_ELBO() if self.bayesian else Trace_ELBO()))
-        every = max(2, round(_JUMPING_SHARE * epochs / max_jumps))
+        every = max(2, round(_RELOCATION_SHARE * epochs / max_jumps))
         with progress_bar(progress and collectives.rank() == 0, total=epochs, unit="epoch") as bar:
             for epoch in range(epochs):
-                if self.encoder is None and epoch % every == every - 1 and epoch < _JUMPING_SHARE * epochs:
+                if self.encoder is None and epoch % every == every - 1 and epoch < _RELOCATION_SHARE * epochs:
                     self.relocate_(x, generator=generator)
                 loss = sum(svi.step(x, split) for split in splits.epoch(epoch))
                 bar.update()
@@ -470,7 +474,7 @@ class SASDecoder(UniqueModule):
         Raises:
             ValueError: if the data have another shape, ``num_active`` is not positive, or latents come from an encoder.
         """
-        with ending_together(x):
+        with propagate_shard_errors(x):
             return self._relocate(x, num_active, generator)
 
     def _relocate(self, x: Tensor, num_active: int, generator: torch.Generator | None) -> float:
@@ -478,7 +482,7 @@ class SASDecoder(UniqueModule):
         if self.encoder is not None:
             raise ValueError("a decoder with an encoder has no free latents to relocate; train the encoder instead")
         num_active = check_count("num_active", num_active)
-        self._conditioning = None
+        self._conditioning_points = None
         self.portion = join_latents(self, self.portion, x)
         order = torch.randperm(self.num_data, generator=generator, device=generator_device(generator)).to(x.device)
         # Incomplete data points last: each pattern of missing entries among the active ones costs a factorisation.
@@ -487,14 +491,15 @@ class SASDecoder(UniqueModule):
         with torch.no_grad():
             z = self.z_loc.detach().clone()
             posterior = self._make_active_set(rows_at(x, active), rows_at(as_shard_like(z, x), active))
-            moved = torch.zeros((), dtype=torch.int64)
+            count = torch.zeros((), dtype=torch.int64)
+            # Data points at once.
             for rows in own_positions(others, self.portion).split(5000):
                 there = self._best_candidates(posterior, x[rows], 1)[0]
                 better = self._log_joint(posterior, x[rows], there) > self._log_joint(posterior, x[rows], z[rows])
                 z[rows[better]] = there[better]
-                moved += int(better.sum())
+                count += int(better.sum())
             self.z_loc = z
-        return int(shard_sum(x)([moved])[0]) / self.num_data
+        return int(shard_sum(x)([count])[0]) / self.num_data
 
     def _make_active_set(self, x: Tensor, latents: Tensor) -> ActiveSet:
         """The posterior of deviations from ``loc`` given data points at their latents."""
@@ -567,32 +572,34 @@ class SASDecoder(UniqueModule):
         with torch.no_grad():
             latents, outputs = gather_all_rows(self.latents(x), x), as_shard_like(x - self.loc, x)
             if num_neighbors is None:
-                kept = keep_points(self.kernel, latents, outputs, size, projected, choose or self._least_variance)
+                points = select_conditioning_set(self.kernel, latents, outputs, size, projected, choose or self._least_variance)
             elif size is None and not projected:
-                kept = keep_neighbors(latents, outputs, check_count("num_neighbors", num_neighbors))
+                points = neighbors_set(latents, outputs, check_count("num_neighbors", num_neighbors))
             else:
                 raise ValueError("num_neighbors are the closest of all complete data points: leave size and projected out")
-            self._conditioning = self._seal_state(kept, x)
+            self._conditioning_points = self._with_checksum(points, x)
         self._training_data, self._candidates = x, None
         return self
 
-    def _seal_state(self, kept: KeptPoints, x: Tensor) -> KeptPoints:
+    def _with_checksum(self, points: ConditioningSet, x: Tensor) -> ConditioningSet:
         """The state with the encoder's needs and the parameters' checksum."""
         examples = self._examples(x).clone() if self.encoder_sees_active else None
-        return dataclasses.replace(kept, examples=examples, checksum=checksum(self))
+        return dataclasses.replace(points, examples=examples, checksum=checksum(self))
 
     def _least_variance(self, kernel: kernels.Kernel, latents: Tensor, size: int) -> Tensor:
         return least_variance(kernel, latents, size, self.noise_variance.detach())
 
-    def _conditioning_set(self) -> KeptPoints:
-        if self._conditioning is None:
+    def _conditioning_set(self) -> ConditioningSet:
+        if self._conditioning_points is None:
             raise RuntimeError("call condition_(x) first: it keeps the data points that predictions condition on")
-        assert self._conditioning.checksum is not None
+        assert self._conditioning_points.checksum is not None
         # Checksums agree up to floating point type or device.
         now = checksum(self)
-        if self._conditioning.checksum.shape != now.shape or not torch.allclose(self._conditioning.checksum, now, rtol=1e-6, atol=0.0):
+        if self._conditioning_points.checksum.shape != now.shape or not torch.allclose(
+            self._conditioning_points.checksum, now, rtol=1e-6, atol=0.0
+        ):
             raise RuntimeError("the decoder has changed since condition_(x); call it again to predict with the present parameters")
-        return self._conditioning
+        return self._conditioning_points
 
     def posterior(self) -> Posterior:
         """The Gaussian process posterior of deviations from ``loc``, for predictions.
@@ -600,9 +607,9 @@ class SASDecoder(UniqueModule):
         Raises:
             RuntimeError: before :meth:`condition_`, or if parameters have changed since.
         """
-        kept = self._conditioning_set()
+        points = self._conditioning_set()
         with torch.no_grad():
-            return kept.posterior(self.kernel, self.noise_variance.detach())
+            return points.posterior(self.kernel, self.noise_variance.detach())
 
     @names_arguments
     @takes_arrays
@@ -615,7 +622,9 @@ class SASDecoder(UniqueModule):
             pieces = [posterior.predict(piece, noiseless=noiseless) for piece in latents.split(block)]
         means, variances = (torch.cat(moments) for moments in zip(*pieces, strict=True))
         if not bool(means.isfinite().all()):
-            raise ValueError("predictions are not finite at these latents: they are too far from those of the training data")
+            raise ValueError(
+                f"latents must be near those of the training data for predictions to be finite; got {float(latents.abs().max()):g}"
+            )
         return means + self.loc, variances
 
     @names_arguments
@@ -638,13 +647,13 @@ class SASDecoder(UniqueModule):
         if not isinstance(lr, float | int) or not 0 < lr < math.inf:
             raise ValueError(f"lr must be a positive number; got {lr!r}")
         own = None if self.encoder is None or bool(x.isnan().any()) else self.encode(x)
-        posterior, found = self.posterior(), []
+        posterior, parts = self.posterior(), []
         for rows in torch.arange(len(x), device=x.device).split(block):
             with torch.no_grad():
                 begin = self._best_candidates(posterior, x[rows], starts)
             begin = begin if own is None else torch.cat([begin, own[rows].unsqueeze(0)])
-            found.append(climb(posterior, self._log_joint, x[rows], begin, steps, lr))
-        return torch.cat(found)
+            parts.append(maximize(posterior, self._log_joint, x[rows], begin, steps, lr))
+        return torch.cat(parts)
 
     def reconstruct(self, x: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
         """Returns calibrated means and variances ``(M, D)`` of all outputs.
@@ -683,11 +692,11 @@ class SASDecoder(UniqueModule):
 
     def get_extra_state(self) -> dict[str, Tensor]:
         """What :meth:`condition_` kept, for ``state_dict()``."""
-        return {} if self._conditioning is None else self._conditioning.state()
+        return {} if self._conditioning_points is None else self._conditioning_points.state()
 
     def set_extra_state(self, state: dict[str, Tensor]) -> None:
         """Restores the data points that :meth:`condition_` conditions on."""
-        self._conditioning = KeptPoints(**state) if state else None
+        self._conditioning_points = ConditioningSet(**state) if state else None
         self._training_data = self._candidates = None
 
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.shards import (
     Portion,
-    draw_alike,
     find_part,
     gather_owned_rows,
-    leave_to_owners,
+    register_owned_rows,
     rows_at,
-    take_from_owners,
+    synchronize_generator,
+    unregister_owned_rows,
 )
 from pyro_truncated.gp.active_sets import (
     Split,
@@ -28,19 +28,19 @@ from pyro_truncated.gp.active_sets import (
 _NAMES = ("z_loc", "z_scale")
 
 
-def join_latents(module: torch.nn.Module, held: Portion | None, x: Tensor) -> Portion | None:
+def join_latents(module: torch.nn.Module, expected: Portion | None, x: Tensor) -> Portion | None:
     """Which data points a shard has, ``None`` for all.
 
     On the first call the latents of others are dropped, and all processes start like the first.
     """
     portion = find_part(x)
-    if held is None and portion is not None:
+    if expected is None and portion is not None:
         _begin(module, portion)
-    elif portion != held:
-        raise ValueError(f"data must be the shard of the latents, {held}; got {portion}. Call gather_() on all processes before")
+    elif portion != expected:
+        raise ValueError(f"data must be the shard of the latents, {expected}; got {portion}. Call gather_() on all processes before")
     for parameter in _latent_parameters(module) if portion is not None else ():
         # Copies of a module do not know of it.
-        leave_to_owners(parameter)
+        register_owned_rows(parameter)
     return portion
 
 
@@ -50,7 +50,7 @@ def gather_latents(module: torch.nn.Module) -> None:
     for parameter in _latent_parameters(module):
         parameter.data = torch.cat(collectives.gather(parameter.detach().clone()))
         parameter.grad = None
-        take_from_owners(parameter)
+        unregister_owned_rows(parameter)
 
 
 @torch.no_grad()
@@ -63,7 +63,7 @@ def _begin(module: torch.nn.Module, portion: Portion) -> None:
     common = [tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in own]
     for tensor, value in zip(common, collectives.agree([tensor.detach() for tensor in common]), strict=True):
         tensor.copy_(value)
-    draw_alike(None)
+    synchronize_generator(None)
 
 
 def _latent_parameters(module: torch.nn.Module) -> list[Tensor]:
@@ -104,11 +104,11 @@ class SharedSplit(Split):
         """The data ``(b, D)``, of which the active points come from their owners."""
         return torch.cat([rows_at(x, self.active), x[self.rest - self.portion.first]])
 
-    def latents(self, held: Sequence[Tensor]) -> list[Tensor]:
+    def latents(self, variables: Sequence[Tensor]) -> list[Tensor]:
         """Gathers rows ``(b, Q)``; gradients of active ones go to owners."""
-        every = torch.cat(list(held), -1)
+        every = torch.cat(list(variables), -1)
         rows = torch.cat([gather_owned_rows(every, self.portion, self.active), every[self.rest - self.portion.first]])
-        return list(rows.split([values.shape[-1] for values in held], -1))
+        return list(rows.split([values.shape[-1] for values in variables], -1))
 
     def normal(self, loc: Tensor, scale: Tensor) -> Any:
         """Those that draw for all of the minibatch, alike on all processes."""

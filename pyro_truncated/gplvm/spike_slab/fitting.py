@@ -96,8 +96,9 @@ def _start_view(view: View, loc: Tensor, variance: Tensor, generator: torch.Gene
     # Functions of labels are log odds or the like, whatever the variance of the labels.
     _start_kernel(view.kernel, variance if view.likelihood is None else torch.ones_like(variance))
     if not isinstance(view.kernel, LinearARD):
-        chosen = torch.randperm(len(loc), generator=generator, device=generator_device(generator))
-        rows = loc[chosen[: len(view.inducing)].to(loc.device)]
+        order = torch.randperm(len(loc), generator=generator, device=generator_device(generator))
+        rows = loc[order[: len(view.inducing)].to(loc.device)]
+        # Moved by a hundredth of the prior deviation, as equal inputs have no inverse.
         view.inducing = rows + 1e-2 * _randn(len(rows), rows.shape[1], rows, generator).to(rows)
 
 
@@ -148,9 +149,9 @@ def maximize_bound(model: SpikeSlabMRD, y: Views, steps: int = 500, *, tolerance
             model.tighten(y)
         bound = float(model.bound(y))
     while steps > 0:
-        reached, taken = _run_lbfgs(model, y, parameters, steps, size, tolerance)
-        steps -= max(1, taken)
-        gain, bound = reached - bound, reached
+        value, count = _run_lbfgs(model, y, parameters, steps, size, tolerance)
+        steps -= max(1, count)
+        gain, bound = value - bound, value
         if not gain > tolerance * size:
             break
     return bound
@@ -164,14 +165,14 @@ def _run_lbfgs(model: SpikeSlabMRD, y: Views, parameters: Sequence[Tensor], step
         value.backward()
         return value
 
-    found = minimize(loss, parameters, max_iterations=steps, tolerance=tolerance / 10, gradient_tolerance=1e-8, memory=20)
+    minimum = minimize(loss, parameters, max_iterations=steps, tolerance=tolerance / 10, gradient_tolerance=1e-8, memory=20)
     model.zero_grad()
-    return -found.value * size, found.iterations
+    return -minimum.value * size, minimum.iterations
 
 
 # Log odds of switches that are free again after they have been held on, and of moves.
 NEARLY_ON = 3.0
-_SURE = 12.0
+_SURE_LOG_ODDS = 12.0
 
 
 @names_arguments
@@ -193,7 +194,7 @@ def switch_log_odds(model: SpikeSlabMRD, y: Views) -> Tensor:
     """
     views = model.check_data(y)
     gamma = model.probability.detach().clone().requires_grad_()
-    with torch.enable_grad(), model.holding(gamma):
+    with torch.enable_grad(), model.fix_switches(gamma):
         terms = [view.data_term(model.inputs(c), data) for c, (view, data) in enumerate(zip(model.views, views, strict=True))]
         slope = torch.autograd.grad(torch.stack(terms).sum(), gamma)[0]
     with torch.no_grad():
@@ -247,7 +248,7 @@ def settle_switches(model: SpikeSlabMRD, y: Views) -> float:
     with torch.no_grad():
         # Evidence, in nats, that counts as none.
         silent = model.logits <= model.prior.logit() + 0.05
-        model.logits = torch.where(silent, -_SURE, model.logits)
+        model.logits = torch.where(silent, -_SURE_LOG_ODDS, model.logits)
         return float(model.bound(y))
 
 
@@ -269,13 +270,13 @@ def switch_moves(model: SpikeSlabMRD, y: Views) -> float:
     for c, q in itertools.product(range(model.num_views), range(model.num_latents)):
         now = model.logits.detach().clone()
         # A switch that is sure already is only tried the other way.
-        for value in (v for v in (-_SURE, _SURE) if v * float(now[c, q]) < _SURE**2):
-            moved = now.clone()
-            moved[c, q] = value
-            model.logits = moved
-            tried = float(model.bound(y))
-            if tried > bound:
-                bound, now = tried, moved
+        for value in (v for v in (-_SURE_LOG_ODDS, _SURE_LOG_ODDS) if v * float(now[c, q]) < _SURE_LOG_ODDS**2):
+            trial = now.clone()
+            trial[c, q] = value
+            model.logits = trial
+            new_bound = float(model.bound(y))
+            if new_bound > bound:
+                bound, now = new_bound, trial
         model.logits = now
     return bound
 
@@ -302,29 +303,29 @@ def remove_dimensions(model: SpikeSlabMRD, y: Views, steps: int = 40, *, patienc
         tolerance: gain per observed number below which iterations end.
     """
     is_on, failed = model.probability.detach() > 0.5, 0
-    kept = torch.zeros_like(is_on)
-    with model.holding(is_on.double()):
+    required = torch.zeros_like(is_on)
+    with model.fix_switches(is_on.double()):
         bound = maximize_bound(model, y, steps, tolerance=tolerance)
-    while failed < patience and bool((is_on & ~kept).any()):
-        with model.holding(1.0):
+    while failed < patience and bool((is_on & ~required).any()):
+        with model.fix_switches(1.0):
             relevance = model.relevance()
-        share = torch.where(is_on & ~kept, relevance / relevance.amax(1, keepdim=True), math.inf)
-        before, tried = snapshot(model.state_dict().values()), is_on.clone()
-        tried.view(-1)[share.argmin()] = False
-        with model.holding(tried.double()):
-            reached = maximize_bound(model, y, steps, tolerance=tolerance)
-        if reached > bound:
-            bound, is_on, failed = reached, tried, 0
+        share = torch.where(is_on & ~required, relevance / relevance.amax(1, keepdim=True), math.inf)
+        before, trial = snapshot(model.state_dict().values()), is_on.clone()
+        trial.view(-1)[share.argmin()] = False
+        with model.fix_switches(trial.double()):
+            new_bound = maximize_bound(model, y, steps, tolerance=tolerance)
+        if new_bound > bound:
+            bound, is_on, failed = new_bound, trial, 0
         else:
             load_snapshot(model.state_dict().values(), before)
-            kept, failed = kept | (is_on & ~tried), failed + 1
+            required, failed = required | (is_on & ~trial), failed + 1
     with torch.no_grad():
-        model.logits = torch.where(is_on, _SURE, -_SURE).to(model.logits)
+        model.logits = torch.where(is_on, _SURE_LOG_ODDS, -_SURE_LOG_ODDS).to(model.logits)
     return bound
 
 
 # How much longer length-scales are at first, and how much more gain of the bound is asked of an iteration then.
-_STRETCH = 3.0
+_STRETCH_FACTOR = 3.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -400,7 +401,7 @@ def fit(
     steps, warm_up, rounds, removal_steps = (check_count(name, number, least=0) for name, number in numbers.items())
     num_starts = check_count("num_starts", num_starts)
     check_kinds(fit, tolerance=tolerance)
-    reached: list[float] = []
+    bounds: list[float] = []
     best: tuple[list[Tensor], list[float]] | None = None
     # What initialisation leaves alone, length-scales for instance, is at every start what it was at the first.
     before = snapshot(model.state_dict().values())
@@ -412,14 +413,14 @@ def fit(
             remove_dimensions(model, y, removal_steps, tolerance=tolerance)
             update_switches(model, y)
             history.append(maximize_bound(model, y, steps, tolerance=tolerance))
-        reached.append(history[-1])
-        if best is None or reached[-1] == max(reached):
+        bounds.append(history[-1])
+        if best is None or bounds[-1] == max(bounds):
             best = snapshot(model.state_dict().values()), history
     assert best is not None
     load_snapshot(model.state_dict().values(), best[0])
     bound = settle_switches(model, y)
     is_all_noise = bool((model.probability < 0.5).all())
-    return Fit(bound, reached, best[1], is_all_noise)
+    return Fit(bound, bounds, best[1], is_all_noise)
 
 
 @contextmanager
@@ -427,12 +428,12 @@ def _nearly_linear(model: SpikeSlabMRD) -> Iterator[None]:
     """A context with long length-scales and steep variances: functions hardly bend."""
     stretched = [view.kernel for view in model.views if isinstance(view.kernel, Isotropy)]
     for kernel in stretched:
-        _stretch(kernel, _STRETCH)
+        _stretch(kernel, _STRETCH_FACTOR)
     try:
         yield
     finally:
         for kernel in stretched:
-            _stretch(kernel, 1 / _STRETCH)
+            _stretch(kernel, 1 / _STRETCH_FACTOR)
 
 
 @torch.no_grad()
@@ -441,13 +442,15 @@ def _stretch(kernel: Isotropy, factor: float) -> None:
     kernel.lengthscale, kernel.variance = factor * lengthscale, factor**2 * variance  # type: ignore[assignment]
 
 
-def _train(model: SpikeSlabMRD, y: Views, steps: int, warm_up: int, rounds: int, tolerance: float, *, roughly: float = 30.0) -> list[float]:
+def _train(
+    model: SpikeSlabMRD, y: Views, steps: int, warm_up: int, rounds: int, tolerance: float, *, first_factor: float = 30.0
+) -> list[float]:
     """The phases of one start; returns the bound after each."""
     size = float(sum(v.numel() for v in model.check_data(y)))
-    with model.holding(1.0):
+    with model.fix_switches(1.0):
         # With the noise held low as well: else the easiest way up is often to call everything noise.
         with _nearly_linear(model):
-            maximize_bound(model, y, warm_up, tolerance=roughly * tolerance, fixed=("noise", "kernel"))
+            maximize_bound(model, y, warm_up, tolerance=first_factor * tolerance, fixed=("noise", "kernel"))
         maximize_bound(model, y, warm_up, tolerance=tolerance, fixed=("noise",))
         history = [maximize_bound(model, y, warm_up, tolerance=tolerance)]
     with torch.no_grad():

@@ -16,7 +16,7 @@ from pyro_truncated.gp.uncertain import SpikeSlabInputs
 from pyro_truncated.gplvm.batched_bfgs import maximize_batched
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import Observations, Prediction, predict
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
-from pyro_truncated.utils.arguments import check_count, check_counts, names_arguments
+from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, describe, names_arguments
 from pyro_truncated.utils.arrays import as_tensors, takes_arrays
 from pyro_truncated.utils.arviz_compat import convert_owner, make_idata
 from pyro_truncated.utils.budget import rows_per_block
@@ -37,16 +37,19 @@ class Latents:
     Attributes:
         loc: means :math:`\mu^*` given that a dimension is in use, ``(N, Q)``.
         scale: standard deviations :math:`\sqrt{s^*}`, ``(N, Q)``.
-        used: probability :math:`\rho_q` that an observed view uses a dimension, ``(Q,)``. Otherwise the prior holds.
-        observed: the views that were observed.
+        usage: probability :math:`\rho_q` that an observed view uses a dimension, ``(Q,)``. Otherwise the prior holds.
+        views: the views that were observed.
         bound: what each data point contributes to the bound, ``(N,)``.
     """
 
     loc: Tensor
     scale: Tensor
-    used: Tensor
-    observed: tuple[int, ...]
+    usage: Tensor
+    views: tuple[int, ...]
     bound: Tensor
+
+    used = Renamed("usage")
+    observed = Renamed("views")
 
 
 class Posterior:
@@ -96,7 +99,7 @@ class Posterior:
     def predict_at(self, inputs: SpikeSlabInputs, view: int = 0, full_covariance: bool = False) -> Prediction:
         """Returns a view's outputs at spike-and-slab inputs, in blocks."""
         if not bool(inputs.loc.isfinite().all() & inputs.variance.isfinite().all()):
-            raise ValueError("latents must be finite, means and deviations; they hold NaN or infinity")
+            raise ValueError(f"latents must be finite; got means {describe(inputs.loc)} and variances {describe(inputs.variance)}")
         process, posterior = self.model.views[view], self.inducing[view]
         rows = rows_per_block(64 * (len(process.inducing) ** 2 + process.num_functions ** (2 if full_covariance else 1)))
         noise = process.noise.double() if process.likelihood is None else torch.zeros_like(process.noise).double()
@@ -108,29 +111,31 @@ class Posterior:
         covariance = torch.cat([part.covariance for part in parts if part.covariance is not None]) if full_covariance else None
         return Prediction(mean, torch.cat([part.variance for part in parts]), noise, covariance)
 
-    def seen_by(self, latents: Latents, view: int) -> SpikeSlabInputs:
+    def view_inputs(self, latents: Latents, view: int) -> SpikeSlabInputs:
         r"""What a view sees of the latents of new data points.
 
         For a view that was observed: a slab where its switch is on. For another: its switch on, and the slab
         if some observed view uses the dimension, :math:`\gamma_{cq}\rho_q`, the prior otherwise, :math:`\gamma_{cq}(1 - \rho_q)`.
         """
         gamma = self.model.probability[view].detach()
-        if view in latents.observed:
+        if view in latents.views:
             return SpikeSlabInputs(latents.loc, latents.scale.square(), gamma.to(latents.loc))
-        slab = gamma * latents.used
+        slab = gamma * latents.usage
         rest = (1 - slab).clamp(min=torch.finfo(slab.dtype).tiny)
-        share = (gamma * (1 - latents.used) / rest).clamp(max=1.0)
+        share = (gamma * (1 - latents.usage) / rest).clamp(max=1.0)
         return SpikeSlabInputs(latents.loc, latents.scale.square(), slab.to(latents.loc), share.to(latents.loc))
+
+    seen_by = Renamed("view_inputs")
 
     def reconstruct(self, latents: Latents, view: int = 0, full_covariance: bool = False) -> Prediction:
         """A view's outputs, observed or not, for new data points."""
-        return self.predict_at(self.seen_by(latents, view), view, full_covariance)
+        return self.predict_at(self.view_inputs(latents, view), view, full_covariance)
 
     @torch.no_grad()
     def response(self, latents: Latents, view: int = 0) -> Tensor:
         """A view's expected outputs: means, probabilities or rates."""
-        found, likelihood = self.reconstruct(latents, view), self.model.views[view].likelihood
-        return found.mean if likelihood is None else likelihood.response(found.mean, found.variance)
+        prediction, likelihood = self.reconstruct(latents, view), self.model.views[view].likelihood
+        return prediction.mean if likelihood is None else likelihood.response(prediction.mean, prediction.variance)
 
     @torch.no_grad()
     def at(self, times: Tensor, sequences: Tensor | None = None) -> Latents:
@@ -195,43 +200,45 @@ class Posterior:
             ValueError: if no view is given or the shapes do not fit.
         """
         steps, candidates = check_count("steps", steps, least=0), check_count("candidates", candidates)
-        data = self._check_observed(y)
-        used = 1 - torch.stack([1 - self.model.probability[c].detach() for c in data]).prod(0)
+        data = self._check_views(y)
+        usage = 1 - torch.stack([1 - self.model.probability[c].detach() for c in data]).prod(0)
         prior = self._prior(times, sequences, len(next(iter(data.values()))))
         if times is not None:
             # A dimension that no view given uses has not the prior of all, but that of its time.
-            used = torch.ones_like(used)
-        loc = self._start(data, used, candidates, prior)
+            usage = torch.ones_like(usage)
+        loc = self._start(data, usage, candidates, prior)
         parts = []
         for rows in torch.arange(len(loc), device=loc.device).split(self._rows_per_block()):
             here, near = {c: value[rows] for c, value in data.items()}, (prior[0][rows], prior[1][rows])
-            parts.append(self._climb(here, used, loc[rows], near, steps, tolerance))
+            parts.append(self._maximize(here, usage, loc[rows], near, steps, tolerance))
         loc, log_scale, bound = (torch.cat(part) for part in zip(*parts, strict=True))
-        return Latents(loc, log_scale.exp(), used, tuple(data), bound)
+        return Latents(loc, log_scale.exp(), usage, tuple(data), bound)
 
     def _rows_per_block(self) -> int:
         return rows_per_block(64 * max(len(view.inducing) ** 2 + view.num_functions for view in self.model.views))
 
-    def _climb(
-        self, data: dict[int, Tensor], used: Tensor, loc: Tensor, prior: tuple[Tensor, Tensor], steps: int, tolerance: float
+    def _maximize(
+        self, data: dict[int, Tensor], usage: Tensor, loc: Tensor, prior: tuple[Tensor, Tensor], steps: int, tolerance: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Improved means and log deviations, and each data point's contribution."""
         num = loc.shape[1]
 
         def contribution(points: Tensor, rows: Tensor) -> Tensor:
             here, near = {c: value[rows] for c, value in data.items()}, (prior[0][rows], prior[1][rows])
-            return self._contribution(here, used, points[:, :num], points[:, num:], near)
+            return self._contribution(here, usage, points[:, :num], points[:, num:], near)
 
         # Latents start with a deviation of 0.1, and the first step has a length of 0.1.
         starts = torch.cat([loc, torch.full_like(loc, 0.1).log()], 1)
-        found = maximize_batched(contribution, starts.unsqueeze(0), steps, 0.1, tolerance)
+        best = maximize_batched(contribution, starts.unsqueeze(0), steps, 0.1, tolerance)
         with torch.no_grad():
-            return found[:, :num], found[:, num:], contribution(found, torch.arange(len(loc), device=loc.device))
+            return best[:, :num], best[:, num:], contribution(best, torch.arange(len(loc), device=loc.device))
 
-    def _check_observed(self, y: Tensor | Mapping[int, Tensor] | Sequence[Tensor | None]) -> dict[int, Tensor]:
+    def _check_views(self, y: Tensor | Mapping[int, Tensor] | Sequence[Tensor | None]) -> dict[int, Tensor]:
         y = as_tensors(y, self.model.loc)
-        given = {0: y} if isinstance(y, Tensor) else dict(y) if isinstance(y, Mapping) else {c: v for c, v in enumerate(y) if v is not None}
-        views = {c: v for c, v in given.items() if v is not None}
+        values = (
+            {0: y} if isinstance(y, Tensor) else dict(y) if isinstance(y, Mapping) else {c: v for c, v in enumerate(y) if v is not None}
+        )
+        views = {c: v for c, v in values.items() if v is not None}
         sizes = self.model.num_observed
         if not views or len({len(v) for v in views.values()}) > 1:
             raise ValueError(
@@ -241,32 +248,32 @@ class Posterior:
             if not 0 <= c < len(sizes) or v.dim() != 2 or v.shape[1] != sizes[c]:
                 raise ValueError(f"view {c} must have the shape (N, D_c) with D = {sizes}; got {tuple(v.shape)}")
             if bool(v.isinf().any()):
-                raise ValueError(f"view {c} must be finite, or NaN where missing; got an infinite value")
+                raise ValueError(f"view {c} must be finite, or NaN where missing; got {describe(v)}")
             self.model.views[c].check_labels(v, c)
         return dict(sorted(views.items()))
 
     @torch.no_grad()
-    def _start(self, data: dict[int, Tensor], used: Tensor, candidates: int, prior: tuple[Tensor, Tensor]) -> Tensor:
+    def _start(self, data: dict[int, Tensor], usage: Tensor, candidates: int, prior: tuple[Tensor, Tensor]) -> Tensor:
         """The training points' latent mean that explains each output best."""
         every = max(1, self.model.num_data // candidates)
         loc = self.model.loc.detach()[::every]
-        precision = used / prior[1].square()
+        precision = usage / prior[1].square()
         score = (precision * prior[0]) @ loc.double().mT - precision @ loc.double().square().mT / 2
         for c, y in data.items():
-            found, likelihood = self.predict(loc, c), self.model.views[c].likelihood
+            prediction, likelihood = self.predict(loc, c), self.model.views[c].likelihood
             if likelihood is not None:
-                score = score + likelihood.log_prob(y.double().unsqueeze(1), found.mean)
+                score = score + likelihood.log_prob(y.double().unsqueeze(1), prediction.mean)
                 continue
-            seen, variance = Observations.from_outputs(y), found.variance + found.noise
-            square = seen.values.square() @ (1 / variance).mT - 2 * seen.values @ (found.mean / variance).mT
-            score = score - (square + seen.all_weights @ (found.mean.square() / variance + variance.log()).mT) / 2
+            observations, variance = Observations.from_outputs(y), prediction.variance + prediction.noise
+            square = observations.values.square() @ (1 / variance).mT - 2 * observations.values @ (prediction.mean / variance).mT
+            score = score - (square + observations.all_weights @ (prediction.mean.square() / variance + variance.log()).mT) / 2
         return loc[score.argmax(1)].clone()
 
-    def _contribution(self, data: dict[int, Tensor], used: Tensor, loc: Tensor, log_scale: Tensor, prior: tuple[Tensor, Tensor]) -> Tensor:
+    def _contribution(self, data: dict[int, Tensor], usage: Tensor, loc: Tensor, log_scale: Tensor, prior: tuple[Tensor, Tensor]) -> Tensor:
         """Contribution of each new data point to the bound, ``(N,)``."""
         mean, deviation = prior
         square = ((loc - mean).square() + (2 * log_scale).exp()).double() / deviation.square()
-        total = -(used * (square - 2 * log_scale.double() + 2 * deviation.log() - 1)).sum(1) / 2
+        total = -(usage * (square - 2 * log_scale.double() + 2 * deviation.log() - 1)).sum(1) / 2
         for c, y in data.items():
             gamma = self.model.probability[c].detach().to(loc)
             inputs = SpikeSlabInputs(loc, (2 * log_scale).exp(), gamma, validate_args=False)
@@ -289,19 +296,21 @@ class Posterior:
         loc = self.model.loc.detach() if points is None else as_tensors(points, self.model.loc)
         return torch.cdist(latents.loc.double() * weight, loc.double() * weight)
 
-    def shared(self, threshold: float = 0.5) -> dict[str, list[int]]:
+    def group_dimensions(self, threshold: float = 0.5) -> dict[str, list[int]]:
         """The dimensions by use.
 
         Keys are ``"shared"`` by all views, ``"private 0"``, ..., ``"partly shared"`` (some views), ``"unused"``.
         """
         is_on = self.model.probability.detach() > threshold
         count, num_views = is_on.sum(0), self.model.num_views
-        found = {"shared": (count == num_views).nonzero().flatten().tolist(), "unused": (count == 0).nonzero().flatten().tolist()}
+        groups = {"shared": (count == num_views).nonzero().flatten().tolist(), "unused": (count == 0).nonzero().flatten().tolist()}
         if num_views > 1:
-            found |= {f"private {c}": (is_on[c] & (count == 1)).nonzero().flatten().tolist() for c in range(num_views)}
+            groups |= {f"private {c}": (is_on[c] & (count == 1)).nonzero().flatten().tolist() for c in range(num_views)}
         if num_views > 2:
-            found["partly shared"] = ((count > 1) & (count < num_views)).nonzero().flatten().tolist()
-        return found
+            groups["partly shared"] = ((count > 1) & (count < num_views)).nonzero().flatten().tolist()
+        return groups
+
+    shared = Renamed("group_dimensions")
 
 
 @names_arguments
@@ -343,12 +352,14 @@ def latents_to_arviz(model: SpikeSlabMRD, y: Views, *, num_samples: int = 125, n
     views = model.check_data(y)
     generator = torch.Generator()
     generator.manual_seed(int(torch.randint(2**31, ())) if seed is None else check_count("seed", seed, least=0))
-    found = model.latents()
-    gamma, loc, scale = (value.detach().cpu().double() for value in (model.probability, found.loc, found.scale))
+    marginals = model.latents()
+    gamma, loc, scale = (value.detach().cpu().double() for value in (model.probability, marginals.loc, marginals.scale))
     switches = torch.rand(num_chains, num_samples, *gamma.shape, generator=generator, dtype=torch.float64) < gamma
-    used = switches.any(2).unsqueeze(2)
+    is_used = switches.any(2).unsqueeze(2)
     noise = torch.randn(num_chains, num_samples, *loc.shape, generator=generator, dtype=torch.float64)
-    latents = torch.where(used, loc + scale * noise, noise) if model.time_prior is None else model.time_prior.draws(used.squeeze(2), noise)
+    latents = (
+        torch.where(is_used, loc + scale * noise, noise) if model.time_prior is None else model.time_prior.draws(is_used.squeeze(2), noise)
+    )
     datasets = {
         "posterior": xr.Dataset(
             {
@@ -424,8 +435,8 @@ def plot_latents(
     else:
         labels = torch.as_tensor(labels)
         for number, label in enumerate(labels.unique().tolist()):
-            chosen = (labels == label).cpu().numpy()
-            ax.scatter(points[chosen, 0], points[chosen, 1], s=6, color=f"C{number}", label=str(label))
+            is_class = (labels == label).cpu().numpy()
+            ax.scatter(points[is_class, 0], points[is_class, 1], s=6, color=f"C{number}", label=str(label))
         ax.legend(frameon=True, markerscale=2, fontsize=8)
     ax.set(xlabel=f"latent {dims[0]}", ylabel=f"latent {dims[1]}")
     return ax
@@ -456,7 +467,7 @@ def plot_relevance(model: SpikeSlabMRD, ax: Any, *, view: int = 0) -> Any:
         The axes.
     """
     gamma = model.probability[view].detach()
-    with model.holding(1.0):
+    with model.fix_switches(1.0):
         weight = model.relevance()[view]
     order = weight.argsort(descending=True)
     weights, switches = (v[order].double().cpu().numpy() for v in (weight / weight.max(), gamma))

@@ -16,19 +16,19 @@ from pyro.ops.provenance import detach_provenance
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.distributed.shards import find_portion, refuse_part
+from pyro_truncated.distributed.shards import find_portion, refuse_shards
 from pyro_truncated.gp.cholesky import stable_cholesky
 from pyro_truncated.gp.uncertain import Expectation, SpikeSlabInputs
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
 from pyro_truncated.gplvm.spike_slab.view import KernelSpec, LikelihoodSpec, View, kernel_weights, make_views
-from pyro_truncated.utils.arguments import check_count, check_counts, names_arguments
+from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, describe, names_arguments
 from pyro_truncated.utils.arrays import as_tensors, takes_arrays
 from pyro_truncated.utils.constraints import LARGEST
 from pyro_truncated.utils.parameter_store import UniqueModule
 
 _KERNELS = ("rbf", "matern", "ou", "periodic")
 # Share of the prior variance that is independent over time: it makes factors exist.
-_OWN = 1e-4
+_INDEPENDENT_SHARE = 1e-4
 
 
 class Marginals(NamedTuple):
@@ -80,7 +80,7 @@ class TimePrior(UniqueModule):
         super().__init__()
         times = as_tensors(times)
         if not isinstance(times, Tensor) or times.dim() != 1 or not bool(times.isfinite().all()):
-            raise ValueError(f"times must be finite and of shape (N,); got {getattr(times, 'shape', type(times).__name__)}")
+            raise ValueError(f"times must be finite and of shape (N,); got {describe(times)}")
         sequences = torch.zeros(len(times), dtype=torch.int64) if sequences is None else as_tensors(sequences)
         if sequences.shape != times.shape:
             raise ValueError(f"sequences must have a number for each of the {len(times)} times; got {tuple(sequences.shape)}")
@@ -97,6 +97,7 @@ class TimePrior(UniqueModule):
         size = (len(self.times), num_latents)
         ordered = self.times.sort().values.unique()
         spacing = float(ordered.diff().median()) if len(ordered) > 1 else 1.0
+        # Five time steps; that of a periodic kernel has no unit.
         timescale = self.times.new_full((num_latents,), 1.0 if self.kernel == "periodic" else 5.0 * spacing)
         self.timescale = PyroParam(timescale, constraints.positive)  # type: ignore[assignment]
         self.targets = PyroParam(self.times.new_zeros(size), constraints.real)  # type: ignore[assignment]
@@ -106,21 +107,21 @@ class TimePrior(UniqueModule):
         """Prior covariances ``(Q, n, N)`` of latents at times with the data's."""
         apart, scale = (times[:, None] - self.times).abs(), self.timescale.double()[:, None, None]
         if self.kernel == "rbf":
-            found = torch.exp(-(apart / scale).square() / 2)
+            matrix = torch.exp(-(apart / scale).square() / 2)
         elif self.kernel == "matern":
             ratio = math.sqrt(3) * apart / scale
-            found = (1 + ratio) * torch.exp(-ratio)
+            matrix = (1 + ratio) * torch.exp(-ratio)
         elif self.kernel == "ou":
-            found = torch.exp(-apart / scale)
+            matrix = torch.exp(-apart / scale)
         else:
             assert self.period is not None
-            found = torch.exp(-2 * (torch.sin(math.pi * apart / self.period) / scale).square())
-        return (1 - _OWN) * found * (sequences[:, None] == self.sequences)
+            matrix = torch.exp(-2 * (torch.sin(math.pi * apart / self.period) / scale).square())
+        return (1 - _INDEPENDENT_SHARE) * matrix * (sequences[:, None] == self.sequences)
 
     def covariance(self) -> Tensor:
         """Prior covariances of the data points, ``(Q, N, N)``."""
         eye = torch.eye(len(self.times), dtype=self.times.dtype, device=self.times.device)
-        return self.correlations(self.times, self.sequences) + _OWN * eye
+        return self.correlations(self.times, self.sequences) + _INDEPENDENT_SHARE * eye
 
     def marginals(self) -> Marginals:
         """Returns latents' means and deviations, and their joint posterior's divergence."""
@@ -145,7 +146,7 @@ class TimePrior(UniqueModule):
         times = as_tensors(times).to(self.times)
         sequences = self.sequences.new_zeros(len(times)) + self.sequences[0] if sequences is None else as_tensors(sequences)
         if times.dim() != 1 or sequences.shape != times.shape or not bool(times.isfinite().all()):
-            raise ValueError(f"times must be finite, with a sequence each; got shapes {tuple(times.shape)}, {tuple(sequences.shape)}")
+            raise ValueError(f"times must be finite, with a sequence each; got {describe(times)} and {describe(sequences)}")
         _, _, factor, weights = self._solve()
         cross = self.correlations(times, sequences)
         half = torch.linalg.solve_triangular(factor, cross.mT, upper=False)
@@ -161,26 +162,26 @@ class TimePrior(UniqueModule):
         """The prior of all latents."""
         covariance = self.covariance()
         zeros, root = covariance.new_zeros(covariance.shape[:-1]), stable_cholesky(covariance)
-        found: dist.TorchDistribution = dist.MultivariateNormal(zeros, scale_tril=root).to_event(1)
-        return found
+        prior: dist.TorchDistribution = dist.MultivariateNormal(zeros, scale_tril=root).to_event(1)
+        return prior
 
     def distribution(self, is_used: Tensor) -> dist.TorchDistribution:
         """The latents' posterior in used dimensions ``(*, Q)``, elsewhere the prior."""
         prior, _, factor, weights = self._solve()
         half = torch.linalg.solve_triangular(factor, prior, upper=False)
         root, own = stable_cholesky(prior - half.mT @ half, prior.new_ones(())), stable_cholesky(prior)
-        chosen = is_used.unsqueeze(-1)
-        loc = torch.where(chosen, (prior @ weights).squeeze(-1), 0.0)
-        roots = torch.where(chosen.unsqueeze(-1), root, own)
-        found: dist.TorchDistribution = dist.MultivariateNormal(loc, scale_tril=roots).to_event(1)
-        return found
+        is_used = is_used.unsqueeze(-1)
+        loc = torch.where(is_used, (prior @ weights).squeeze(-1), 0.0)
+        roots = torch.where(is_used.unsqueeze(-1), root, own)
+        distribution: dist.TorchDistribution = dist.MultivariateNormal(loc, scale_tril=roots).to_event(1)
+        return distribution
 
     def draws(self, is_used: Tensor, noise: Tensor) -> Tensor:
         """Draws ``(*, N, Q)`` from that distribution by standard normal noise."""
-        found = self.distribution(is_used.to(self.times.device)).base_dist
-        moved = (found.scale_tril @ noise.mT.unsqueeze(-1).to(found.loc)).squeeze(-1)
-        drawn: Tensor = found.loc + moved
-        return drawn.mT.cpu()
+        base = self.distribution(is_used.to(self.times.device)).base_dist
+        deviation = (base.scale_tril @ noise.mT.unsqueeze(-1).to(base.loc)).squeeze(-1)
+        draws: Tensor = base.loc + deviation
+        return draws.mT.cpu()
 
     def _solve(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Prior, noise, factor and whitened values of the pseudo-observations."""
@@ -300,6 +301,7 @@ class SpikeSlabMRD(UniqueModule):
             time_prior.start(num_latents)
             time_prior.set_latents(loc, scale)
         self.logits = PyroParam(torch.zeros(shape, dtype=torch.float64), constraints.real)  # type: ignore[assignment]
+        # The default number of inducing inputs, if there are as many data points.
         num_inducing = 50 if num_inducing is None else num_inducing
         views = make_views(kernel, likelihood, self.num_observed, loc, num_inducing, collapsed, expectation)
         self.views = PyroModule[torch.nn.ModuleList](views)  # type: ignore[arg-type, assignment]
@@ -323,14 +325,16 @@ class SpikeSlabMRD(UniqueModule):
         return self.logits.sigmoid() if self._fixed_probability is None else self._fixed_probability
 
     @contextmanager
-    def holding(self, probability: Tensor | float) -> Iterator[None]:
-        """A context with given probabilities ``(C, Q)`` of the switches."""
+    def fix_switches(self, probability: Tensor | float) -> Iterator[None]:
+        """A context in which the switches have fixed probabilities ``(C, Q)``."""
         before = self._fixed_probability
         self._fixed_probability = torch.as_tensor(probability, dtype=torch.float64, device=self.prior.device).expand(self.prior.shape)
         try:
             yield
         finally:
             self._fixed_probability = before
+
+    holding = Renamed("fix_switches")
 
     def inputs(self, view: int = 0, index: Tensor | slice = slice(None)) -> SpikeSlabInputs:
         """What a view sees of the latents of some data points."""
@@ -344,8 +348,8 @@ class SpikeSlabMRD(UniqueModule):
     def latents(self, index: Tensor | slice = slice(None)) -> Marginals:
         """Returns latents' means and deviations, and their divergence from the prior."""
         if self.time_prior is not None:
-            found = self.time_prior.marginals()
-            return found._replace(loc=found.loc[index], scale=found.scale[index])
+            marginals = self.time_prior.marginals()
+            return marginals._replace(loc=marginals.loc[index], scale=marginals.scale[index])
         loc, scale = self.loc[index], self.scale[index]
         mean, deviation = loc.double(), scale.double()
         return Marginals(loc, scale, (mean.square() + deviation.square() - 2 * deviation.log() - 1).sum(0) / 2)
@@ -368,7 +372,7 @@ class SpikeSlabMRD(UniqueModule):
         """
         views = [y] if isinstance(y, Tensor) else list(y)
         if not takes_shards:
-            refuse_part(views, f"{type(self).__name__} takes shards of data in fit_minibatches only")
+            refuse_shards(views, f"{type(self).__name__} takes shards of data in fit_minibatches only")
         portion = find_portion(views)
         num_data = self.num_data if portion is None or portion.total != self.num_data else portion.size
         expected = [(num_data, d) for d in self.num_observed]
@@ -411,8 +415,8 @@ class SpikeSlabMRD(UniqueModule):
     def partial_bound(self, outputs: Sequence[Tensor], latents: Marginals, scale: float, share: float = 1.0) -> Tensor:
         """The bound from outputs and latents of some data points, scaled."""
         inputs = [self._view_inputs(latents, c) for c in range(self.num_views)]
-        terms = [view.data_term(seen, data, scale, share) for view, seen, data in zip(self.views, inputs, outputs, strict=True)]
-        return torch.stack(terms).sum() - share * self.switch_divergence() - scale * (self.used() * latents.divergence).sum()
+        terms = [view.data_term(own, data, scale, share) for view, own, data in zip(self.views, inputs, outputs, strict=True)]
+        return torch.stack(terms).sum() - share * self.switch_divergence() - scale * (self.usage() * latents.divergence).sum()
 
     def check_batch(self, batch_size: int | None) -> None:
         """Refuses minibatches of a collapsed model or under a prior over time."""
@@ -426,10 +430,12 @@ class SpikeSlabMRD(UniqueModule):
         for c, (view, data) in enumerate(zip(self.views, self.check_data(y), strict=True)):
             view.tighten(self.inputs(c), data)
 
-    def used(self) -> Tensor:
+    def usage(self) -> Tensor:
         r"""Probability :math:`\rho_q = 1 - \prod_c (1 - \gamma_{cq})` that some view has a dimension switched on, ``(Q,)``."""
         unused: Tensor = (1 - self.probability).prod(0)
         return 1 - unused
+
+    used = Renamed("usage")
 
     @torch.no_grad()
     def relevance(self) -> Tensor:
@@ -448,8 +454,8 @@ class SpikeSlabMRD(UniqueModule):
         gamma = self.probability
         cross = gamma * self.prior.log() + (1 - gamma) * (-self.prior).log1p()
         if self._fixed_probability is not None:
-            held: Tensor = -torch.special.entr(gamma) - torch.special.entr(1 - gamma) - cross
-            return held.sum()
+            divergence: Tensor = -torch.special.entr(gamma) - torch.special.entr(1 - gamma) - cross
+            return divergence.sum()
         # From the log odds, whose gradient stays finite where the probability rounds to zero or one.
         return (gamma * self.logits - torch.nn.functional.softplus(self.logits) - cross).sum()
 
@@ -488,12 +494,12 @@ class SpikeSlabMRD(UniqueModule):
             if self.time_prior is None:
                 x = pyro.sample("x", dist.Normal(self.loc.new_zeros(self.num_latents), 1.0).to_event(1))
             assert index is not None
-            seen = [x * pattern[..., c, :] for c in range(self.num_views)]
+            inputs = [x * pattern[..., c, :] for c in range(self.num_views)]
             if y is None:
-                return [view.generate(f"{c}", seen[c], whitened[c]) for c, view in enumerate(self.views)]
+                return [view.generate(f"{c}", inputs[c], whitened[c]) for c, view in enumerate(self.views)]
             points = [view.local_point(self.inputs(c, index), index) for c, view in enumerate(self.views)]
             return [
-                view.observe(f"{c}", seen[c], whitened[c], data[index], points[c])
+                view.observe(f"{c}", inputs[c], whitened[c], data[index], points[c])
                 for c, (view, data) in enumerate(zip(self.views, self.check_data(y), strict=True))
             ]
 
@@ -537,14 +543,14 @@ class SpikeSlabMRD(UniqueModule):
         """Collapsed log likelihood bounds ``(*)`` under patterns of switches ``(*, C, Q)``."""
         flat = detach_provenance(patterns).reshape(-1, *self.prior.shape).double()  # taken one by one: it reads no others
         distinct, position = torch.unique(flat.flatten(1), dim=0, return_inverse=True)
-        latents, found = self.latents(), []
+        latents, bounds = self.latents(), []
         for row in distinct.view(-1, *self.prior.shape):
             terms = []
             for c, (view, data) in enumerate(zip(self.views, views, strict=True)):
-                seen = SpikeSlabInputs(latents.loc, latents.scale.square(), row[c].to(latents.loc.dtype), validate_args=False)
-                terms.append(view.optimal(seen, data)[0])
-            found.append(torch.stack(terms).sum() - (row.amax(0) * latents.divergence).sum())
-        return torch.stack(found)[position].reshape(patterns.shape[:-2])
+                inputs = SpikeSlabInputs(latents.loc, latents.scale.square(), row[c].to(latents.loc.dtype), validate_args=False)
+                terms.append(view.optimal(inputs, data)[0])
+            bounds.append(torch.stack(terms).sum() - (row.amax(0) * latents.divergence).sum())
+        return torch.stack(bounds)[position].reshape(patterns.shape[:-2])
 
 
 class SpikeSlabGPLVM(SpikeSlabMRD):

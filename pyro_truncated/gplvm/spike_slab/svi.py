@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.collectives import agree
-from pyro_truncated.distributed.shards import draw_alike, ending_together, find_part, find_portion, shard_sum
+from pyro_truncated.distributed.shards import find_part, find_portion, propagate_shard_errors, shard_sum, synchronize_generator
 from pyro_truncated.gplvm.spike_slab.fitting import NEARLY_ON, settle_switches, switch_moves
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
@@ -123,10 +123,10 @@ def _natural_step(model: SpikeSlabMRD, batch: Minibatch, views: list[Tensor], ra
         posterior, data = view.explicit(), outputs[batch.rows]
         with torch.enable_grad():
             mean, covariance = (v.detach().requires_grad_() for v in (posterior.mean, posterior.covariance))
-            moved = InducingPosterior(posterior.cholesky.detach(), mean, covariance)
+            updated = InducingPosterior(posterior.cholesky.detach(), mean, covariance)
             expected = 0.0 * (mean.sum() + covariance.sum())
             if len(data):
-                expected = expected + batch.scale * view.log_likelihood(model.inputs(c, batch.positions), data, moved).sum()
+                expected = expected + batch.scale * view.log_likelihood(model.inputs(c, batch.positions), data, updated).sum()
             by_mean, by_covariance = batch.total(torch.autograd.grad(expected, (mean, covariance)))
         # Twice the curvature of the expected log likelihood of one output: the precision that the data add.
         gain = -(by_covariance + by_covariance.mT) / view.num_functions
@@ -190,13 +190,14 @@ def fit_minibatches(
     views = model.check_data(y, takes_shards=True)
     model.check_batch(batch_size)
     free_from, estimates = int(switches_from * steps), []
-    with ending_together(views):
+    with propagate_shard_errors(views):
         if find_part(views) is not None:
             model.load_state_dict(agree(model.state_dict()))
-            draw_alike(generator)
+            synchronize_generator(generator)
         parameters = [p for name, p in model.named_parameters() if p.requires_grad and not any(part in name for part in _INDUCING)]
         optimizer = torch.optim.Adam(parameters, lr=learning_rate)
         for step in range(steps):
+            # In the second half the learning rate falls to a tenth.
             decay = 0.1 ** max(0.0, 2 * step / steps - 1)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * decay
@@ -204,7 +205,7 @@ def fit_minibatches(
             if step == free_from > 0:
                 with torch.no_grad():
                     model.logits = torch.full_like(model.logits, NEARLY_ON)
-            with model.holding(1.0) if step < free_from else nullcontext():
+            with model.fix_switches(1.0) if step < free_from else nullcontext():
                 estimates.append(_step(model, batch, views, rate * decay, optimizer))
             if callback is not None:
                 callback(step, estimates[-1])
@@ -308,7 +309,7 @@ class Analytic_ELBO(ELBO):
         step = int(owner.num_steps)
         owner.num_steps += 1
         if step < self.warm_up:
-            return owner.holding(1.0)
+            return owner.fix_switches(1.0)
         if step == self.warm_up > 0:
             with torch.no_grad():
                 owner.logits = torch.full_like(owner.logits, NEARLY_ON)
@@ -316,7 +317,7 @@ class Analytic_ELBO(ELBO):
             if owner.collapsed:
                 switch_moves(owner, y)
             settle_switches(owner, y)
-        return owner.holding(owner.probability.detach())
+        return owner.fix_switches(owner.probability.detach())
 
 
 def _owner(model: Any, guide: Any) -> Any:

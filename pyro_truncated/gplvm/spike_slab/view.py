@@ -107,8 +107,8 @@ class BernoulliLabels(LabelLikelihood):
 
     def base(self, y: Tensor) -> Tensor:
         """Returns each column's log odds, with half a label added to either."""
-        seen, ones = (~y.isnan()).sum(0), y.nansum(0)
-        return ((ones + 0.5) / (seen - ones + 0.5)).log()
+        counts, ones = (~y.isnan()).sum(0), y.nansum(0)
+        return ((ones + 0.5) / (counts - ones + 0.5)).log()
 
     def best_point(self, first: Tensor, second: Tensor | None) -> Tensor:
         """The root of the functions' second moments, ``(N, F)``."""
@@ -117,19 +117,19 @@ class BernoulliLabels(LabelLikelihood):
 
     def bound(self, y: Tensor, point: Tensor) -> Observations:
         """The quadratic bound of data ``(N, D)`` at a point ``(N, F)``."""
-        seen = ~y.isnan()
+        is_observed = ~y.isnan()
         xi = point.abs()
         # Of tanh(x / 2) / 2x the series around zero, where the quotient has no digits.
         weight = torch.where(xi < 1e-4, 0.25 - xi.square() / 48, (xi.clamp(min=1e-4) / 2).tanh() / (2 * xi.clamp(min=1e-4)))
-        half = torch.where(seen, y, 0.5) - 0.5
+        half = torch.where(is_observed, y, 0.5) - 0.5
         offset = half.square() / (2 * weight) + weight * xi.square() / 2 - xi / 2 - torch.nn.functional.softplus(-xi)
-        return Observations(half / weight, weight * seen, (offset * seen).sum(1))
+        return Observations(half / weight, weight * is_observed, (offset * is_observed).sum(1))
 
     def log_prob(self, y: Tensor, functions: Tensor) -> Tensor:
         """See :meth:`LabelLikelihood.log_prob`."""
         signed = (2 * y.nan_to_num(0.0) - 1) * functions
-        found: Tensor = torch.where(y.isnan(), 0.0, torch.nn.functional.logsigmoid(signed)).sum(-1)
-        return found
+        log_prob: Tensor = torch.where(y.isnan(), 0.0, torch.nn.functional.logsigmoid(signed)).sum(-1)
+        return log_prob
 
     def response(self, loc: Tensor, variance: Tensor) -> Tensor:
         """Expected labels ``(N, F)``, by quadrature."""
@@ -137,8 +137,8 @@ class BernoulliLabels(LabelLikelihood):
 
     def distribution(self, functions: Tensor) -> TorchDistribution:
         """The distribution of labels ``(..., F)``."""
-        found: TorchDistribution = dist.Bernoulli(logits=functions).to_event(1)
-        return found
+        labels: TorchDistribution = dist.Bernoulli(logits=functions).to_event(1)
+        return labels
 
 
 class _CurvatureBound(LabelLikelihood):
@@ -158,13 +158,13 @@ class _CurvatureBound(LabelLikelihood):
 
     def bound(self, y: Tensor, point: Tensor) -> Observations:
         """The quadratic bound of data ``(N, D)`` at a point ``(N, F)``."""
-        seen = ~y.isnan()
-        complete = torch.where(seen, y, 0.0)
+        is_observed = ~y.isnan()
+        complete = torch.where(is_observed, y, 0.0)
         slope, curvature = self.slope(complete, point), self.curvature(complete)
-        observed = seen.to(point).expand_as(point)
+        observed = is_observed.to(point).expand_as(point)
         if curvature is None:
             step, gain = self.noise * slope, self.noise * slope.square() / 2
-            weights = None if bool(seen.all()) else observed
+            weights = None if bool(is_observed.all()) else observed
         else:
             step, gain, weights = slope / curvature, slope.square() / (2 * curvature), curvature * observed
         return Observations(point + step, weights, self.log_prob(y, point) + (gain * observed).sum(1))
@@ -204,16 +204,16 @@ class CategoricalLabels(_CurvatureBound):
 
     def check(self, y: Tensor, view: int) -> None:
         """Raises ``ValueError`` for data ``(N, 1)`` outside the likelihood's support; NaN is missing."""
-        known = y[~y.isnan()]
-        if not bool(((known >= 0) & (known < self.num_classes) & (known == known.round())).all()):
+        observed = y[~y.isnan()]
+        if not bool(((observed >= 0) & (observed < self.num_classes) & (observed == observed.round())).all()):
             raise ValueError(
                 f"view {view} has categorical labels: its data must be class numbers 0 .. {self.num_classes - 1}, or NaN; got {_range(y)}"
             )
 
     def base(self, y: Tensor) -> Tensor:
         """Log frequencies of the classes, with a data point of each added."""
-        known = y[~y.isnan()].long()
-        return ((torch.bincount(known, minlength=self.num_classes) + 1.0) / (len(known) + self.num_classes)).log().to(y)
+        observed = y[~y.isnan()].long()
+        return ((torch.bincount(observed, minlength=self.num_classes) + 1.0) / (len(observed) + self.num_classes)).log().to(y)
 
     def slope(self, y: Tensor, point: Tensor) -> Tensor:
         """Derivative of the log probability of complete data at a point ``(N, F)``."""
@@ -229,8 +229,8 @@ class CategoricalLabels(_CurvatureBound):
         logits = functions.log_softmax(-1)
         shape = torch.broadcast_shapes(y.shape[:-1], logits.shape[:-1])
         label = y.nan_to_num(0.0).long().expand(*shape, 1)
-        found = logits.expand(*shape, -1).gather(-1, label).squeeze(-1)
-        return torch.where(y.isnan().squeeze(-1), 0.0, found)
+        log_prob = logits.expand(*shape, -1).gather(-1, label).squeeze(-1)
+        return torch.where(y.isnan().squeeze(-1), 0.0, log_prob)
 
     def response(self, loc: Tensor, variance: Tensor) -> Tensor:
         """Expected class probabilities ``(N, F)`` by quasi Monte Carlo, always the same."""
@@ -243,8 +243,8 @@ class CategoricalLabels(_CurvatureBound):
 
     def distribution(self, functions: Tensor) -> TorchDistribution:
         """The distribution of class numbers ``(..., 1)``."""
-        found: TorchDistribution = dist.Categorical(logits=functions.unsqueeze(-2)).to_event(1)
-        return found
+        labels: TorchDistribution = dist.Categorical(logits=functions.unsqueeze(-2)).to_event(1)
+        return labels
 
     def as_numbers(self, y: Tensor) -> Tensor:
         """Returns one-hot labels, NaN where missing."""
@@ -264,8 +264,8 @@ class PoissonCounts(_CurvatureBound):
 
     def check(self, y: Tensor, view: int) -> None:
         """Raises ``ValueError`` for data ``(N, D)`` outside the likelihood's support; NaN is missing."""
-        known = y[~y.isnan()]
-        if not bool(((known >= 0) & (known == known.round())).all()):
+        observed = y[~y.isnan()]
+        if not bool(((observed >= 0) & (observed == observed.round())).all()):
             raise ValueError(f"view {view} has a Poisson likelihood: its data must be counts, or NaN where missing; got {_range(y)}")
 
     def base(self, y: Tensor) -> Tensor:
@@ -284,8 +284,8 @@ class PoissonCounts(_CurvatureBound):
     def log_prob(self, y: Tensor, functions: Tensor) -> Tensor:
         """See :meth:`LabelLikelihood.log_prob`."""
         rate, counts = _rate(functions), y.nan_to_num(0.0)
-        found: Tensor = torch.where(y.isnan(), 0.0, counts * rate.log() - rate - (counts + 1).lgamma()).sum(-1)
-        return found
+        log_prob: Tensor = torch.where(y.isnan(), 0.0, counts * rate.log() - rate - (counts + 1).lgamma()).sum(-1)
+        return log_prob
 
     def response(self, loc: Tensor, variance: Tensor) -> Tensor:
         """Expected rates ``(N, F)``, by quadrature."""
@@ -293,13 +293,13 @@ class PoissonCounts(_CurvatureBound):
 
     def distribution(self, functions: Tensor) -> TorchDistribution:
         """The distribution of counts ``(..., F)``."""
-        found: TorchDistribution = dist.Poisson(_rate(functions)).to_event(1)
-        return found
+        counts: TorchDistribution = dist.Poisson(_rate(functions)).to_event(1)
+        return counts
 
 
 def _range(y: Tensor) -> str:
-    known = y[~y.isnan()]
-    return f"numbers from {float(known.min()):g} to {float(known.max()):g}"
+    observed = y[~y.isnan()]
+    return f"numbers from {float(observed.min()):g} to {float(observed.max()):g}"
 
 
 def _rate(functions: Tensor) -> Tensor:
@@ -359,9 +359,9 @@ def _(kernel: kernels.Kernel, num_latents: int) -> Tensor:
 
 def _spread(kernel: kernels.Kernel, weight: Tensor, num_latents: int) -> Tensor:
     """Weights of the kernel's active dimensions among all of them."""
-    found = torch.zeros(num_latents, dtype=weight.dtype, device=weight.device)
-    found[kernel.active_dims] = weight.detach().expand(len(kernel.active_dims))
-    return found
+    variances = torch.zeros(num_latents, dtype=weight.dtype, device=weight.device)
+    variances[kernel.active_dims] = weight.detach().expand(len(kernel.active_dims))
+    return variances
 
 
 LikelihoodSpec = str | LabelLikelihood | None
@@ -456,21 +456,21 @@ class View(UniqueModule):
         if self.likelihood is None:
             return Observations.from_outputs(y - self.center)
         assert point is not None
-        found = self.likelihood.bound(y.double(), point.double())
-        return Observations(found.values - self.center.double(), found.weights, found.offset)
+        observations = self.likelihood.bound(y.double(), point.double())
+        return Observations(observations.values - self.center.double(), observations.weights, observations.offset)
 
     def statistics(self, inputs: SpikeSlabInputs, per_datum: bool = False) -> PsiStatistics:
         """Psi statistics in float64."""
-        found = psi_statistics(self.kernel, inputs, self.inducing, per_datum=per_datum, expectation=self.expectation)
-        return PsiStatistics(*(value.double() for value in found))
+        statistics = psi_statistics(self.kernel, inputs, self.inducing, per_datum=per_datum, expectation=self.expectation)
+        return PsiStatistics(*(value.double() for value in statistics))
 
     def optimal(self, inputs: SpikeSlabInputs, y: Tensor) -> tuple[Tensor, InducingPosterior]:
         """Returns the collapsed bound of all data, and its optimal posterior."""
         point = None if self.likelihood is None else self.point
-        is_seen = ~y.isnan().all(1)
-        if bool(is_seen.any()) and not bool(is_seen.all()):
+        is_observed = ~y.isnan().all(1)
+        if bool(is_observed.any()) and not bool(is_observed.all()):
             # Data points without this view have no part in it.
-            inputs, y, point = inputs.rows(is_seen), y[is_seen], None if point is None else point[is_seen]
+            inputs, y, point = inputs.rows(is_observed), y[is_observed], None if point is None else point[is_observed]
         data = self.observations(y, point)
         return collapsed_bound(self.statistics(inputs, data.weights is not None), self.cholesky(), data, self.noise.double())
 
@@ -503,13 +503,13 @@ class View(UniqueModule):
         if not self.likelihood.uses_square:
             return self.likelihood.best_point(self.statistics(inputs).psi1 @ posterior.weights + self.center, None)
         rows = rows_per_block(64 * len(self.inducing) ** 2)
-        found = []
+        points = []
         for start in range(0, len(inputs), rows):
             psi = self.statistics(inputs.rows(slice(start, start + rows)), per_datum=True)
             moments = predict(psi, posterior, self.noise)
             first = moments.mean + self.center
-            found.append(self.likelihood.best_point(first, first.square() + moments.variance))
-        return torch.cat(found)
+            points.append(self.likelihood.best_point(first, first.square() + moments.variance))
+        return torch.cat(points)
 
     def local_point(self, inputs: SpikeSlabInputs, index: Tensor | slice) -> Tensor | None:
         """Where the local bounds of some data points touch."""
@@ -527,9 +527,9 @@ class View(UniqueModule):
 
     def observe(self, name: str, x: Tensor, whitened: Tensor, y: Tensor, point: Tensor | None) -> Tensor:
         """Conditions on outputs at ``y_<name>``, with the factor ``left_<name>``."""
-        mean, left = self._conditional(x, whitened)
+        mean, variance = self._conditional(x, whitened)
         data, noise = self.observations(y, point), self.noise.double()
-        pyro.factor(f"left_{name}", -data.counts * left / (2 * noise))
+        pyro.factor(f"left_{name}", -data.counts * variance / (2 * noise))
         if data.offset is not None:
             pyro.factor(f"y_{name}", data.offset - ((data.values - mean).square() * data.all_weights).sum(-1) / (2 * noise))
             return y
@@ -537,11 +537,11 @@ class View(UniqueModule):
 
     def generate(self, name: str, x: Tensor, whitened: Tensor) -> Tensor:
         """Samples outputs at ``y_<name>``, or labels' functions at ``f_<name>``."""
-        mean, left = self._conditional(x, whitened)
-        left = left.clamp(min=0).unsqueeze(-1)
+        mean, variance = self._conditional(x, whitened)
+        variance = variance.clamp(min=0).unsqueeze(-1)
         if self.likelihood is None:
-            return pyro.sample(f"y_{name}", dist.Normal(mean + self.center, (self.noise.double() + left).sqrt()).to_event(1))
-        functions = pyro.sample(f"f_{name}", dist.Normal(mean + self.center, (left + 1e-12).sqrt()).to_event(1))
+            return pyro.sample(f"y_{name}", dist.Normal(mean + self.center, (self.noise.double() + variance).sqrt()).to_event(1))
+        functions = pyro.sample(f"f_{name}", dist.Normal(mean + self.center, (variance + 1e-12).sqrt()).to_event(1))
         return pyro.sample(f"y_{name}", self.likelihood.distribution(functions))
 
     def _conditional(self, x: Tensor, whitened: Tensor) -> tuple[Tensor, Tensor]:
@@ -577,13 +577,13 @@ def make_views(
         raise ValueError(f"likelihood must be one or one for each of the {len(num_observed)} views; got {len(likelihoods)}")
     views = []
     for outputs, spec, labels in zip(num_observed, specs, map(make_likelihood, likelihoods), strict=True):
-        made = make_kernel(spec, latents.shape[1], latents)
-        is_linear = isinstance(made, LinearARD)
+        own_kernel = make_kernel(spec, latents.shape[1], latents)
+        is_linear = isinstance(own_kernel, LinearARD)
         rows = latents.shape[1] if is_linear else min(num_inducing, len(latents))
         make = torch.eye if is_linear else torch.randn
         inducing = make(rows, latents.shape[1], dtype=latents.dtype)
         options = {"likelihood": labels, "collapsed": collapsed, "trainable": not is_linear, "expectation": expectation}
-        views.append(View(outputs, made, inducing, len(latents), **options))  # type: ignore[arg-type]
+        views.append(View(outputs, own_kernel, inducing, len(latents), **options))  # type: ignore[arg-type]
     return views
 
 

@@ -466,13 +466,13 @@ def _equal(a, b):
 
 
 @njit(cache=True, nogil=True)
-def _best_distinct(score, states, chosen, kept):
+def _best_distinct(score, states, index, best_states):
     """Writes the positions of the best distinct states, the best first.
 
     Where there are too few -1 fills up; where all are impossible the first ones are chosen. Scores are overwritten.
     """
-    size = chosen.shape[0]
-    chosen[:] = -1
+    size = index.shape[0]
+    index[:] = -1
     count = 0
     while count < size:
         best = 0
@@ -483,28 +483,28 @@ def _best_distinct(score, states, chosen, kept):
             break
         is_new = True
         for i in range(count):
-            is_new = is_new and not _equal(kept[i], states[best])
+            is_new = is_new and not _equal(best_states[i], states[best])
         if is_new:
-            chosen[count], kept[count] = best, states[best]
+            index[count], best_states[count] = best, states[best]
             count += 1
         score[best] = -np.inf
     if count == 0:
         for i in range(min(size, score.shape[0])):
-            chosen[i], kept[i] = i, states[i]
+            index[i], best_states[i] = i, states[i]
         count = min(size, score.shape[0])
     for i in range(count, size):
-        kept[i] = states[chosen[0]]
+        best_states[i] = states[index[0]]
 
 
 @parallel_kernel(cost=HEAVY)
-def _select(words, unary, kind, ahead, constant, smallest, previous, current, both, forbidden, forward, chosen, out, log_norm):
+def _select(words, unary, kind, ahead, constant, smallest, previous, current, both, forbidden, forward, index, out, log_norm):
     num_data, num_steps, num_candidates, num_words = words.shape
-    size, width = chosen.shape[2], ahead.shape[2]
+    size, width = index.shape[2], ahead.shape[2]
     for n in prange(num_data):
         largest = max(size, width)
         near, scratch, own = np.zeros((2, largest)), np.empty(largest), np.zeros(largest)
         left, right, score = np.empty(num_candidates), np.empty(num_candidates), np.empty(num_candidates)
-        kept, before, zero_state = (
+        best_states, before, zero_state = (
             np.zeros((size, num_words), np.int64),
             np.zeros((size, num_words), np.int64),
             np.zeros((1, num_words), np.int64),
@@ -513,8 +513,8 @@ def _select(words, unary, kind, ahead, constant, smallest, previous, current, bo
             t = step if forward else num_steps - 1 - step
             if kind[n, t] < 0:
                 _set_first(out[n, t])
-                chosen[n, t] = -1
-                chosen[n, t, 0] = 0
+                index[n, t] = -1
+                index[n, t, 0] = 0
                 continue
             k = kind[n, t]
             if t == 0:
@@ -537,19 +537,19 @@ def _select(words, unary, kind, ahead, constant, smallest, previous, current, bo
                 else:
                     others = before
                     for i in range(size):
-                        c = chosen[n, t + 1, i]
+                        c = index[n, t + 1, i]
                         own[i] = unary[n, t + 1, c] + out[n, t + 1, i] if c >= 0 else -np.inf
                 best = _near(others, own, current[k], constant[k], near)
                 score[:] = 0.0
                 _message(words[n, t], score, previous[k], smallest[k], both[k], forbidden[k], False, near, best, others, scratch, right)
             score[:] = left + right
-            _best_distinct(score, words[n, t], chosen[n, t], kept)
+            _best_distinct(score, words[n, t], index[n, t], best_states)
             message = left if forward else right
             for i in range(size):
-                c = chosen[n, t, i]
+                c = index[n, t, i]
                 out[n, t, i] = message[c] if c >= 0 else -np.inf
             log_norm[n, t] = _normalize(out[n, t])
-            kept, before = before, kept
+            best_states, before = before, best_states
 
 
 @njit(cache=True, nogil=True)
@@ -778,27 +778,27 @@ def _is_among(states, weights, state):
 
 
 @njit(cache=True, nogil=True)
-def _insert(log_mass, i, m, state, score, member, latent, kept):
+def _insert(log_mass, i, m, state, score, member, latent, best_states):
     """Puts a candidate into the sorted list of the best."""
     j = score.shape[0] - 1
     while j > 0 and score[j - 1] < log_mass:
         score[j], member[j], latent[j] = score[j - 1], member[j - 1], latent[j - 1]
-        kept[j] = kept[j - 1]
+        best_states[j] = best_states[j - 1]
         j -= 1
     score[j], member[j], latent[j] = log_mass, i, m
-    kept[j] = state
+    best_states[j] = state
 
 
 @njit(cache=True, nogil=True)
-def _keep_best(i, states, weights, gain, ratio, score, member, latent, kept, state):
+def _insert_flips(i, states, weights, gain, ratio, score, member, latent, best_states, state):
     """Puts member ``i``'s best flips that are no members into the list."""
     for m in range(ratio.shape[0]):
         log_mass = weights[i] + gain[m] + np.log(ratio[m]) if ratio[m] > 0.0 else -np.inf
         if log_mass > score[score.shape[0] - 1]:
             state[:] = states[i]
             state[m >> 6] ^= np.int64(1) << (m & 63)
-            if not _is_among(states, weights, state) and not _is_among(kept, score, state):
-                _insert(log_mass, i, m, state, score, member, latent, kept)
+            if not _is_among(states, weights, state) and not _is_among(best_states, score, state):
+                _insert(log_mass, i, m, state, score, member, latent, best_states)
 
 
 @parallel_kernel(cost=HEAVY)
@@ -857,7 +857,7 @@ def _flips(
                     on,
                     ratio,
                 )
-            _keep_best(i, words[n, t], log_weight[n, t], gain[row, i], ratio, score[row], member[row], latent[row], kept, state)
+            _insert_flips(i, words[n, t], log_weight[n, t], gain[row, i], ratio, score[row], member[row], latent[row], kept, state)
 
 
 @njit(cache=True, nogil=True)

@@ -77,7 +77,7 @@ class _Cache(FunctionCache):
             _say_once(error)
             return None
         if found is None:
-            _say_compiling()
+            _announce_compilation()
             if self._later and compile_later(self._py_func, signature, self.cache_path):
                 raise NotCompiledError
         return found
@@ -90,14 +90,14 @@ class _Cache(FunctionCache):
             _say_once(error)
 
 
-def _sources(names: dict[str, Any], found: dict[str, str]) -> dict[str, str]:
+def _sources(names: dict[str, Any], digests: dict[str, str]) -> dict[str, str]:
     """Adds digests of the files of all compiled functions called, recursively."""
     for value in list(names.values()):
         function = getattr(value, "py_func", getattr(value, "__wrapped__", None))
-        if isinstance(function, FunctionType) and (path := function.__code__.co_filename) not in found:
-            found[path] = _digest(path)
-            _sources(function.__globals__, found)
-    return found
+        if isinstance(function, FunctionType) and (path := function.__code__.co_filename) not in digests:
+            digests[path] = _digest(path)
+            _sources(function.__globals__, digests)
+    return digests
 
 
 @functools.cache
@@ -111,7 +111,7 @@ def _say_once(error: Exception) -> None:
 
 
 @functools.cache
-def _say_compiling() -> None:
+def _announce_compilation() -> None:
     # Workers compile what their parent has not; one line, from the parent, is enough.
     if multiprocessing.parent_process() is None:
         how = f"in the background, for up to a minute ({VARIABLE}=0: before the first step)" if is_on() else "which takes up to a minute"

@@ -35,13 +35,13 @@ def _add(component, weight, rows, total):
 
 def square_distances(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, whitening: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.components.square_distances`."""
-    found = torch.empty(len(row), dtype=rows.dtype, device="cpu")
-    _measure(*(tensor.detach().contiguous().numpy() for tensor in (rows, row, component, loc, whitening)), found.numpy())
-    return found
+    out = torch.empty(len(row), dtype=rows.dtype, device="cpu")
+    _measure(*(tensor.detach().contiguous().numpy() for tensor in (rows, row, component, loc, whitening)), out.numpy())
+    return out
 
 
 @parallel_kernel(cost=64, fastmath={"reassoc", "contract", "nsz"})
-def _measure(rows, row, component, loc, whitening, found):
+def _measure(rows, row, component, loc, whitening, out):
     num_entries, size = len(row), rows.shape[1]
     num_blocks = min(num_entries, _BLOCKS)
     for block in prange(num_blocks):
@@ -57,4 +57,4 @@ def _measure(rows, row, component, loc, whitening, found):
             total = white[0] * 0
             for j in range(size):
                 total += white[j] * white[j]
-            found[e] = total
+            out[e] = total

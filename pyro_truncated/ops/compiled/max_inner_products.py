@@ -33,14 +33,14 @@ def max_inner_products_in_groups(
     coefficients: Tensor,
     group: Tensor,
     num_groups: int,
-    visited: Tensor,
+    probes: Tensor,
     number: int,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`pyro_truncated.ops.max_inner_products.max_inner_products_in_groups`: of each data point one group after the other."""
     value, index = _empty(features, number)
     members = group.argsort(stable=True)
     start = torch.nn.functional.pad(torch.bincount(group, minlength=num_groups).cumsum(0), (1, 0))
-    arrays = (tensor.contiguous().numpy() for tensor in (features, coefficients[members], members, start, visited))
+    arrays = (tensor.contiguous().numpy() for tensor in (features, coefficients[members], members, start, probes))
     _enter_groups(*arrays, value.numpy(), index.numpy())
     _fill(index.numpy())
     return value, index
@@ -105,7 +105,7 @@ def _fill(index):
 
 
 @njit(cache=True, nogil=True)
-def _enter_row(products, names, best, found):
+def _enter_row(products, names, best, index):
     """Enters functions that are among the largest of a data point."""
     size, last = len(products), len(best) - 1
     for at in range(0, size, _LANES):
@@ -116,7 +116,7 @@ def _enter_row(products, names, best, found):
         if number:
             for j in range(at, stop):
                 if _is_above(products[j], best[last]):
-                    _insert(products[j], names[j], best, found)
+                    _insert(products[j], names[j], best, index)
 
 
 @parallel_kernel(cost=2)
@@ -130,13 +130,13 @@ def _enter_products(products, value, index):
 
 
 @parallel_kernel(cost=64)
-def _enter_groups(features, coefficients, members, start, visited, value, index):
+def _enter_groups(features, coefficients, members, start, probes, value, index):
     num_rows = len(features)
     num_blocks, widest = min(num_rows, _BLOCKS), np.diff(start).max()
     for block in prange(num_blocks):
         products = np.empty(widest, features.dtype)
         for n in range(num_rows * block // num_blocks, num_rows * (block + 1) // num_blocks):
-            for g in visited[n]:
+            for g in probes[n]:
                 first, last = start[g], start[g + 1]
                 for k in range(first, last):
                     products[k - first] = _product(features[n], coefficients[k])

@@ -23,15 +23,15 @@ _LN2_HIGH, _LN2_LOW = 6.93145751953125e-1, 1.42860682030941723212e-6
 _LOWEST = -708.0
 
 
-def products(factors: tuple[Tensor, ...], num_sharp: int, summed: bool) -> Tensor:
-    """See :func:`pyro_truncated.ops.mixture_products.mixture_products`; float64 ``(N, P)``, or ``(P,)`` if ``summed``."""
+def products(factors: tuple[Tensor, ...], num_sharp: int, sum_rows: bool) -> Tensor:
+    """See :func:`pyro_truncated.ops.mixture_products.mixture_products`; float64 ``(N, P)``, or ``(P,)`` if ``sum_rows``."""
     arrays = _arrays(factors)
     num_rows, num_columns = arrays[0].shape[0], arrays[4].shape[1]
     blocks = min(_MAX_BLOCKS, max(1, num_rows))
-    out = np.zeros((blocks if summed else num_rows, num_columns))
-    _forward(*arrays, num_sharp, summed, blocks, out)
-    found = torch.from_numpy(out)[:, : factors[4].shape[1]]
-    return found.sum(0) if summed else found
+    out = np.zeros((blocks if sum_rows else num_rows, num_columns))
+    _forward(*arrays, num_sharp, sum_rows, blocks, out)
+    parts = torch.from_numpy(out)[:, : factors[4].shape[1]]
+    return parts.sum(0) if sum_rows else parts
 
 
 def gradients(factors: tuple[Tensor, ...], num_sharp: int, weight: Tensor) -> tuple[Tensor, ...]:
@@ -99,7 +99,7 @@ def _sharp_product(n, start, num_sharp, height, center, rate, point, decay, out)
 
 
 @parallel_kernel(cost=HEAVY, fastmath=_REORDER)
-def _forward(height, center, rate, share, point, decay, base, num_sharp, summed, blocks, out):
+def _forward(height, center, rate, share, point, decay, base, num_sharp, sum_rows, blocks, out):
     num_rows, num_dims = height.shape
     num_columns = point.shape[1]
     for block in prange(blocks):
@@ -114,7 +114,7 @@ def _forward(height, center, rate, share, point, decay, base, num_sharp, summed,
                     for p in range(_STRIP):
                         t = m - x[p]
                         product[p] *= a * _exp(-(c * t * t + d[p])) + h * b[p]
-                total = out[np.int64(block) if summed else n, start : start + _STRIP]
+                total = out[np.int64(block) if sum_rows else n, start : start + _STRIP]
                 for p in range(_STRIP):
                     total[p] += product[p]
 

@@ -51,12 +51,12 @@ def noisy_or_statistics(
 
 
 @njit(cache=True, nogil=True)
-def _where(row, wanted, index):
-    """Positions at which ``row`` equals ``wanted``; returns how many."""
+def _where(row, target, index):
+    """Positions at which ``row`` equals ``target``; returns how many."""
     count = 0
     for d in range(row.shape[0]):
         index[count] = d
-        count += row[d] == wanted
+        count += row[d] == target
     return count
 
 

@@ -57,7 +57,7 @@ def moments(words: Tensor, weights: Tensor, num_latents: int, per_datum: bool) -
 
 
 @parallel_kernel()
-def _pair_energy(words, linear, folded, out):
+def _pair_energy(words, linear, tables, out):
     num_rows, num_candidates, num_words = words.shape
     total, row_length = linear.shape[0] * num_candidates, max(1, num_candidates)
     for block in prange(MAX_BLOCKS):
@@ -66,7 +66,7 @@ def _pair_energy(words, linear, folded, out):
         for n in range(first // row_length, (last + row_length - 1) // row_length):
             states = words[n if num_rows > 1 else 0]
             field = linear[n]
-            table = folded[n if folded.shape[0] > 1 else 0]
+            table = tables[n if tables.shape[0] > 1 else 0]
             for c in range(max(0, first - n * num_candidates), min(num_candidates, last - n * num_candidates)):
                 # Terms are added as latents are found: on sparse states a second pass would take as long as the first.
                 energy = 0.0

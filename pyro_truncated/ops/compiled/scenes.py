@@ -166,7 +166,7 @@ def list_shared_pixels(count, shape, state, space):
 
 
 @njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def those_over(pixel, bits, count, masks, ratios, height, width, extent, found, top, left, slots, member, entry, alpha, ratio):
+def list_covering(pixel, bits, count, masks, ratios, height, width, extent, objects, top, left, slots, member, entry, alpha, ratio):
     """Lists slot, entry, mask probability and ratio of objects over a pixel."""
     row, column = pixel // width, pixel % width
     over = 0
@@ -175,7 +175,7 @@ def those_over(pixel, bits, count, masks, ratios, height, width, extent, found, 
             down, right = row - top[j], column - left[j]
             i = (down + height * (down < 0)) * extent + right + width * (right < 0)
             member[over], entry[over] = slots[j], i
-            alpha[over], ratio[over] = masks[found[j], i], ratios[slots[j], i]
+            alpha[over], ratio[over] = masks[objects[j], i], ratios[slots[j], i]
             over += 1
     return over
 
@@ -357,7 +357,7 @@ def _add_ratios(count, model, memory, state, local, space, out):
             out[pixel_under(shape, top[j], left[j], i)] += memory[3][slots[j], i]
     for x in range(list_shared_pixels(count, shape, state, space)):
         pixel = space[1][x]
-        over = those_over(
+        over = list_covering(
             pixel, space[2][x], count, masks, memory[2], shape[0], shape[1], shape[3], found, top, left, slots, member, entry, alpha, ratio
         )
         out[pixel] += own_pixel(over, nodes, weights, alpha, ratio, share, responsibility, factor)
@@ -378,7 +378,7 @@ def _correction(count, model, memory, state, local, space):
     value, product = 0.0, 1.0
     pixels, bits = space[1], space[2]
     for x in range(list_shared_pixels(count, model[3], state, space)):
-        over = those_over(
+        over = list_covering(
             pixels[x], bits[x], count, masks, ratios, height, width, extent, found, top, left, slots, member, entry, alpha, ratio
         )
         value += own_pixel(over, nodes, weights, alpha, ratio, share, responsibility, factor)
@@ -393,47 +393,47 @@ def _correction(count, model, memory, state, local, space):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _collect(weight, count, model, memory, state, local, space, held, owned, switched):
+def _collect(weight, count, model, memory, state, local, space, mass, owner_mass, mask_mass):
     """Adds a state's weight to its slots, with corrections at overlaps."""
     masks, nodes, weights = model[1], model[4], model[5]
     height, width, extent = model[3][0], model[3][1], model[3][3]
     ratios, singles = memory[2], memory[3]
-    found, top, left, slots = state
+    objects, top, left, slots = state
     member, entry, alpha, ratio, share, responsibility, on, factor = local
     pixels, bits = space[1], space[2]
     for j in range(count):
-        held[slots[j]] += weight
+        mass[slots[j]] += weight
     for x in range(list_shared_pixels(count, model[3], state, space)):
-        over = those_over(
-            pixels[x], bits[x], count, masks, ratios, height, width, extent, found, top, left, slots, member, entry, alpha, ratio
+        over = list_covering(
+            pixels[x], bits[x], count, masks, ratios, height, width, extent, objects, top, left, slots, member, entry, alpha, ratio
         )
         own_pixel(over, nodes, weights, alpha, ratio, share, responsibility, factor)
         mask_probabilities(over, nodes, weights, alpha, share, responsibility, on)
         for m in range(over):
             slot, i = member[m], entry[m]
             alone = alpha[m] * np.exp(ratio[m] - singles[slot, i])
-            owned[slot, i] += weight * (responsibility[m] - alone)
-            switched[slot, i] += weight * (on[m] - alone)
+            owner_mass[slot, i] += weight * (responsibility[m] - alone)
+            mask_mass[slot, i] += weight * (on[m] - alone)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _add_image(image, model, memory, held, owned, switched, own, sums, bits, counts):
+def _add_image(image, model, memory, mass, owner_mass, mask_mass, own, sums, bits, counts):
     """Adds the slots of one image to object sums and empties them."""
     masks, shape = model[1], model[3]
     for s in range(memory[1][0]):
         key = memory[1][s + 1]
         h, place = key // (shape[4] * shape[5]), key % (shape[4] * shape[5])
-        counts[h] += held[s]
+        counts[h] += mass[s]
         for i in range(masks.shape[1]):
-            alone = held[s] * masks[h, i] * np.exp(memory[2][s, i] - memory[3][s, i])
-            share = alone + owned[s, i]
+            alone = mass[s] * masks[h, i] * np.exp(memory[2][s, i] - memory[3][s, i])
+            share = alone + owner_mass[s, i]
             pixel = pixel_under(shape, place // shape[5], place % shape[5], i)
             own[pixel] += share
-            bits[h, i] += alone + switched[s, i]
+            bits[h, i] += alone + mask_mass[s, i]
             _add_pixel(image[pixel], share, sums[h, i])
-            owned[s, i] = 0.0
-            switched[s, i] = 0.0
-        held[s] = 0.0
+            owner_mass[s, i] = 0.0
+            mask_mass[s, i] = 0.0
+        mass[s] = 0.0
 
 
 @njit(cache=True, nogil=True, error_model="numpy", inline="always")
@@ -481,28 +481,28 @@ _C1, _C2, _C3, _C4, _C5 = (np.float32(c) for c in (0.1802179992, 0.0366454358, 0
 _LOG2, _ZERO, _ONE, _FAR = np.float32(0.6931471805599453), np.float32(0.0), np.float32(1.0), np.float32(30.0)
 
 
-def scan(images: Tensor, scene: SceneParameters, canvas: Canvas, energy: Tensor, logits: Tensor, used: Tensor) -> Tensor:
+def scan(images: Tensor, scene: SceneParameters, canvas: Canvas, energy: Tensor, logits: Tensor, is_used: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.scenes.scan_places`; more than three colours are left to torch."""
     if images.shape[-1] > _MAX_COLOURS:
-        return vectorised.scan(images, scene, canvas, energy, logits, used)
+        return vectorised.scan(images, scene, canvas, energy, logits, is_used)
     out = torch.empty(len(images), len(scene.features), *canvas.grid, device="cpu")
-    _scan(*_arrays(images, scene, canvas, energy, logits, used), out.numpy())
+    _scan(*_arrays(images, scene, canvas, energy, logits, is_used), out.numpy())
     return out.flatten(2)
 
 
 def scan_at(
-    images: Tensor, scene: SceneParameters, canvas: Canvas, energy: Tensor, logits: Tensor, used: Tensor, objects: Tensor, places: Tensor
+    images: Tensor, scene: SceneParameters, canvas: Canvas, energy: Tensor, logits: Tensor, is_used: Tensor, objects: Tensor, places: Tensor
 ) -> Tensor:
     """See :func:`pyro_truncated.ops.scenes.scan_at`; more than three colours are left to torch."""
     if images.shape[-1] > _MAX_COLOURS:
-        return vectorised.scan_at(images, scene, canvas, energy, logits, used, objects, places)
-    arrays = _arrays(images, scene, canvas, energy, logits, used)
+        return vectorised.scan_at(images, scene, canvas, energy, logits, is_used, objects, places)
+    arrays = _arrays(images, scene, canvas, energy, logits, is_used)
     out = torch.empty(places.shape, device="cpu")
     _scan_at(*arrays, canvas.grid[1], objects.numpy(), places.contiguous().numpy(), out.numpy())
     return out
 
 
-def _arrays(images: Tensor, scene: SceneParameters, canvas: Canvas, energy: Tensor, logits: Tensor, used: Tensor) -> tuple[Any, ...]:
+def _arrays(images: Tensor, scene: SceneParameters, canvas: Canvas, energy: Tensor, logits: Tensor, is_used: Tensor) -> tuple[Any, ...]:
     """Colours, in three padded planes, and objects for compiled scans."""
     height, width, (rows, columns) = canvas.height, canvas.width, canvas.grid
     root, missing = (2 * scene.variance.double()).sqrt(), 3 - images.shape[-1]
@@ -514,7 +514,7 @@ def _arrays(images: Tensor, scene: SceneParameters, canvas: Canvas, energy: Tens
     planes, padded = (torch.nn.functional.pad(t, reach, mode="circular") for t in (planes, energy))
     floors = torch.log1p(-scene.masks.double()).float()
     tensors = planes.flatten(2), padded.flatten(1), colours, logits.float(), floors
-    return *(t.contiguous().numpy() for t in tensors), (canvas.template_width, full[1]), used.contiguous().numpy()
+    return *(t.contiguous().numpy() for t in tensors), (canvas.template_width, full[1]), is_used.contiguous().numpy()
 
 
 @njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nnan", "nsz", "arcp"})

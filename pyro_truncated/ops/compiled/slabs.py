@@ -125,12 +125,12 @@ def gather_above(table, active, count, size, out):
             out[a, b] = table[h, active[b]]
 
 
-def gram_matrix(scaled: Tensor, observed: Tensor | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def gram_matrix(elements: Tensor, is_observed: Tensor | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The dictionary by latents, observed entries, and Gram matrix, or empty ones."""
-    scaled = scaled.detach().double()
-    if observed is None:
-        return as_array(scaled.mT), np.empty((0, scaled.shape[0]), np.bool_), as_array(scaled.mT @ scaled)
-    return as_array(scaled.mT), observed.contiguous().numpy(), np.empty((0, 0))
+    elements = elements.detach().double()
+    if is_observed is None:
+        return as_array(elements.mT), np.empty((0, elements.shape[0]), np.bool_), as_array(elements.mT @ elements)
+    return as_array(elements.mT), is_observed.contiguous().numpy(), np.empty((0, 0))
 
 
 @njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
@@ -142,16 +142,16 @@ def _dot(one, other, size):
 
 
 @njit(cache=True, nogil=True)
-def row_gram_matrix(scaled, observed, used, num_used, near, table):
+def row_gram_matrix(elements, is_observed, active, count, near, table):
     """Computes the Gram matrix over observed entries, for the latents in use."""
-    for a in range(num_used):
-        row, source = near[a], scaled[used[a]]
-        for d in range(len(observed)):
-            row[d] = source[d] if observed[d] else 0.0
+    for a in range(count):
+        row, source = near[a], elements[active[a]]
+        for d in range(len(is_observed)):
+            row[d] = source[d] if is_observed[d] else 0.0
         for b in range(a + 1):
-            product = _dot(row, near[b], len(observed))
-            table[used[a], used[b]] = product
-            table[used[b], used[a]] = product
+            product = _dot(row, near[b], len(is_observed))
+            table[active[a], active[b]] = product
+            table[active[b], active[a]] = product
 
 
 @njit(cache=True, nogil=True)
@@ -169,14 +169,14 @@ def invert(factor, count):
 _LARGE = 1e150
 
 
-def log_prob(words: Tensor, linear: Tensor, scaled: Tensor, observed: Tensor | None, mean: Tensor, deviation: Tensor) -> Tensor:
+def log_prob(words: Tensor, linear: Tensor, elements: Tensor, is_observed: Tensor | None, mean: Tensor, deviation: Tensor) -> Tensor:
     """Log densities ``(N, C)``, up to constants, with slabs integrated out.
 
-    ``linear (N, H)`` are products of data and dictionary over the noise variance, ``scaled (D, H)`` is the dictionary over the noise
-    deviation, ``observed (N, D)`` may be ``None``.
+    ``linear (N, H)`` are products of data and dictionary over the noise variance, ``elements (D, H)`` is the dictionary over the noise
+    deviation, ``is_observed (N, D)`` may be ``None``.
     """
     out = linear.new_empty(linear.shape[0], words.shape[1], dtype=torch.float64)
-    _log_prob(as_words(words), as_array(linear), *gram_matrix(scaled, observed), as_array(mean), as_array(deviation), out.numpy())
+    _log_prob(as_words(words), as_array(linear), *gram_matrix(elements, is_observed), as_array(mean), as_array(deviation), out.numpy())
     return out
 
 
@@ -184,8 +184,8 @@ def moments(
     words: Tensor,
     weights: Tensor,
     linear: Tensor,
-    scaled: Tensor,
-    observed: Tensor | None,
+    elements: Tensor,
+    is_observed: Tensor | None,
     mean: Tensor,
     deviation: Tensor,
     per_datum: bool,
@@ -196,7 +196,7 @@ def moments(
     first = torch.zeros_like(active)
     num_blocks = num_data if per_datum else count_blocks(num_data, num_latents**2)
     second = linear.new_zeros(num_blocks, num_latents, num_latents, dtype=torch.float64)
-    parameters = as_array(linear), *gram_matrix(scaled, observed), as_array(mean), as_array(deviation)
+    parameters = as_array(linear), *gram_matrix(elements, is_observed), as_array(mean), as_array(deviation)
     _moments(as_words(words), as_array(weights), *parameters, active.numpy(), first.numpy(), second.numpy())
     second = second if per_datum else second.sum(0)
     return active, first, second + second.tril(-1).mT
@@ -246,21 +246,21 @@ def _factorize(linear, table, mean, deviation, active, count, factor, solution):
 
 
 @parallel_kernel(cost=16)
-def _log_prob(words, linear, scaled, observed, gram, mean, deviation, out):
+def _log_prob(words, linear, elements, is_observed, gram, mean, deviation, out):
     num_rows, num_candidates, num_words = words.shape
     num_data, num_latents = linear.shape
     num_blocks = min(num_data, MAX_BLOCKS)
-    has_missing = observed.shape[0] > 0
+    has_missing = is_observed.shape[0] > 0
     for block in prange(num_blocks):
         active = np.empty(64 * num_words, np.int64)
         union = np.empty((1, 1, num_words), np.int64)
         factor, solution = np.empty((num_latents, num_latents)), np.empty(num_latents)
         own = np.empty((num_latents, num_latents)) if has_missing else gram
-        near = np.empty((num_latents if has_missing else 0, scaled.shape[1]))
+        near = np.empty((num_latents if has_missing else 0, elements.shape[1]))
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row = n if num_rows > 1 else 0
             if has_missing:
-                row_gram_matrix(scaled, observed[n], active, ever_active(words, row, union, active), near, own)
+                row_gram_matrix(elements, is_observed[n], active, ever_active(words, row, union, active), near, own)
             for c in range(num_candidates):
                 count = active_latents(words, row, c, active)
                 out[n, c] = _factorize(linear[n], own, mean, deviation, active, count, factor, solution)
@@ -288,21 +288,21 @@ def _add_moments(weight, mean, deviation, active, count, factor, solution, first
 
 
 @parallel_kernel(cost=16)
-def _moments(words, weights, linear, scaled, observed, gram, mean, deviation, total, first, second):
+def _moments(words, weights, linear, elements, is_observed, gram, mean, deviation, total, first, second):
     num_rows, num_candidates, num_words = words.shape
     num_data, num_latents = linear.shape
     num_blocks = second.shape[0]
-    has_missing = observed.shape[0] > 0
+    has_missing = is_observed.shape[0] > 0
     for block in prange(num_blocks):
         active = np.empty(64 * num_words, np.int64)
         union = np.empty((1, 1, num_words), np.int64)
         factor, solution = np.empty((num_latents, num_latents)), np.empty(num_latents)
         own = np.empty((num_latents, num_latents)) if has_missing else gram
-        near = np.empty((num_latents if has_missing else 0, scaled.shape[1]))
+        near = np.empty((num_latents if has_missing else 0, elements.shape[1]))
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row = n if num_rows > 1 else 0
             if has_missing:
-                row_gram_matrix(scaled, observed[n], active, ever_active(words, row, union, active), near, own)
+                row_gram_matrix(elements, is_observed[n], active, ever_active(words, row, union, active), near, own)
             least = least_weight(weights[n])
             for c in range(num_candidates):
                 weight = weights[n, c]
@@ -501,10 +501,12 @@ def log_prior(mean, covariance, active, count, size, roots, vectors, rows):
 _LINE = 8
 
 
-def correlated_log_prob(words: Tensor, linear: Tensor, scaled: Tensor, observed: Tensor | None, mean: Tensor, covariance: Tensor) -> Tensor:
+def correlated_log_prob(
+    words: Tensor, linear: Tensor, elements: Tensor, is_observed: Tensor | None, mean: Tensor, covariance: Tensor
+) -> Tensor:
     """As :func:`log_prob`, with the covariance of the slabs, ``(H, H)``."""
     out = linear.new_empty(linear.shape[0], words.shape[1], dtype=torch.float64)
-    packed, parameters = as_words(words), (as_array(linear), *gram_matrix(scaled, observed), as_array(mean), as_array(covariance))
+    packed, parameters = as_words(words), (as_array(linear), *gram_matrix(elements, is_observed), as_array(mean), as_array(covariance))
     _correlated_log_prob(packed, *parameters, *_scratch(packed, len(linear), 0), out.numpy())
     return out
 
@@ -513,8 +515,8 @@ def correlated_moments(
     words: Tensor,
     weights: Tensor,
     linear: Tensor,
-    scaled: Tensor,
-    observed: Tensor | None,
+    elements: Tensor,
+    is_observed: Tensor | None,
     mean: Tensor,
     covariance: Tensor,
     per_datum: bool,
@@ -523,7 +525,7 @@ def correlated_moments(
     num_data, num_latents = linear.shape
     active = linear.new_zeros(num_data, num_latents, dtype=torch.float64)
     first = torch.zeros_like(active)
-    packed, parameters = as_words(words), (as_array(linear), *gram_matrix(scaled, observed), as_array(mean), as_array(covariance))
+    packed, parameters = as_words(words), (as_array(linear), *gram_matrix(elements, is_observed), as_array(mean), as_array(covariance))
     scratch = _scratch(packed, num_data, 2 * num_latents**2)
     num_blocks = len(scratch[0])
     second = linear.new_zeros(num_data if per_datum else num_blocks, num_latents, num_latents, dtype=torch.float64)
@@ -539,15 +541,15 @@ def expected_log_prior(
     words: Tensor,
     weights: Tensor,
     linear: Tensor,
-    scaled: Tensor,
-    observed: Tensor | None,
+    elements: Tensor,
+    is_observed: Tensor | None,
     mean: Tensor,
     covariance: Tensor,
     means: Tensor,
     covariances: Tensor,
 ) -> Tensor:
     """See :func:`pyro_truncated.ops.expected_log_slab_prior`; the other arguments are those of :func:`log_prob`."""
-    packed, parameters = as_words(words), (as_array(linear), *gram_matrix(scaled, observed), as_array(mean), as_array(covariance))
+    packed, parameters = as_words(words), (as_array(linear), *gram_matrix(elements, is_observed), as_array(mean), as_array(covariance))
     scratch, others = _scratch(packed, len(linear), len(means)), (as_array(means), as_array(covariances))
     out = linear.new_zeros(len(scratch[0]), len(means), dtype=torch.float64)
     _expected_log_prior(packed, as_array(weights), *parameters, *others, *scratch, out.numpy())
@@ -571,21 +573,21 @@ def _aligned_zeros(shape: tuple[int, ...]) -> np.ndarray:
 
 
 @parallel_kernel(cost=24)
-def _correlated_log_prob(words, linear, scaled, observed, gram, mean, covariance, matrices, vectors, out):
+def _correlated_log_prob(words, linear, elements, is_observed, gram, mean, covariance, matrices, vectors, out):
     num_rows, num_candidates, num_words = words.shape
     num_data, num_latents = linear.shape
     num_blocks = len(matrices)
-    has_missing = observed.shape[0] > 0
+    has_missing = is_observed.shape[0] > 0
     for block in prange(num_blocks):
         active = np.empty(64 * num_words, np.int64)
         union = np.empty((1, 1, num_words), np.int64)
         prior, joint, spare, work = matrices[block, 0], matrices[block, 1], matrices[block, 2], vectors[block]
         own = np.empty((num_latents, num_latents)) if has_missing else gram
-        near = np.empty((num_latents if has_missing else 0, scaled.shape[1]))
+        near = np.empty((num_latents if has_missing else 0, elements.shape[1]))
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row = n if num_rows > 1 else 0
             if has_missing:
-                row_gram_matrix(scaled, observed[n], active, ever_active(words, row, union, active), near, own)
+                row_gram_matrix(elements, is_observed[n], active, ever_active(words, row, union, active), near, own)
             for c in range(num_candidates):
                 count = active_latents(words, row, c, active)
                 energy = collapse(linear[n], own, mean, covariance, active, count, prior, joint, spare, work)
@@ -594,23 +596,23 @@ def _correlated_log_prob(words, linear, scaled, observed, gram, mean, covariance
 
 @parallel_kernel(cost=48)
 def _correlated_moments(
-    words, weights, linear, scaled, observed, gram, mean, covariance, matrices, vectors, total, first, second, slope, curvature
+    words, weights, linear, elements, is_observed, gram, mean, covariance, matrices, vectors, total, first, second, slope, curvature
 ):
     num_rows, num_candidates, num_words = words.shape
     num_data, num_latents = linear.shape
     num_blocks, is_apart = len(matrices), len(second) > len(matrices)
-    has_missing = observed.shape[0] > 0
+    has_missing = is_observed.shape[0] > 0
     for block in prange(num_blocks):
         active = np.empty(64 * num_words, np.int64)
         union = np.empty((1, 1, num_words), np.int64)
         prior, joint, spare, spread = matrices[block, 0], matrices[block, 1], matrices[block, 2], matrices[block, 3]
         work = vectors[block]
         own = np.empty((num_latents, num_latents)) if has_missing else gram
-        near = np.empty((num_latents if has_missing else 0, scaled.shape[1]))
+        near = np.empty((num_latents if has_missing else 0, elements.shape[1]))
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row, place = n if num_rows > 1 else 0, n if is_apart else np.int64(block)
             if has_missing:
-                row_gram_matrix(scaled, observed[n], active, ever_active(words, row, union, active), near, own)
+                row_gram_matrix(elements, is_observed[n], active, ever_active(words, row, union, active), near, own)
             least = least_weight(weights[n])
             for c in range(num_candidates):
                 weight = weights[n, c]
@@ -635,22 +637,22 @@ def _correlated_moments(
 
 
 @parallel_kernel(cost=64)
-def _expected_log_prior(words, weights, linear, scaled, observed, gram, mean, covariance, means, covariances, matrices, vectors, out):
+def _expected_log_prior(words, weights, linear, elements, is_observed, gram, mean, covariance, means, covariances, matrices, vectors, out):
     num_rows, num_candidates, num_words = words.shape
     num_data, num_latents = linear.shape
     num_blocks = len(matrices)
-    has_missing = observed.shape[0] > 0
+    has_missing = is_observed.shape[0] > 0
     for block in prange(num_blocks):
         active = np.empty(64 * num_words, np.int64)
         union = np.empty((1, 1, num_words), np.int64)
         prior, joint, roots, rows = matrices[block, 0], matrices[block, 1], matrices[block, 2], matrices[block, 3]
         work = vectors[block]
         own = np.empty((num_latents, num_latents)) if has_missing else gram
-        near = np.empty((num_latents if has_missing else 0, scaled.shape[1]))
+        near = np.empty((num_latents if has_missing else 0, elements.shape[1]))
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row = n if num_rows > 1 else 0
             if has_missing:
-                row_gram_matrix(scaled, observed[n], active, ever_active(words, row, union, active), near, own)
+                row_gram_matrix(elements, is_observed[n], active, ever_active(words, row, union, active), near, own)
             least = least_weight(weights[n])
             for c in range(num_candidates):
                 weight = weights[n, c]

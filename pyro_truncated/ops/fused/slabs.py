@@ -18,13 +18,13 @@ _PLACES = [4, 8, 16, 32, 64]
 
 
 @on_device
-def log_prob(words: Tensor, linear: Tensor, scaled: Tensor, observed: Tensor | None, mean: Tensor, deviation: Tensor) -> Tensor:
+def log_prob(words: Tensor, linear: Tensor, elements: Tensor, is_observed: Tensor | None, mean: Tensor, deviation: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.compiled.slabs.log_prob`."""
     launches = _plan(words)
     if launches is None:
-        return vectorised.log_prob(words, linear, scaled, observed, mean, deviation)
+        return vectorised.log_prob(words, linear, elements, is_observed, mean, deviation)
     out = torch.empty(words.shape[:2], dtype=torch.float64, device=words.device)
-    parameters = _parameters(words, linear, scaled, observed, mean, deviation)
+    parameters = _parameters(words, linear, elements, is_observed, mean, deviation)
     for launch in launches:
         _log_prob[launch.grid](launch.order, len(launch.order), *parameters, out, **launch.constants)
     return out
@@ -35,8 +35,8 @@ def moments(
     words: Tensor,
     weights: Tensor,
     linear: Tensor,
-    scaled: Tensor,
-    observed: Tensor | None,
+    elements: Tensor,
+    is_observed: Tensor | None,
     mean: Tensor,
     deviation: Tensor,
     per_datum: bool,
@@ -45,11 +45,11 @@ def moments(
     launches = _plan(words)
     # The order of atomic sums changes from run to run.
     if launches is None or torch.are_deterministic_algorithms_enabled():
-        return vectorised.moments(words, weights, linear, scaled, observed, mean, deviation, per_datum)
+        return vectorised.moments(words, weights, linear, elements, is_observed, mean, deviation, per_datum)
     num_data, num_latents = linear.shape
     active, first = torch.zeros(2, num_data, num_latents, dtype=torch.float64, device=words.device)
     second = active.new_zeros(num_data if per_datum else 1, num_latents, num_latents)
-    parameters = _parameters(words, linear, scaled, observed, mean, deviation)
+    parameters = _parameters(words, linear, elements, is_observed, mean, deviation)
     results = weights.double().contiguous(), active, first, second, second.stride(0) if per_datum else 0
     for launch in launches:
         _moments[launch.grid](launch.order, len(launch.order), *parameters, *results, **launch.constants)
@@ -84,10 +84,10 @@ def _plan(words: Tensor) -> list[_Launch] | None:
 
 
 def _parameters(
-    words: Tensor, linear: Tensor, scaled: Tensor, observed: Tensor | None, mean: Tensor, deviation: Tensor
+    words: Tensor, linear: Tensor, elements: Tensor, is_observed: Tensor | None, mean: Tensor, deviation: Tensor
 ) -> tuple[Tensor | int, ...]:
     """The arguments that all kernels begin with."""
-    gram = gram_matrix(scaled, observed)
+    gram = gram_matrix(elements, is_observed)
     parameters = (tensor.double().contiguous() for tensor in (linear, mean, deviation, gram))
     return words, *words.stride(), *words.shape[1:], linear.shape[1], *parameters, 0 if len(gram) == 1 else gram.stride(0)
 
@@ -115,10 +115,10 @@ def _log_prob(
     state, datum, inside = _find_states(order, number, num_candidates, STATES)
     words += datum * by_datum + (state - datum * num_candidates) * by_candidate
     latents, count = _find_active(words, by_word, num_words, inside, STATES, PLACES)
-    is_taken = tl.arange(0, PLACES)[None, :] < count[:, None]
+    is_active = tl.arange(0, PLACES)[None, :] < count[:, None]
     linear += datum[:, None] * num_latents
     gram += (datum * gram_by_datum)[:, None, None]
-    amplitude, spread, product, field, matrix = _load_active(latents, is_taken, linear, mean, deviation, gram, num_latents, PLACES)
+    amplitude, spread, product, field, matrix = _load_active(latents, is_active, linear, mean, deviation, gram, num_latents, PLACES)
     energy = 0.5 * tl.sum(amplitude * (product + field), 1)
     target = spread * field
     # The matrix is factorised in its place, one column after the other, and the target solved for on the way.
@@ -159,10 +159,10 @@ def _moments(
     words += datum * by_datum + (state - datum * num_candidates) * by_candidate
     latents, count = _find_active(words, by_word, num_words, inside, STATES, PLACES)
     place = tl.arange(0, PLACES)
-    is_taken = place[None, :] < count[:, None]
+    is_active = place[None, :] < count[:, None]
     linear += datum[:, None] * num_latents
     gram += (datum * gram_by_datum)[:, None, None]
-    amplitude, spread, _, field, matrix = _load_active(latents, is_taken, linear, mean, deviation, gram, num_latents, PLACES)
+    amplitude, spread, _, field, matrix = _load_active(latents, is_active, linear, mean, deviation, gram, num_latents, PLACES)
     target = spread * field
     # Sweeps turn the matrix to its inverse in its place, and the target to the solution (Goodnight 1979).
     for j in range(tl.max(count, 0)):
@@ -178,10 +178,10 @@ def _moments(
     mean_active = amplitude + spread * target
     moment = mean_active[:, :, None] * mean_active[:, None, :] - spread[:, :, None] * matrix * spread[:, None, :]
     row = datum[:, None] * num_latents + latents
-    tl.atomic_add(active + row, weight[:, None] + tl.zeros([STATES, PLACES], tl.float64), is_taken, sem="relaxed")
-    tl.atomic_add(first + row, weight[:, None] * mean_active, is_taken, sem="relaxed")
+    tl.atomic_add(active + row, weight[:, None] + tl.zeros([STATES, PLACES], tl.float64), is_active, sem="relaxed")
+    tl.atomic_add(first + row, weight[:, None] * mean_active, is_active, sem="relaxed")
     pairs = (datum * second_by_datum)[:, None, None] + latents[:, :, None] * num_latents + latents[:, None, :]
-    tl.atomic_add(second + pairs, weight[:, None, None] * moment, is_taken[:, :, None] & is_taken[:, None, :], sem="relaxed")
+    tl.atomic_add(second + pairs, weight[:, None, None] * moment, is_active[:, :, None] & is_active[:, None, :], sem="relaxed")
 
 
 @triton.jit
@@ -211,14 +211,14 @@ def _find_active(words, by_word, num_words, inside, STATES: tl.constexpr, PLACES
 
 
 @triton.jit
-def _load_active(latents, is_taken, linear, mean, deviation, gram, num_latents, PLACES: tl.constexpr):
+def _load_active(latents, is_active, linear, mean, deviation, gram, num_latents, PLACES: tl.constexpr):
     """See :func:`pyro_truncated.ops.unpacked.collapse`, of active latents."""
     place = tl.arange(0, PLACES)
-    amplitude = tl.load(mean + latents, is_taken, 0.0)
-    spread = tl.load(deviation + latents, is_taken, 0.0)
-    product = tl.load(linear + latents, is_taken, 0.0)
+    amplitude = tl.load(mean + latents, is_active, 0.0)
+    spread = tl.load(deviation + latents, is_active, 0.0)
+    product = tl.load(linear + latents, is_active, 0.0)
     pairs = gram + latents[:, :, None] * num_latents + latents[:, None, :]
-    matrix = tl.load(pairs, is_taken[:, :, None] & is_taken[:, None, :], 0.0)
+    matrix = tl.load(pairs, is_active[:, :, None] & is_active[:, None, :], 0.0)
     field = product - tl.sum(matrix * amplitude[:, None, :], 2)
     identity = (place[:, None] == place[None, :])[None, :, :].to(tl.float64)
     return amplitude, spread, product, field, spread[:, :, None] * matrix * spread[:, None, :] + identity

@@ -104,13 +104,13 @@ class ActiveLatents(NamedTuple):
         where: the states of the block among all: a slice of those of every data point, or positions ``(M,)`` in the flattened ``(N, C)``.
         data: the data point of each state, ``(N, 1)`` or ``(M, 1)``.
         latents: which ones, ``(n, c, K)``. Zero in places that are not taken.
-        is_taken: which places are, ``(n, c, K)`` in float64.
+        is_active: which places are, ``(n, c, K)`` in float64.
     """
 
     where: slice | Tensor
     data: Tensor
     latents: Tensor
-    is_taken: Tensor
+    is_active: Tensor
 
     def select_block(self, values: Tensor) -> Tensor:
         """Of numbers of all states ``(N, C)`` those of the block, ``(n, c)``."""
@@ -210,16 +210,16 @@ def _places(words: Tensor, num_latents: int, most: int) -> tuple[Tensor, Tensor]
     place = torch.where(bits, bits.movedim(-1, 0).cumsum(0).movedim(0, -1) - 1, most).clamp(max=most)
     latents = torch.arange(num_latents, device=words.device).expand_as(place)
     index = torch.zeros(*bits.shape[:2], most + 1, dtype=torch.int64, device=words.device).scatter_(-1, place, latents)[..., :most]
-    is_taken = torch.arange(most, device=words.device) < number
-    return index.masked_fill(~is_taken, 0), is_taken.double()
+    is_active = torch.arange(most, device=words.device) < number
+    return index.masked_fill(~is_active, 0), is_active.double()
 
 
-def gram_matrix(scaled: Tensor, observed: Tensor | None) -> Tensor:
+def gram_matrix(elements: Tensor, is_observed: Tensor | None) -> Tensor:
     """Gram matrices ``(1, H, H)``, or ``(N, H, H)`` over each data point's observed entries."""
-    scaled = scaled.double()
-    if observed is None:
-        return (scaled.mT @ scaled).unsqueeze(0)
-    num_latents = scaled.shape[1]
-    squares = (scaled.unsqueeze(-1) * scaled.unsqueeze(-2)).flatten(1)
-    gram: Tensor = observed.double() @ squares
+    elements = elements.double()
+    if is_observed is None:
+        return (elements.mT @ elements).unsqueeze(0)
+    num_latents = elements.shape[1]
+    squares = (elements.unsqueeze(-1) * elements.unsqueeze(-2)).flatten(1)
+    gram: Tensor = is_observed.double() @ squares
     return gram.reshape(-1, num_latents, num_latents)

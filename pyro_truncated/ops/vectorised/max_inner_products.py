@@ -22,18 +22,18 @@ def max_inner_products_in_groups(
     coefficients: Tensor,
     group: Tensor,
     num_groups: int,
-    visited: Tensor,
+    probes: Tensor,
     number: int,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`pyro_truncated.ops.max_inner_products.max_inner_products_in_groups`."""
     sizes = torch.bincount(group, minlength=num_groups).tolist()
-    members, width, looked_at = group.argsort(stable=True), max(sizes), visited.shape[1]
-    starts = torch.tensor([0, *itertools.accumulate(sizes)], device=visited.device)
+    members, width, looked_at = group.argsort(stable=True), max(sizes), probes.shape[1]
+    starts = torch.tensor([0, *itertools.accumulate(sizes)], device=probes.device)
     values, indices = [], []
     # Functions that are minus infinity come before places of the table that hold none.
     least = torch.finfo(features.dtype).min
     rows_of_blocks = _blocks(features, looked_at * width)
-    for some, own in zip(rows_of_blocks, visited.split(max(1, len(rows_of_blocks[0]))), strict=True):
+    for some, own in zip(rows_of_blocks, probes.split(max(1, len(rows_of_blocks[0]))), strict=True):
         order = own.flatten().argsort()
         table = features.new_full((len(order), width), -math.inf)
         times = torch.bincount(own.flatten(), minlength=num_groups).tolist()
@@ -52,30 +52,30 @@ def follow_neighbours(
     width = max(neighbours.shape[1], also.shape[1]) * features.shape[1]
     step = max(1, _MAX_PRODUCTS // max(1, width))
     blocks = zip(features.split(step), value.split(step), index.split(step), also.split(step), strict=True)
-    parts = [_follow(some, coefficients, neighbours, best, found, depth, others) for some, best, found, others in blocks]
-    return torch.cat([best for best, _ in parts]), torch.cat([found for _, found in parts])
+    parts = [_follow(some, coefficients, neighbours, best, position, depth, others) for some, best, position, others in blocks]
+    return torch.cat([best for best, _ in parts]), torch.cat([position for _, position in parts])
 
 
 def _follow(
-    features: Tensor, coefficients: Tensor, neighbours: Tensor, best: Tensor, found: Tensor, depth: int, also: Tensor
+    features: Tensor, coefficients: Tensor, neighbours: Tensor, best: Tensor, index: Tensor, depth: int, also: Tensor
 ) -> tuple[Tensor, Tensor]:
-    best, found = _update_best(also, features, coefficients, best, found)
-    done = torch.full_like(found, -1)
-    for visit in range(found.shape[1]):
-        is_open = (found[:, :depth, None] != done[:, None, :]).all(2)
+    best, index = _update_best(also, features, coefficients, best, index)
+    done = torch.full_like(index, -1)
+    for visit in range(index.shape[1]):
+        is_open = (index[:, :depth, None] != done[:, None, :]).all(2)
         # Where none is left the best one is looked at again, which changes nothing.
-        k = found.gather(1, is_open.to(torch.uint8).argmax(1, keepdim=True))
+        k = index.gather(1, is_open.to(torch.uint8).argmax(1, keepdim=True))
         done[:, visit] = torch.where(is_open.any(1), k[:, 0], -1)
-        best, found = _update_best(neighbours[k[:, 0]], features, coefficients, best, found)
-    return best, found
+        best, index = _update_best(neighbours[k[:, 0]], features, coefficients, best, index)
+    return best, index
 
 
-def _update_best(others: Tensor, features: Tensor, coefficients: Tensor, best: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
+def _update_best(others: Tensor, features: Tensor, coefficients: Tensor, best: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     """The best ones among these and other functions ``(N, W)``."""
     products = (coefficients[others] * features.unsqueeze(1)).sum(2)
-    is_there = (others[:, :, None] == found[:, None, :]).any(2)
+    is_there = (others[:, :, None] == index[:, None, :]).any(2)
     best, place = torch.cat([best, products.masked_fill(is_there, -math.inf)], 1).topk(best.shape[1])
-    return best, torch.cat([found, others], 1).gather(1, place)
+    return best, torch.cat([index, others], 1).gather(1, place)
 
 
 def _blocks(features: Tensor, width: int) -> tuple[Tensor, ...]:

@@ -70,7 +70,7 @@ def _statistics_by_number(words: Tensor, weights: Tensor, value: Tensor, weight:
     is_observed, data = (~value.isnan()).double(), value.nan_to_num(0.0)
     for block in by_number(words, num_latents, functools.partial(count_terms, num_observed)):
         share = block.select_block(weights).unsqueeze(-1)
-        block.add_rows_(active, share * block.is_taken)
+        block.add_rows_(active, share * block.is_active)
         top, place = _terms(block, weight).max(2)
         prediction.index_add_(0, block.data.squeeze(1), (share * top.clamp(min=0.0)).squeeze(1))
         winner = (first + torch.where(top > 0, block.latents.gather(2, place), num_latents)).flatten()
@@ -81,11 +81,11 @@ def _statistics_by_number(words: Tensor, weights: Tensor, value: Tensor, weight:
 
 def _terms(block: ActiveLatents, weight: Tensor) -> Tensor:
     """Contributions of active latents, ``(n, c, K, D)``, zero in unused places."""
-    return weight.mT[block.latents] * block.is_taken.unsqueeze(-1)
+    return weight.mT[block.latents] * block.is_active.unsqueeze(-1)
 
 
-def _squares(value: Tensor, predicted: Tensor) -> Tensor:
-    return torch.where(value.isnan(), 0.0, value - predicted).square()
+def _squares(value: Tensor, prediction: Tensor) -> Tensor:
+    return torch.where(value.isnan(), 0.0, value - prediction).square()
 
 
 def maximum_score(words: Tensor, value: Tensor, natural: Tensor, partition: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def maximum_score(words: Tensor, value: Tensor, natural: Tensor, partition: Tens
     out = value.new_empty(words.shape[:2])
     for block in by_number(words, num_latents, functools.partial(count_terms, 2 * num_observed)):
         # Where no latent is, and beside all that are, is the background, the last column.
-        latents = block.latents.masked_fill(block.is_taken == 0, num_latents)
+        latents = block.latents.masked_fill(block.is_active == 0, num_latents)
         most = (parameter.mT[latents].amax(2).maximum(parameter[:, -1]) for parameter in (natural, partition))
         block.put_(out, (value[block.data] * next(most) - next(most)).masked_fill(is_missing[block.data], 0.0).sum(-1))
     return out

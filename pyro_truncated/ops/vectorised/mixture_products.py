@@ -12,13 +12,13 @@ from pyro_truncated.utils.budget import rows_per_block
 Factors = tuple[Tensor, ...]
 
 
-def products(factors: Factors, num_sharp: int, summed: bool) -> Tensor:
-    """See :func:`pyro_truncated.ops.mixture_products.mixture_products`; ``(N, P)``, or ``(P,)`` if ``summed``."""
+def products(factors: Factors, num_sharp: int, sum_rows: bool) -> Tensor:
+    """See :func:`pyro_truncated.ops.mixture_products.mixture_products`; ``(N, P)``, or ``(P,)`` if ``sum_rows``."""
     del num_sharp  # A constant part of weight zero costs nothing extra here.
-    out = factors[0].new_zeros(*(() if summed else (len(factors[0]),)), factors[4].shape[1])
+    out = factors[0].new_zeros(*(() if sum_rows else (len(factors[0]),)), factors[4].shape[1])
     for rows, columns, block in _blocks(factors):
         found = _factor(block)[0].prod(0)
-        if summed:
+        if sum_rows:
             out[columns] += found.sum(0)
         else:
             out[rows, columns] = found

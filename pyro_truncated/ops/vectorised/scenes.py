@@ -153,7 +153,7 @@ def _bytes_per_row(places: Tensor, images: Tensor) -> int:
     return 16 * 8 * places.shape[1] * places.shape[2] * images.shape[1]
 
 
-def scan(images: Tensor, scene: SceneParameters, canvas: Canvas, energy: Tensor, logits: Tensor, used: Tensor) -> Tensor:
+def scan(images: Tensor, scene: SceneParameters, canvas: Canvas, energy: Tensor, logits: Tensor, is_used: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.scenes.scan_places`; ``energy`` is ``-log p_0``, ``logits`` hold the objects' constants."""
     pixels, variance = canvas.pixels_on(images.device), scene.variance.double()
     out = images.new_empty(len(images), len(scene.features), len(pixels), dtype=torch.float32)
@@ -164,12 +164,12 @@ def scan(images: Tensor, scene: SceneParameters, canvas: Canvas, energy: Tensor,
         for h, (feature, mask) in enumerate(zip(scene.features.double(), scene.masks.double(), strict=True)):
             ratio = behind + logits[h] - 0.5 * (under - feature).square().sum(-1) / variance
             terms = torch.log1p(-mask) + torch.nn.functional.softplus(ratio)
-            out[rows, h] = (terms * used[h]).sum(-1).float()
+            out[rows, h] = (terms * is_used[h]).sum(-1).float()
     return out
 
 
 def scan_at(
-    images: Tensor, scene: SceneParameters, canvas: Canvas, energy: Tensor, logits: Tensor, used: Tensor, objects: Tensor, places: Tensor
+    images: Tensor, scene: SceneParameters, canvas: Canvas, energy: Tensor, logits: Tensor, is_used: Tensor, objects: Tensor, places: Tensor
 ) -> Tensor:
     """See :func:`pyro_truncated.ops.scenes.scan_at`; the whole scan, of which a few places are taken."""
-    return gather_states(scan(images, scene, canvas, energy, logits, used), objects).gather(2, places)
+    return gather_states(scan(images, scene, canvas, energy, logits, is_used), objects).gather(2, places)

@@ -14,11 +14,11 @@ from pyro_truncated.ops.vectorised.latent_values import ActiveLatents, active_bl
 _INDEPENDENT_MATRICES = 12
 
 
-def log_prob(words: Tensor, linear: Tensor, scaled: Tensor, observed: Tensor | None, mean: Tensor, deviation: Tensor) -> Tensor:
+def log_prob(words: Tensor, linear: Tensor, elements: Tensor, is_observed: Tensor | None, mean: Tensor, deviation: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.compiled.slabs.log_prob`."""
-    parameters = gram_matrix(scaled, observed), linear.double(), mean.double(), deviation.double()
+    parameters = gram_matrix(elements, is_observed), linear.double(), mean.double(), deviation.double()
     out = linear.new_empty(words.shape[:2], dtype=torch.float64)
-    for block in active_blocks(words, scaled.shape[1], _INDEPENDENT_MATRICES):
+    for block in active_blocks(words, elements.shape[1], _INDEPENDENT_MATRICES):
         block.put_(out, _collapse_active(block, *parameters)[0])
     return out
 
@@ -27,24 +27,24 @@ def moments(
     words: Tensor,
     weights: Tensor,
     linear: Tensor,
-    scaled: Tensor,
-    observed: Tensor | None,
+    elements: Tensor,
+    is_observed: Tensor | None,
     mean: Tensor,
     deviation: Tensor,
     per_datum: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`pyro_truncated.ops.spike_slab_moments`; the other arguments are those of :func:`log_prob`."""
     num_data, num_latents = linear.shape
-    gram, linear, mean, deviation = gram_matrix(scaled, observed), linear.double(), mean.double(), deviation.double()
+    gram, linear, mean, deviation = gram_matrix(elements, is_observed), linear.double(), mean.double(), deviation.double()
     active, first = linear.new_zeros(num_data, num_latents), linear.new_zeros(num_data, num_latents)
     second = linear.new_zeros(num_data if per_datum else 1, num_latents**2)
     for block in active_blocks(words, num_latents, _INDEPENDENT_MATRICES):
         _, factor, solution = _collapse_active(block, gram, linear, mean, deviation)
         weight, index = block.select_block(weights).double().unsqueeze(-1), block.latents
-        spread = block.is_taken * deviation[index]
-        value = block.is_taken * (mean[index] + deviation[index] * solution)
+        spread = block.is_active * deviation[index]
+        value = block.is_active * (mean[index] + deviation[index] * solution)
         covariance = spread.unsqueeze(-1) * torch.cholesky_inverse(factor) * spread.unsqueeze(-2)
-        block.add_rows_(active, weight * block.is_taken)
+        block.add_rows_(active, weight * block.is_active)
         block.add_rows_(first, weight * value)
         block.add_pairs_(second, weight.unsqueeze(-1) * (covariance + value.unsqueeze(-1) * value.unsqueeze(-2)), num_latents)
     second = second.unflatten(1, (num_latents, num_latents))
@@ -54,7 +54,7 @@ def moments(
 def _collapse_active(block: ActiveLatents, gram: Tensor, linear: Tensor, mean: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`pyro_truncated.ops.unpacked.collapse`, of the active latents alone."""
     index = block.latents
-    return collapse(block.is_taken, block.rows(linear), block.pairs(gram), mean[index], deviation[index])
+    return collapse(block.is_active, block.rows(linear), block.pairs(gram), mean[index], deviation[index])
 
 
 _CORRELATED_MATRICES = 20
@@ -80,11 +80,13 @@ class _CollapsedSlabs(NamedTuple):
     spread: Tensor
 
 
-def correlated_log_prob(words: Tensor, linear: Tensor, scaled: Tensor, observed: Tensor | None, mean: Tensor, covariance: Tensor) -> Tensor:
+def correlated_log_prob(
+    words: Tensor, linear: Tensor, elements: Tensor, is_observed: Tensor | None, mean: Tensor, covariance: Tensor
+) -> Tensor:
     """See :func:`pyro_truncated.ops.compiled.slabs.log_prob`."""
-    gram, linear = gram_matrix(scaled, observed), linear.double()
+    gram, linear = gram_matrix(elements, is_observed), linear.double()
     out = linear.new_empty(words.shape[:2])
-    for block in active_blocks(words, scaled.shape[1], _CORRELATED_MATRICES):
+    for block in active_blocks(words, elements.shape[1], _CORRELATED_MATRICES):
         block.put_(out, _integrate(block, gram, linear, mean, covariance)[1][0])
     return out
 
@@ -93,22 +95,22 @@ def correlated_moments(
     words: Tensor,
     weights: Tensor,
     linear: Tensor,
-    scaled: Tensor,
-    observed: Tensor | None,
+    elements: Tensor,
+    is_observed: Tensor | None,
     mean: Tensor,
     covariance: Tensor,
     per_datum: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See :func:`pyro_truncated.ops.correlated_slab_moments`; the other arguments are those of :func:`log_prob`."""
     num_data, num_latents = linear.shape
-    gram, linear = gram_matrix(scaled, observed), linear.double()
+    gram, linear = gram_matrix(elements, is_observed), linear.double()
     active, first, slope = (linear.new_zeros(number, num_latents) for number in (num_data, num_data, num_data))
     second, curvature = (linear.new_zeros(number, num_latents**2) for number in (num_data if per_datum else 1, 1))
     for block in active_blocks(words, num_latents, _CORRELATED_MATRICES):
         weight, slabs = block.select_block(weights).double().unsqueeze(-1), _posterior(block, gram, linear, mean, covariance)
-        value = block.is_taken * mean.double()[block.latents] + slabs.above
+        value = block.is_active * mean.double()[block.latents] + slabs.above
         ascent, bend = _gradient(slabs)
-        block.add_rows_(active, weight * block.is_taken)
+        block.add_rows_(active, weight * block.is_active)
         block.add_rows_(first, weight * value)
         block.add_rows_(slope, weight * ascent)
         block.add_pairs_(second, weight.unsqueeze(-1) * (slabs.spread + _outer(value)), num_latents)
@@ -121,20 +123,20 @@ def expected_log_prior(
     words: Tensor,
     weights: Tensor,
     linear: Tensor,
-    scaled: Tensor,
-    observed: Tensor | None,
+    elements: Tensor,
+    is_observed: Tensor | None,
     mean: Tensor,
     covariance: Tensor,
     means: Tensor,
     covariances: Tensor,
 ) -> Tensor:
     """See :func:`pyro_truncated.ops.expected_log_slab_prior`; the other arguments are those of :func:`log_prob`."""
-    gram, linear = gram_matrix(scaled, observed), linear.double()
+    gram, linear = gram_matrix(elements, is_observed), linear.double()
     total = linear.new_zeros(len(means))
     for block in active_blocks(words, linear.shape[1], _CORRELATED_MATRICES):
         slabs = _posterior(block, gram, linear, mean, covariance)
         for t, (other, prior) in enumerate(zip(means.double(), covariances.double(), strict=True)):
-            deviation = block.is_taken * (mean - other)[block.latents] + slabs.above
+            deviation = block.is_active * (mean - other)[block.latents] + slabs.above
             factor, info = torch.linalg.cholesky_ex(_active_covariance(block, prior))
             trace = torch.cholesky_solve(slabs.spread + _outer(deviation), factor).diagonal(dim1=-2, dim2=-1).sum(-1)
             energy = -factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) - 0.5 * trace
@@ -145,12 +147,12 @@ def expected_log_prior(
 def _integrate(block: ActiveLatents, gram: Tensor, linear: Tensor, mean: Tensor, covariance: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The root of the prior covariance, and what :func:`pyro_truncated.ops.unpacked.collapse_correlated_slabs` returns."""
     root = cholesky(_active_covariance(block, covariance.double()))
-    return root, collapse_correlated_slabs(block.is_taken, block.rows(linear), block.pairs(gram), mean.double()[block.latents], root)
+    return root, collapse_correlated_slabs(block.is_active, block.rows(linear), block.pairs(gram), mean.double()[block.latents], root)
 
 
 def _posterior(block: ActiveLatents, gram: Tensor, linear: Tensor, mean: Tensor, covariance: Tensor) -> _CollapsedSlabs:
     root, (energy, factor, solution) = _integrate(block, gram, linear, mean, covariance)
-    scale, inverse = block.is_taken.unsqueeze(-1) * root, torch.cholesky_inverse(factor)
+    scale, inverse = block.is_active.unsqueeze(-1) * root, torch.cholesky_inverse(factor)
     above = (scale @ solution.unsqueeze(-1)).squeeze(-1)
     return _CollapsedSlabs(energy, root, inverse, solution, above, scale @ inverse @ scale.mT)
 
@@ -165,7 +167,7 @@ def _gradient(slabs: _CollapsedSlabs) -> tuple[Tensor, Tensor]:
 
 def _active_covariance(block: ActiveLatents, covariance: Tensor) -> Tensor:
     """Returns the active latents' covariance, the identity in free places."""
-    return _outer(block.is_taken) * block.pairs(covariance.unsqueeze(0)) + torch.diag_embed(1 - block.is_taken)
+    return _outer(block.is_active) * block.pairs(covariance.unsqueeze(0)) + torch.diag_embed(1 - block.is_active)
 
 
 def _outer(vector: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def counts(num: int, seed: int) -> torch.Tensor:
 
 def hashed(table: torch.Tensor) -> HashedCounts:
     rows, columns = table.nonzero().unbind(1)
-    return HashedCounts.of(len(table), rows, columns * 977, table[rows, columns])
+    return HashedCounts.from_occurrences(len(table), rows, columns * 977, table[rows, columns])
 
 
 def build(name: str):
@@ -341,7 +341,7 @@ def test_counts():
     again = HashedCounts.from_csr(indptr, sparse.indices()[1], sparse.values())
     torch.testing.assert_close(again.squared_norms, features.squared_norms)
     with pytest.raises(ValueError, match="counts must be integers"):
-        HashedCounts.of(1, torch.zeros(1).long(), torch.zeros(1).long(), torch.tensor([0.5])).unary()
+        HashedCounts.from_occurrences(1, torch.zeros(1).long(), torch.zeros(1).long(), torch.tensor([0.5])).unary()
     with pytest.raises(ValueError, match="indptr ends at 3"):
         HashedCounts.from_csr(torch.tensor([0, 3]), torch.tensor([1]), torch.tensor([1]))
 

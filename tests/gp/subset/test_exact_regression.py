@@ -117,6 +117,6 @@ def test_as_many_inducing_inputs_as_data_are_an_exact_regression(data: tuple[Ten
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def test_there_is_nothing_to_polish(data: tuple[Tensor, Tensor]) -> None:
+def test_there_is_nothing_to_optimize_inputs(data: tuple[Tensor, Tensor]) -> None:
     with pytest.raises(ValueError, match="give num_inducing"):
-        SubsetGPRegression(smooth_rbf(data[0]), data[1]).fit(polish=True)
+        SubsetGPRegression(smooth_rbf(data[0]), data[1]).fit(free_inputs=True)

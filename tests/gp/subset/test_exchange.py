@@ -243,4 +243,4 @@ def test_limits_of_searches(value):
         Budget(max_swaps=value)
     with pytest.raises(ValueError, match="max_seconds must be a number of at least 0; got nan"):
         Budget(max_seconds=float("nan"))
-    assert Budget(max_attempts=0).is_spent
+    assert Budget(max_attempts=0).is_exhausted

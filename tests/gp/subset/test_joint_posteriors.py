@@ -206,9 +206,9 @@ def test_coregionalised_regression_refuses_what_it_cannot_use():
 def test_predictions_of_a_saved_regression_need_the_inducing_inputs_only(tmp_path):
     x, y = curve()
     new = torch.tensor([[0.1], [1.7]], dtype=DOUBLE)
-    for polish in (False, True):
+    for free_inputs in (False, True):
         model = SubsetGPRegression(smooth_rbf(x), y, num_inducing=8)
-        model.fit(max_epochs=2, polish=polish, polish_evaluations=3)
+        model.fit(max_epochs=2, free_inputs=free_inputs, free_input_evaluations=3)
         model.save(tmp_path / "model.pt")
         predictor = SubsetPredictor(tmp_path / "model.pt", smooth_rbf(x[model.subset]))
         for found, expected in zip(predictor.predict(new), model.predict(new), strict=True):

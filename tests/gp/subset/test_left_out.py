@@ -101,7 +101,7 @@ def test_intervals_hold_what_they_say_where_inducing_inputs_have_moved():
     for seed in (0, 1):
         x, y = curves(2250, seed)
         model = SubsetGPRegression(x[:250], y[:250], num_inducing=60, objective="pp", generator=torch.Generator().manual_seed(seed))
-        model.fit(max_epochs=3, polish=True, polish_evaluations=60)
+        model.fit(max_epochs=3, free_inputs=True, free_input_evaluations=60)
         mean, variance = model.predict(x[250:])
         inside.append(float(((mean - y[250:]).abs() < 1.96 * variance.sqrt()).double().mean()))
     assert 0.9 < sum(inside) / 2 < 0.98
@@ -117,7 +117,7 @@ def test_what_is_held_out_has_no_part_in_moving_inducing_inputs():
         held_out = held_out_rows(80, model.subset, torch.Generator().manual_seed(4))
         model.targets[held_out] += change
         model.generator = generator
-        model._polish(5, FitRecord(model.history))
+        model._optimize_inputs(5, FitRecord(model.history))
         torch.testing.assert_close(model.held_out, held_out)
         found.append([model.inducing_inputs.detach().clone(), model.log_noise.detach().clone(), torch.tensor(model.objective_value)])
     torch.testing.assert_close(found[0][:2], found[1][:2], rtol=0, atol=0)
@@ -149,10 +149,10 @@ def test_held_out_points_alone_calibrate():
 
 
 @pytest.mark.parametrize("objective", ["vfe", "pp", "fitc"])
-def test_polished_regressions_are_read_back_as_they_were(objective, tmp_path):
+def test_regressions_with_free_inputs_are_read_back_as_they_were(objective, tmp_path):
     x, y = curves(80, 1)
     model = SubsetGPRegression(x, y, num_inducing=8, objective=objective)
-    value = model.fit(max_epochs=1, polish=True, polish_evaluations=5)
+    value = model.fit(max_epochs=1, free_inputs=True, free_input_evaluations=5)
     assert len(model.held_out) == (8 if objective == "pp" else 0)
     model.save(tmp_path / "model.pt")
     again = SubsetGPRegression(x, y, num_inducing=8, objective=objective).load(tmp_path / "model.pt")

@@ -93,16 +93,16 @@ def test_a_second_fit_goes_on_from_where_the_first_one_ended():
 def test_shares_of_the_time_are_of_what_is_left():
     now = [0.0]
     record = FitRecord([], 10.0, lambda: now[0])
-    first = record.share_left(0.3)
+    first = record.budget(0.3)
     assert first() == pytest.approx(3.0)
     now[0] = 4.0
     assert first() == pytest.approx(-1.0)
-    second = record.share_left(0.5)
+    second = record.budget(0.5)
     assert second() == pytest.approx(3.0)
     now[0] = 7.5
     assert second() == pytest.approx(-0.5)
-    assert record.seconds_left() == pytest.approx(2.5)
-    assert FitRecord([]).share_left(0.1)() == float("inf")
+    assert record.remaining_seconds() == pytest.approx(2.5)
+    assert FitRecord([]).budget(0.1)() == float("inf")
 
 
 def two_outputs(n, seed=0):

@@ -306,22 +306,22 @@ class TestRegression:
         torch.testing.assert_close(variance[:, 1], 9 * variance[:, 0])
 
     @pytest.mark.slow
-    def test_polish_goes_on_from_the_subset(self):
+    def test_free_inputs_go_on_from_the_subset(self):
         X, y = regression_data(120)
         model = SubsetGPRegression(smooth_rbf(X), y, num_inducing=5, generator=torch.Generator().manual_seed(0))
         subset_value = model.fit(max_epochs=6)
-        model.fit(polish=True, max_epochs=1, polish_evaluations=40)
+        model.fit(free_inputs=True, max_epochs=1, free_input_evaluations=40)
         assert model.objective_value < subset_value - 1
         assert model.inducing_inputs is not None
         assert not torch.equal(model.inducing_inputs, X[model.subset])
-        assert model.history[-1][1] == "polish"
+        assert model.history[-1][1] == "free"
 
     @pytest.mark.slow
     def test_saved_and_loaded(self, tmp_path):
         X, y = regression_data(80)
-        for polish in (False, True):
+        for free_inputs in (False, True):
             model = SubsetGPRegression(smooth_rbf(X), y, num_inducing=6)
-            model.fit(max_epochs=2, polish=polish, polish_evaluations=5)
+            model.fit(max_epochs=2, free_inputs=free_inputs, free_input_evaluations=5)
             model.save(tmp_path / "model.pt")
             again = SubsetGPRegression(smooth_rbf(X), y, num_inducing=6).load(tmp_path / "model.pt")
             for one, other in zip(model.predict(X[:7]), again.predict(X[:7]), strict=True):
@@ -338,8 +338,8 @@ class TestRegression:
         model.fit(max_epochs=6)
         mean, _ = model.predict(features[test])
         assert ((mean - y[test]).square().mean() / y[test].var()) < 0.2
-        with pytest.raises(TypeError, match="polish=True needs a kernel of numeric inputs"):
-            model.fit(polish=True)
+        with pytest.raises(TypeError, match="free_inputs=True needs a kernel of numeric inputs"):
+            model.fit(free_inputs=True)
 
     @pytest.mark.slow
     def test_irrelevant_kernels_of_a_sum_fade(self):

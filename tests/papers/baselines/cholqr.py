@@ -225,7 +225,7 @@ class CholQRSearch(SubsetSearch):
         z = self._fewest_pivots if self.adaptive else self.information_pivots
         drawn = random_subset(problem.num_data, 0, generator, device)
         rejected = 0
-        while rejected < factors.size and not budget.is_spent:
+        while rejected < factors.size and not budget.is_exhausted:
             turn = factors.index[torch.randperm(factors.size, generator=generator)[: self.members_per_pass].to(device)]
             for member in turn.tolist():
                 if self._is_over(budget):
@@ -260,7 +260,7 @@ class CholQRSearch(SubsetSearch):
         return new
 
     def _is_over(self, budget: Budget) -> bool:
-        return budget.is_spent
+        return budget.is_exhausted
 
     def _pivots(self, factors: CholQRFactors, drawn: Tensor, z: int, generator: torch.Generator | None) -> Tensor:
         """Information pivots: those drawn before that are still outside of the subset, and new ones."""

@@ -141,4 +141,4 @@ def _kernel_inputs(kernel: DataKernel) -> Tensor:
 def _greedy(problem: SubsetProblem, num: int, noise: float) -> Tensor:
     """Inputs of largest variance given (noisy) function values at those before, one after the other."""
     prior = problem.diag()
-    return greedy_cholesky(prior, problem.columns, num, DEPENDENT * prior, noise=noise).pivots
+    return greedy_cholesky(prior + noise, problem.columns, num, DEPENDENT * prior + noise).pivots

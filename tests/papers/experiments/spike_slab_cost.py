@@ -62,7 +62,7 @@ def run_bound(num_data: int, num_inducing: int, num_latents: int) -> dict[str, A
     torch.set_num_threads(1)
     model, y = make(num_data, num_inducing, num_latents)
     uncertain = cpu_seconds(model, y)
-    with model.holding(1.0):
+    with model.fix_switches(1.0):
         on = cpu_seconds(model, y)
     with ops.use_backend("vectorised"):
         plain = cpu_seconds(model, y, 1)

@@ -59,7 +59,7 @@ def train(views: list[Tensor], start: Tensor, noise_share: float, steps: int, ro
     with torch.no_grad():
         for view, data in zip(model.views, views, strict=True):
             view.noise = noise_share * data.square().mean()
-    with model.holding(1.0):
+    with model.fix_switches(1.0):
         maximize_bound(model, views, steps, fixed=("noise", "loc"))
         maximize_bound(model, views, steps, fixed=("loc",))
     for _ in range(rounds):
@@ -111,7 +111,7 @@ def run_with_labels(steps: int = 100, rounds: int = 12, noise_share: float = 0.5
     with torch.no_grad():
         for view, data in zip(list(model.views)[:2], views, strict=False):
             view.noise = noise_share * data.square().mean()
-    with model.holding(1.0):
+    with model.fix_switches(1.0):
         maximize_bound(model, views, steps, fixed=("noise",))
         maximize_bound(model, views, steps)
     with torch.no_grad():

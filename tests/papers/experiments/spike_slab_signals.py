@@ -82,7 +82,7 @@ def run_fewer(model_name: str, noise: float, seed: int) -> dict[str, Any]:
     model = SpikeSlabMRD(NUM_POINTS, [NUM_OUTPUTS] * len(views), start.shape[1], kernel="rbf", num_inducing=25)
     begin = time.process_time()
     initialize(model, views, start, torch.Generator().manual_seed(seed))
-    with model.holding(1.0):
+    with model.fix_switches(1.0):
         maximize_bound(model, views, fixed=("noise",))
         maximize_bound(model, views)
     update_switches(model, views)
