@@ -136,15 +136,19 @@ def learn(
     if disagreement is not None:
         advice = "Try more restarts, more restart_steps or a higher temperature (LearnConfig)."
         warnings.warn(f"{disagreement}: the best may be a local optimum. {advice}", DisagreeingStartsWarning, stacklevel=3)
-    if last.remaining > profile.tolerance:
-        gain = "" if math.isinf(last.remaining) else f": more may raise the free energy per data point by {last.remaining:.2g}"
+    if last.remaining_gain > profile.tolerance:
+        gain = "" if math.isinf(last.remaining_gain) else f": more may raise the free energy per data point by {last.remaining_gain:.2g}"
         advice = "Try more steps, or LearnConfig(lr=...) with a larger one."
         warnings.warn(f"training has not converged in {last.steps} steps{gain}. {advice}", ConvergenceWarning, stacklevel=3)
     guide.steps, guide.starts = last.steps, pool.energies
-    chosen = {"search": type(trainer.elbo.search).__name__, "num_states": profile.num_states, "temperature": profile.temperature(0)}
-    chosen |= {"tolerance": profile.tolerance, "lr": profile.lr, "num_data": restart.num_data}
-    ended = disagreement, last.steps, last.remaining, profile.optimizer
-    guide.learn_report = LearnReport(tuple(pool.restarts), dict(pool.moves), multi_start.reason or "", *ended, chosen)
+    values = {
+        "search": type(trainer.elbo.search).__name__,
+        "num_states": profile.num_states,
+        "temperature": profile.temperature(0),
+    }
+    values |= {"tolerance": profile.tolerance, "lr": profile.lr, "num_data": restart.num_data}
+    outcome = disagreement, last.steps, last.remaining_gain, profile.optimizer
+    guide.learn_report = LearnReport(tuple(pool.restarts), dict(pool.moves), multi_start.reason or "", *outcome, values)
     return guide
 
 
