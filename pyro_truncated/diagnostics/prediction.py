@@ -132,9 +132,9 @@ def compare_restarts(
     """
     if not guides:
         raise ValueError("guides must hold at least one guide; got none")
-    for name, given in (("components", components), ("stores", stores)):
-        if given is not None and len(given) != len(guides):
-            raise ValueError(f"{name} must hold one entry per guide; got {len(given)} for {len(guides)}")
+    for name, entries in (("components", components), ("stores", stores)):
+        if entries is not None and len(entries) != len(guides):
+            raise ValueError(f"{name} must hold one entry per guide; got {len(entries)} for {len(guides)}")
     populations = []
     for position, guide in enumerate(guides):
         with contextlib.nullcontext() if stores is None else pyro.get_param_store().scope(stores[position]):
@@ -147,8 +147,8 @@ def compare_restarts(
     features = [values.mT for values in activation] if components is None else [plain(part).mT for part in components]
     matches = [match_latents(features[best], own, centred=components is None) for own in features]
     order, similarity = torch.stack([order for order, _ in matches]), torch.stack([similar for _, similar in matches])
-    matched = torch.stack([values[:, own] for values, own in zip(activation, order, strict=True)])
-    return RestartComparison(free_energy, best, order, similarity, matched)
+    matched_activation = torch.stack([values[:, own] for values, own in zip(activation, order, strict=True)])
+    return RestartComparison(free_energy, best, order, similarity, matched_activation)
 
 
 Fit = Callable[..., Any]
@@ -212,11 +212,11 @@ def simulation_based_calibration(
         ValueError: if a count is below 1 or the model subsamples.
     """
     num_simulations, num_draws = check_counts(num_simulations=num_simulations, num_draws=num_draws)
-    collected: dict[str, list[Tensor]] = {}
+    transforms: dict[str, list[Tensor]] = {}
     for _ in range(num_simulations):
         for name, values in _simulate(model, args, kwargs, fit or fit_populations, num_draws).items():
-            collected.setdefault(name, []).append(values)
-    return Calibration({name: plain(torch.cat(values)) for name, values in collected.items()})
+            transforms.setdefault(name, []).append(values)
+    return Calibration({name: plain(torch.cat(values)) for name, values in transforms.items()})
 
 
 def fit_populations(
@@ -240,9 +240,9 @@ def _simulate(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
     with poutine.block():
         truth = sample_nodes(poutine.trace(free).get_trace(*args, **kwargs))
     data = {name: node["value"] for name, node in truth.items() if node["infer"].get("was_observed")}
-    simulated = poutine.condition(free, data=data)
+    conditioned_model = poutine.condition(free, data=data)
     with torch.enable_grad():
-        guide = fit(simulated, *args, **kwargs)
+        guide = fit(conditioned_model, *args, **kwargs)
     part = find_truncated_guide(guide)
     others = {name: truth[name]["value"] for name in part.layout.other_latents}
     with poutine.block():
@@ -280,9 +280,9 @@ def _state_transforms(
         for name, (values, true) in statistics.items():
             # The same state scores the same only up to rounding.
             tolerance = 1e-5 * (1 + true.abs()) if true.is_floating_point() else 0
-            tied = (values - true).abs() <= tolerance
-            below[name] = below.get(name, 0.0) + (weights * ((values < true) & ~tied)).sum(-1) / len(draws)
-            equal[name] = equal.get(name, 0.0) + (weights * tied).sum(-1) / len(draws)
+            is_tie = (values - true).abs() <= tolerance
+            below[name] = below.get(name, 0.0) + (weights * ((values < true) & ~is_tie)).sum(-1) / len(draws)
+            equal[name] = equal.get(name, 0.0) + (weights * is_tie).sum(-1) / len(draws)
     return {name: below[name] + torch.rand_like(below[name]) * equal[name] for name in below}
 
 
@@ -292,8 +292,8 @@ def _global_transforms(scorer: LogJoint, others: Mapping[str, Tensor], draws: li
     for name, true in others.items():
         if scorer.is_inside(scorer.nodes[name]) or not all(name in draw for draw in draws):
             continue
-        drawn = torch.stack([draw[name].reshape(-1) for draw in draws]).double()
-        rank = (drawn < true.reshape(-1).double()).sum(0) + torch.rand(true.numel(), dtype=torch.float64)
+        samples = torch.stack([draw[name].reshape(-1) for draw in draws]).double()
+        rank = (samples < true.reshape(-1).double()).sum(0) + torch.rand(true.numel(), dtype=torch.float64)
         for position, value in enumerate(rank / (len(draws) + 1)):
             result[f"{name}[{position}]" if true.numel() > 1 else name] = value.reshape(1)
     return result
@@ -336,20 +336,20 @@ class CrossValidation:
     @property
     def caveats(self) -> list[str]:
         """What speaks against taking ``elpd`` at face value."""
-        found = []
+        caveats = []
         if self.is_plug_in:
-            found.append(
+            caveats.append(
                 "the parameters are point estimates, so the value is the log likelihood of training data, and favours large models. "
                 "Compare on held-out data (guide.infer), or give the parameters priors and a guide"
             )
         if self.num_restarts > 1:
-            found.append(f"it is that of the best of {self.num_restarts} restarts, whose point estimates are no draws from one posterior")
+            caveats.append(f"it is that of the best of {self.num_restarts} restarts, whose point estimates are no draws from one posterior")
         if self.conditional_on:
-            found.append(f"the latents {self.conditional_on} of data points are not summed out, which can be wrong by hundreds of nats")
+            caveats.append(f"the latents {self.conditional_on} of data points are not summed out, which can be wrong by hundreds of nats")
         share = float((~(self.pareto_k <= PARETO_LIMIT)).mean())
         if share > 0:
-            found.append(f"{share:.0%} of the tail indices exceed {PARETO_LIMIT}: leave these data points out in earnest")
-        return found
+            caveats.append(f"{share:.0%} of the tail indices exceed {PARETO_LIMIT}: leave these data points out in earnest")
+        return caveats
 
 
 def likelihood_name(idata: Any) -> str:
@@ -390,14 +390,14 @@ def cross_validate(idata: Any, *, var_name: str | None = None) -> CrossValidatio
     # Of one guide all chains hold draws of the same posterior; restarts are one chain each.
     values = values.reshape(int(data.attrs.get("num_restarts", len(values))), -1, *values.shape[2:])
     values = values.reshape(*values.shape[:2], -1)
-    given, is_plug_in = str(data.attrs.get("conditional_on", "")), bool(data.attrs.get("point_estimates_only", 0))
+    conditional_on, is_plug_in = str(data.attrs.get("conditional_on", "")), bool(data.attrs.get("point_estimates_only", 0))
     # Ratios that do not vary need no importance sampling, and have no tail to be fitted.
-    if (is_plug_in and not given) or np.ptp(values, axis=1).max() <= 1e-9 * np.abs(values).max():
+    if (is_plug_in and not conditional_on) or np.ptp(values, axis=1).max() <= 1e-9 * np.abs(values).max():
         restarts = np.logaddexp.reduce(values, axis=1) - np.log(values.shape[1])
         pointwise = restarts[restarts.sum(1).argmax()]
         error = float(np.sqrt(len(pointwise) * pointwise.var()))
-        return CrossValidation(float(pointwise.sum()), error, 0.0, pointwise, np.zeros(len(pointwise)), True, given, len(values))
-    return CrossValidation(**vars(compat.loo(idata, name)), is_plug_in=is_plug_in, conditional_on=given)
+        return CrossValidation(float(pointwise.sum()), error, 0.0, pointwise, np.zeros(len(pointwise)), True, conditional_on, len(values))
+    return CrossValidation(**vars(compat.loo(idata, name)), is_plug_in=is_plug_in, conditional_on=conditional_on)
 
 
 @names_arguments
@@ -520,19 +520,19 @@ def loo_pit(idata: Any, *, name: str | None = None, seed: int = 0) -> np.ndarray
         raise ValueError("the data have no group marginal_predictive; call to_arviz with num_predictive > 0")
     name = name or observed_name(idata, group)
     observed = get_dataset(idata, "observed_data")[name].values
-    drawn = get_dataset(idata, group)[name].values
-    drawn = drawn.reshape(-1, *drawn.shape[2:])
+    samples = get_dataset(idata, group)[name].values
+    samples = samples.reshape(-1, *samples.shape[2:])
     likelihood = get_dataset(idata, "log_likelihood")[likelihood_name(idata)].values
     chains = len(likelihood)
     # The predictive draws go with the first draws of each chain.
-    likelihood = likelihood[:, : len(drawn) // chains].reshape(len(drawn), -1)
+    likelihood = likelihood[:, : len(samples) // chains].reshape(len(samples), -1)
     num_data = likelihood.shape[1]
-    observed, drawn = observed.reshape(num_data, -1), drawn.reshape(len(drawn), num_data, -1)
+    observed, samples = observed.reshape(num_data, -1), samples.reshape(len(samples), num_data, -1)
     weights = np.exp(compat.smoothed_weights(-likelihood.T)).T[..., None]
     weights /= weights.sum(0)
-    below, equal = (weights * (drawn < observed)).sum(0), (weights * (drawn == observed)).sum(0)
+    below, equal = (weights * (samples < observed)).sum(0), (weights * (samples == observed)).sum(0)
     # As a rank among the draws, so that a finite number of them does not spoil uniformity.
-    count, uniform = len(drawn), np.random.default_rng(seed).random(observed.shape)
+    count, uniform = len(samples), np.random.default_rng(seed).random(observed.shape)
     ranks = (count * below + uniform * (count * equal + 1)) / (count + 1)
     return np.asarray(np.where(np.isnan(observed), np.nan, ranks))
 
@@ -579,11 +579,11 @@ def predictive_p_values(
     """
     name = name or observed_name(idata, group)
     observed = get_dataset(idata, "observed_data")[name].values
-    is_seen = ~np.isnan(observed) if np.issubdtype(observed.dtype, np.floating) else np.ones(observed.shape, dtype=bool)
-    drawn = get_dataset(idata, group)[name].values
-    drawn = drawn.reshape(-1, *drawn.shape[2:])
+    is_observed = ~np.isnan(observed) if np.issubdtype(observed.dtype, np.floating) else np.ones(observed.shape, dtype=bool)
+    samples = get_dataset(idata, group)[name].values
+    samples = samples.reshape(-1, *samples.shape[2:])
     result = {}
     for label, statistic in (statistics or STATISTICS).items():
-        own, others = statistic(observed[is_seen]), np.array([statistic(values[is_seen]) for values in drawn])
+        own, others = statistic(observed[is_observed]), np.array([statistic(values[is_observed]) for values in samples])
         result[label] = float((others > own).mean() + 0.5 * (others == own).mean())
     return result

@@ -103,7 +103,7 @@ def find_product(
         scorer = ProductScorer(call, product)
         if scorer.takes_sets():
             product.shares_sets = True
-            product.shares_sets = scorer.takes_sets(shared=True)
+            product.shares_sets = scorer.takes_sets(share_sets=True)
             return product
     note_once(
         f"the model's factor graph has {len(graph.nodes)} nodes, but the model takes no sets of states in dimensions left of its "

@@ -118,12 +118,12 @@ class Dependencies:
 
         They are found directly or through the supports of others, as far as possible.
         """
-        found: set[str] = set()
+        sites: set[str] = set()
         new = {name}
         while new:
-            new = set().union(*(self.parents[site] | self.leaked[site] for site in new)) - found
-            found |= new
-        return found
+            new = set().union(*(self.parents[site] | self.leaked[site] for site in new)) - sites
+            sites |= new
+        return sites
 
     def conditional(self, discrete: set[str]) -> set[str]:
         """The sites whose supports depend on discrete latents."""
@@ -143,8 +143,8 @@ def _scopes(trace: Any) -> dict[str, frozenset[str]]:
         if family(node["fn"]) == "Delta" and not node["is_observed"]:
             places[name] = _through(get_provenance(_point(node["fn"])), places)
         with PythonReads() as reader:
-            found = get_provenance(node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"]))
-        scopes[name] = _through(found | reader.names, places)
+            sources = get_provenance(node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"]))
+        scopes[name] = _through(sources | reader.names, places)
     return scopes
 
 
@@ -179,10 +179,10 @@ class PythonReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         sources: set[str] = set()
-        plain, named = _without_provenance(args, sources), _without_provenance(kwargs or {}, sources)
+        plain, keywords = _without_provenance(args, sources), _without_provenance(kwargs or {}, sources)
         if name in _LEAKS:
             self._note(frozenset(sources), name in _READS)
-        results = func(*plain, **named)
+        results = func(*plain, **keywords)
         if name == "new":
             return results
         if name not in _KEEP_OWN_VALUES:
@@ -199,18 +199,18 @@ class PythonReads(TorchFunctionMode):
             self.read |= names
 
 
-def _without_provenance(value: Any, found: set[str]) -> Any:
+def _without_provenance(value: Any, sources: set[str]) -> Any:
     """Returns arguments without their provenance, which is added to a set."""
     kind = type(value)
     if kind is tuple or kind is list:
-        return kind([_without_provenance(part, found) for part in value])
+        return kind([_without_provenance(part, sources) for part in value])
     if kind is dict:
-        return {key: _without_provenance(part, found) for key, part in value.items()}
+        return {key: _without_provenance(part, sources) for key, part in value.items()}
     # A shape stays one: torch takes a tuple in its place for numbers.
     if kind in (torch.Tensor, torch.Size) or not isinstance(value, (torch.Tensor, tuple, list, dict, set, frozenset)):
         return value
     plain, names = extract_provenance(value)
-    found |= names
+    sources |= names
     return plain
 
 
@@ -229,9 +229,9 @@ class _Marks(Messenger):
 
 def constraint_sites(constraint: Any) -> frozenset[str]:
     """Returns the sites that a constraint's bounds depend on."""
-    found: frozenset[str] = frozenset()
+    sites: frozenset[str] = frozenset()
     for part in vars(constraint).values() if constraint is not None else ():
         inner = part if isinstance(part, (list, tuple)) else [part]
-        found |= get_provenance(part)
-        found = found.union(*(constraint_sites(item) for item in inner if isinstance(item, constraints.Constraint)))
-    return found
+        sites |= get_provenance(part)
+        sites = sites.union(*(constraint_sites(item) for item in inner if isinstance(item, constraints.Constraint)))
+    return sites

@@ -53,8 +53,8 @@ class RowScorer:
         """
         scorer = self.log_joint
         with memory_budget(scorer.memory_budget):
-            found = None if scorer.packed_model is None or scorer.known is not None else scorer.packed_model.flip_gains(words, self.rows)
-        return None if found is None or found.dim() > 2 else found
+            gains = None if scorer.packed_model is None or scorer.known is not None else scorer.packed_model.flip_gains(words, self.rows)
+        return None if gains is None or gains.dim() > 2 else gains
 
 
 class LogJoint(Probe):
@@ -141,12 +141,12 @@ class LogJoint(Probe):
         blocks, scores, moments = words.split(self.candidates_per_run(), 1), [], []
         with memory_budget(self.memory_budget):
             for first, block in enumerate(blocks):
-                terms, found = self._runs().log_probs_and_moments(block, slice(first, None, len(blocks)))
+                terms, block_moments = self._runs().log_probs_and_moments(block, slice(first, None, len(blocks)))
                 scores.append(self._sum_up(terms))
-                moments.append(found)
+                moments.append(block_moments)
         log_joint = torch.cat(scores, 1)
         self._check_finite(log_joint, words)
-        known = [found for found in moments if found is not None]
+        known = [block_moments for block_moments in moments if block_moments is not None]
         return log_joint, Moments.concatenate(known) if len(known) == len(moments) else None
 
     def scorer(self, rows: slice) -> RowScorer:
@@ -182,7 +182,7 @@ class LogJoint(Probe):
         return self._runs().hidden_log_probs(words)
 
     def _runs(self) -> CandidateRuns:
-        return CandidateRuns(self, self.conditional, self.scoring, self.uncovered)
+        return CandidateRuns(self, self.conditional, self.scoring, self.uncovered_latents)
 
     def _score_dense(self, words: Tensor) -> Tensor:
         if torch.is_grad_enabled():
@@ -195,7 +195,7 @@ class LogJoint(Probe):
         Densities of impossible states may be anything and would spoil gradients.
         """
         scores = self._score_block(words)
-        if scores.dim() != 2 or (is_vectorised(scores) and not self.layout.checked):
+        if scores.dim() != 2 or (is_vectorised(scores) and not self.layout.sites_to_check):
             return scores
         impossible = scores.detach() == -math.inf
         if not bool(impossible.any()):
@@ -210,10 +210,10 @@ class LogJoint(Probe):
     def _sum_up(self, terms: Mapping[str, Tensor]) -> Tensor:
         """Log joints ``(N, C)`` from the log probabilities of sites."""
         total = sum_block(terms)
-        checked: Set[str] = self.layout.checked
+        names: Set[str] = self.layout.sites_to_check
         if not is_vectorised(total) and bool(total.isnan().any()):
-            checked = checked | (self.layout.sites.keys() - self.observed)
-        for name in checked & terms.keys():
+            names = names | (self.layout.sites.keys() - self.observed)
+        for name in names & terms.keys():
             # What depends on an impossible value may be anything, NaN too.
             impossible = sum_block({"": torch.zeros_like(total), name: terms[name].detach()}) == -math.inf
             total = total.masked_fill(impossible, -math.inf)

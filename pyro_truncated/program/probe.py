@@ -51,7 +51,7 @@ class Probe:
         subsamples: the subsamples of plates by name.
         values: fixed values while states are scored. They are the given values, the subsamples, and
             draws of the latents that no guide has given a value.
-        uncovered: the latents that nobody has given a value.
+        uncovered_latents: the latents that nobody has given a value.
         observed: the discrete sites that are observed in this call.
         idle: by discrete site, the entries of its batch that a mask switches off: they have one value.
         hidden: the other discrete sites with masks: these count in sums, but not in densities of the model.
@@ -70,16 +70,16 @@ class Probe:
 
     def __init__(self, call: Call, layout: Layout, values: Mapping[str, Any] | None = None) -> None:
         self.call, self.layout = call, layout
-        given = dict(values or {})
-        trace = self.first_run(given)
+        values = dict(values or {})
+        trace = self.first_run(values)
         self.nodes = sample_nodes(trace)
         self.subsamples: dict[str, Any] = {name: node["value"] for name, node in trace.nodes.items() if site_is_subsample(node)}
         observed = {name for name, node in self.nodes.items() if node["is_observed"]}
         self.observed = [name for name in layout.sites if name in observed]
         self._check_structure()
-        drawn = {name: self.nodes[name]["value"] for name in layout.other_latents if name in self.nodes}
-        self.values: dict[str, Any] = given | self.subsamples | drawn
-        self.uncovered = set(layout.other_latents) - given.keys() - observed
+        latents = {name: self.nodes[name]["value"] for name in layout.other_latents if name in self.nodes}
+        self.values: dict[str, Any] = values | self.subsamples | latents
+        self.uncovered_latents = set(layout.other_latents) - values.keys() - observed
         first = self.nodes[next(iter(layout.sites))]
         self._stack = first["cond_indep_stack"]
         self.frames: list[Any] = sorted((f for f in self._stack if f.name in layout.plates), key=lambda frame: frame.dim)
@@ -132,8 +132,12 @@ class Probe:
             raise ValueError(
                 f"the model must sample the discrete sites {missing}, as when the guide was set up. Make a new guide for another model."
             )
-        known = {*self.layout.sites, *self.layout.other_latents}
-        new = [name for name, node in self.nodes.items() if not node["is_observed"] and name not in known and family(node["fn"]) != "Delta"]
+        expected_names = {*self.layout.sites, *self.layout.other_latents}
+        new = [
+            name
+            for name, node in self.nodes.items()
+            if not node["is_observed"] and name not in expected_names and family(node["fn"]) != "Delta"
+        ]
         if new and self._changing():
             raise ChangingSitesError(self._changing(), [])
         if new:
@@ -181,13 +185,12 @@ class Probe:
         whole = True
         for frame in self.frames:
             size = int(frame.full_size or frame.size)
-            chosen = torch.as_tensor(self.values[frame.name])
-            if len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < size:
-                raise ValueError(
-                    f"subsample indices of plate '{frame.name}' must lie in 0 .. {size - 1}; got {int(chosen.min())} .. {int(chosen.max())}"
-                )
-            whole &= len(chosen) == size and torch.equal(chosen, torch.arange(size, device=chosen.device))
-            positions = chosen if positions is None else (positions.unsqueeze(-1) * size + chosen).flatten()
+            members = torch.as_tensor(self.values[frame.name])
+            if len(members) and not 0 <= int(members.min()) <= int(members.max()) < size:
+                got = f"{int(members.min())} .. {int(members.max())}"
+                raise ValueError(f"subsample indices of plate '{frame.name}' must lie in 0 .. {size - 1}; got {got}")
+            whole &= len(members) == size and torch.equal(members, torch.arange(size, device=members.device))
+            positions = members if positions is None else (positions.unsqueeze(-1) * size + members).flatten()
         return None if whole else positions
 
     @property
@@ -220,15 +223,15 @@ class Probe:
 
         They are those of the probe, or of the sample sites of another run of the model on the same data points.
         """
-        found = {}
+        values = {}
         dims = self.layout.dims
         for name, node in (self.nodes if nodes is None else nodes).items():
             if node["is_observed"] and torch.is_tensor(node["value"]) and self.is_inside(node):
                 value, event_dim = node["value"], node["fn"].event_dim
                 if dims and value.dim() >= event_dim - dims[0]:
                     value = value.movedim(tuple(dim - event_dim for dim in dims), tuple(range(len(dims))))
-                    found[name] = value.flatten(0, len(dims) - 1) if value.shape[: len(dims)] == self.sizes else value
-        return found
+                    values[name] = value.flatten(0, len(dims) - 1) if value.shape[: len(dims)] == self.sizes else value
+        return values
 
     def outside(self, *, with_parameters: bool = True, share: float = 1.0) -> Tensor:
         """Returns the scaled log probability of observations that are not inside.
@@ -244,7 +247,7 @@ class Probe:
         if share == 1.0:
             return log_density(nodes, self.device)
         has_rows = [self.layout.plates[0] in {frame.name for frame in node["cond_indep_stack"]} for node in nodes]
-        parts = [[node for node, has_own in zip(nodes, has_rows, strict=True) if has_own is wanted] for wanted in (True, False)]
+        parts = [[node for node, has_own in zip(nodes, has_rows, strict=True) if has_own is is_of_rows] for is_of_rows in (True, False)]
         return log_density(parts[0], self.device) + share * log_density(parts[1], self.device)
 
     def insert_observed_values(self, words: Tensor) -> Tensor:

@@ -136,12 +136,11 @@ def _warn_if_unlike(log_joint: LogJoint, words: Tensor, single: dict[str, Tensor
     name = _difference(_terms(log_joint, beside_others, "singly")[0], _in_order(single, order))
     if not name:
         return False
-    drawn = _difference(_terms(log_joint, words, "singly")[0], single)
-    if drawn:
+    random_site = _difference(_terms(log_joint, words, "singly")[0], single)
+    if random_site:
         warnings.warn(
-            f"site '{drawn}' gets other log probabilities whenever the same states are scored: the model draws random numbers outside of "
-            "sample sites (dropout, torch.randn). Call .eval() of modules with dropout, and draw noise by "
-            "pyro.sample.",
+            f"site '{random_site}' gets other log probabilities whenever the same states are scored: the model draws random numbers "
+            "outside of sample sites (dropout, torch.randn). Call .eval() of modules with dropout, and draw noise by pyro.sample.",
             UserWarning,
             stacklevel=2,
         )
@@ -153,19 +152,19 @@ def _warn_if_unlike(log_joint: LogJoint, words: Tensor, single: dict[str, Tensor
             UserWarning,
             stacklevel=2,
         )
-    return drawn is not None
+    return random_site is not None
 
 
 def _in_order(terms: Mapping[str, Tensor], order: Tensor) -> dict[str, Tensor]:
     """Returns log probabilities ``(C, ..., N)`` with candidates in an order ``(N, C)``."""
-    found = {}
+    ordered_terms = {}
     for name, term in terms.items():
         index = order.mT.reshape(order.shape[1], *(1,) * (term.dim() - 2), len(order))
-        found[name] = torch.take_along_dim(term.expand(order.shape[1], *term.shape[1:]), index, 0)
-    return found
+        ordered_terms[name] = torch.take_along_dim(term.expand(order.shape[1], *term.shape[1:]), index, 0)
+    return ordered_terms
 
 
-def _can_run_on_many_states(log_joint: LogJoint, packed: PackedModel) -> bool:
+def _can_run_on_many_states(log_joint: LogJoint, model: PackedModel) -> bool:
     """Whether Pyro's own ELBOs could run the model on many states.
 
     The model is not run if its states are scored packed.
@@ -181,7 +180,7 @@ def _can_run_on_many_states(log_joint: LogJoint, packed: PackedModel) -> bool:
         terms, most_dims = _terms(log_joint, words, "together")
         if isinstance(terms, Exception) or most_dims > log_joint.depth + 1:
             return False
-        return _agree(sum_block(terms).movedim(0, -1), packed.score(words))
+        return _agree(sum_block(terms).movedim(0, -1), model.score(words))
 
 
 def _candidates(log_joint: LogJoint, most: int = 3) -> Tensor:
@@ -191,43 +190,43 @@ def _candidates(log_joint: LogJoint, most: int = 3) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     words = space.random((log_joint.num_data, number), 0.5, generator).to(log_joint.device)
     try:
-        drawn = layout.encode_values({name: log_joint.nodes[name]["value"] for name in layout.sites}, log_joint.sizes)
+        levels = layout.encode_values({name: log_joint.nodes[name]["value"] for name in layout.sites}, log_joint.sizes)
     except ValueError:
         # A draw of a count beyond its bound.
         return words
-    return torch.cat([space.pack(drawn).unsqueeze(1), words[:, 1:]], 1)
+    return torch.cat([space.pack(levels).unsqueeze(1), words[:, 1:]], 1)
 
 
 def _terms(log_joint: LogJoint, words: Tensor, scoring: Scoring) -> tuple[dict[str, Tensor] | Exception, int]:
     """Returns sites' log probabilities or an error, and their most dimensions."""
     # Latents of other guides are held fixed here: they count like data.
-    runs = CandidateRuns(log_joint, log_joint.conditional, scoring, uncovered=(), held=log_joint.values)
+    runs = CandidateRuns(log_joint, log_joint.conditional, scoring, uncovered_latents=(), fixed_values=log_joint.values)
     try:
         return runs.log_probs(words), runs.most_dims
     except Exception as error:
         return error, runs.most_dims
 
 
-def _difference(found: Mapping[str, Tensor] | Exception, expected: Mapping[str, Tensor] | Exception) -> str | None:
+def _difference(actual: Mapping[str, Tensor] | Exception, expected: Mapping[str, Tensor] | Exception) -> str | None:
     """Returns the first site with differing log probabilities.
 
     The name is empty for an error.
     """
-    if isinstance(found, Exception) or isinstance(expected, Exception):
+    if isinstance(actual, Exception) or isinstance(expected, Exception):
         return ""
     for name, value in expected.items():
-        other = found.get(name)
+        other = actual.get(name)
         if other is None or not _agree(other, value):
             return name
     return None
 
 
-def _agree(found: Tensor, expected: Tensor) -> bool:
-    if found.dim() != expected.dim() or any(one not in (1, size) for one, size in zip(found.shape, expected.shape, strict=True)):
+def _agree(actual: Tensor, expected: Tensor) -> bool:
+    if actual.dim() != expected.dim() or any(one not in (1, size) for one, size in zip(actual.shape, expected.shape, strict=True)):
         return False
     finite = expected[expected.isfinite()].abs()
     tolerance = 1e3 * torch.finfo(expected.dtype).eps * (1.0 + (float(finite.max()) if finite.numel() else 0.0))
-    return torch.allclose(found.expand(expected.shape), expected, rtol=0.0, atol=tolerance, equal_nan=True)
+    return torch.allclose(actual.expand(expected.shape), expected, rtol=0.0, atol=tolerance, equal_nan=True)
 
 
 # --- saying where ---
@@ -301,7 +300,7 @@ def scoring_for(
 ) -> tuple[Scoring, bool]:
     """What the user chose, or what the model allows; see :func:`find_scoring`."""
     scorer = LogJoint(call, layout, conditional=conditional, memory_budget=memory_budget)
-    layout.clamped = _clamped_sites(scorer) | _clamped_priors(scorer)
+    layout.clamped_sites = _clamped_sites(scorer) | _clamped_priors(scorer)
     if vectorize is not None:
         return ("together", True) if vectorize else ("singly", False)
     return find_scoring(scorer)
@@ -314,7 +313,7 @@ def _clamped_priors(log_joint: LogJoint) -> frozenset[str]:
     """
     names = () if log_joint.device.type == "cpu" else log_joint.layout.sites
     certain = {name: certain_values(log_joint.nodes[name]["fn"]) for name in names}
-    return frozenset(name for name, found in certain.items() if found is not None and bool((found[0] | found[1]).any()))
+    return frozenset(name for name, flags in certain.items() if flags is not None and bool((flags[0] | flags[1]).any()))
 
 
 def _clamped_sites(log_joint: LogJoint) -> frozenset[str]:

@@ -246,18 +246,18 @@ def _judge_truncation(idata: Any) -> tuple[list[Finding], dict[str, str]]:
     data = get_dataset(idata, "truncated_posterior")
     # Guides in rows, data points in columns.
     values = {str(name): data[name].values.reshape(data.sizes.get("chain", 1), -1) for name in data.data_vars}
-    kept = data.sizes["state"]
+    num_states = data.sizes["state"]
     bound, effective = values["support_mass_bound"], values["effective_states"]
     reference, gap = trust.free_energy_gap(values)
     outside = np.fmax(values.get("gain_by_size", gap), gap)
-    findings = trust.judge_coverage(bound, effective, kept, data.attrs.get("num_joint_states"), outside=outside)
+    findings = trust.judge_coverage(bound, effective, num_states, data.attrs.get("num_joint_states"), outside=outside)
     numbers = {
         "free energy per data point": f"{values['free_energy'].mean():.4g}",
         "covered mass, at most": f"{bound.mean():.3g}",
-        "effective states": f"{np.median(effective):.3g} of {kept}",
+        "effective states": f"{np.median(effective):.3g} of {num_states}",
     }
     if "gain_by_size" in values:
-        findings += trust.judge_growth(values["gain_by_search"], values["gain_by_size"], kept, data.attrs.get("num_joint_states"))
+        findings += trust.judge_growth(values["gain_by_search"], values["gain_by_size"], num_states, data.attrs.get("num_joint_states"))
         numbers["nats gained by twice the states"] = f"{values['gain_by_size'].mean():.3g}"
     if reference:
         findings += trust.judge_gap(gap, reference)
@@ -283,9 +283,9 @@ def _judge_guide(idata: Any, groups: set[str]) -> tuple[list[Finding], dict[str,
 def _remarks_on_training(idata: Any) -> list[str]:
     training = get_dataset(idata, "training")
     curves = training["free_energy"].values if "free_energy" in training else np.zeros((1, 1))
-    started = np.isfinite(curves).any(1)
-    remarks = [] if started.all() else [f"{np.count_nonzero(~started)} of {len(curves)} restarts have no finite free energy."]
-    curves = curves[started]
+    is_finite = np.isfinite(curves).any(1)
+    remarks = [] if is_finite.all() else [f"{np.count_nonzero(~is_finite)} of {len(curves)} restarts have no finite free energy."]
+    curves = curves[is_finite]
     if not len(curves):
         return remarks
     ends = np.array([curve[np.isfinite(curve)][-1] for curve in curves])
@@ -383,9 +383,9 @@ def _sections_on_predictions(idata: Any, groups: set[str]) -> list[Section]:
     if unseen is not None and len(get_dataset(idata, unseen).data_vars) == 1:
         features = loo_pit(idata).shape[1]
         most = 16
-        shown = f" The first {most} of {features} features." if features > most else ""
+        note = f" The first {most} of {features} features." if features > most else ""
         draw = functools.partial(figures.plot_loo_pit, features=range(min(features, most)))
-        text = f"Leave-one-out transforms feature by feature; inside the band they are compatible with a uniform distribution.{shown}"
+        text = f"Leave-one-out transforms feature by feature; inside the band they are compatible with a uniform distribution.{note}"
         sections.append(_section("Calibration of predictions", text, draw, idata))
     return sections
 

@@ -34,8 +34,8 @@ def mosaic(images: Tensor, columns: int | None = None, gap: int = 1) -> np.ndarr
     tiles = np.full((rows * columns, height + gap, width + gap), np.nan)
     tiles[:count, :height, :width] = images.detach().cpu().double().numpy()
     sheet = tiles.reshape(rows, columns, height + gap, width + gap).transpose(0, 2, 1, 3)
-    joined: np.ndarray = sheet.reshape(rows * (height + gap), columns * (width + gap))
-    return joined[: joined.shape[0] - gap, : joined.shape[1] - gap]
+    image: np.ndarray = sheet.reshape(rows * (height + gap), columns * (width + gap))
+    return image[: image.shape[0] - gap, : image.shape[1] - gap]
 
 
 def _as_images(flat: Tensor, shape: tuple[int, int] | None) -> Tensor:
