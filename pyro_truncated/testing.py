@@ -96,8 +96,8 @@ def check_guide(guide: AutoTruncated, *args: Any, max_states: int = 1024, **kwar
         return
     log_joint = _scorer(guide, args, kwargs, None)
     population = guide.population(log_joint.indices)
-    repeated = population.find_duplicates()
-    assert not len(repeated), f"states repeat within {len(repeated)} data points (first: {int(repeated[0])})"
+    duplicates = population.find_duplicates()
+    assert not len(duplicates), f"states repeat within {len(duplicates)} data points (first: {int(duplicates[0])})"
 
     together, single = log_joint.score(population.words), _one_by_one(log_joint, population.words)
     _assert_equal(together, single)
@@ -109,7 +109,7 @@ def check_guide(guide: AutoTruncated, *args: Any, max_states: int = 1024, **kwar
             f"the free energy of data point {int(excess.argmax())} of the batch exceeds its log evidence by {float(excess.max()):.3g}"
         )
 
-    _check_saving(guide)
+    _check_state_dict(guide)
 
 
 def _check_product(guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any], max_states: int) -> None:
@@ -123,10 +123,10 @@ def _check_product(guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[
         evidence = enumerate_log_joint(guide, *args, max_states=max_states, values=batch.scorer.values, **kwargs).double().logsumexp(-1)
         excess = float((ProductPosterior([batch]).free_energy() - evidence).max())
         assert excess <= 1e-6 * (1.0 + float(evidence.abs().max())), f"a free energy exceeds its log evidence by {excess:.3g}"
-    _check_saving(guide)
+    _check_state_dict(guide)
 
 
-def _check_saving(guide: AutoTruncated) -> None:
+def _check_state_dict(guide: AutoTruncated) -> None:
     fresh = AutoTruncated(guide.model, guide.num_states, max_count=guide.max_count)
     fresh.load_state_dict(guide.state_dict())
     for name, value in guide.state_dict().items():

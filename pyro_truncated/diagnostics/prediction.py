@@ -23,7 +23,7 @@ from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.sites import sample_nodes
 from pyro_truncated.search import EvolutionarySearch, ExhaustiveSearch
 from pyro_truncated.utils import arviz_compat as compat
-from pyro_truncated.utils.arguments import check_count, check_counts, names_arguments
+from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, names_arguments
 from pyro_truncated.utils.arviz_compat import get_dataset, group_names
 
 
@@ -56,9 +56,11 @@ class RestartComparison:
         """Returns best minus worst free energy per data point, in nats."""
         return float(self.free_energy.max() - self.free_energy.min()) / self.activation.shape[1]
 
-    def shared(self, threshold: float = 0.9) -> Tensor:
+    def match_rate(self, threshold: float = 0.9) -> Tensor:
         """Returns the share of the best restart's latents in each restart, ``(R,)``."""
         return (self.similarity >= threshold).double().mean(-1)
+
+    shared = Renamed("match_rate")
 
 
 @names_arguments

@@ -165,9 +165,9 @@ class ChainBatch(SetBatch[ChainScorer]):
         # Chains whose joint configurations are scored by runs of the model.
         blocks = BlockSearch(4, generator=generator)
         with poutine.block():
-            stored = self._take_populations()
-            is_scored = not bool(stored.log_joint.isnan().any())
-            posterior = self.posterior() if is_scored else self._posterior(stored.num_states)
+            populations = self._take_populations()
+            is_scored = not bool(populations.log_joint.isnan().any())
+            posterior = self.posterior() if is_scored else self._posterior(populations.num_states)
             for _ in range(steps):
                 posterior.improve_(2).search_(blocks)
                 if not isinstance(search, AutomaticSearch):
@@ -252,10 +252,10 @@ class ChainReadings(SetReadings):
     def sample(self, num_samples: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Independent paths, ``(num_samples, *plates, T, M)``."""
         number = check_count("num_samples", num_samples)
-        chosen = torch.randint(len(self.batches), (number,), generator=generator).bincount(minlength=len(self.batches))
-        pairs = zip(self.posteriors, chosen.tolist(), strict=True)
-        drawn = torch.cat([posterior.sample(count, generator) for posterior, count in pairs if count])
-        return self._by_site(drawn, 1)
+        counts = torch.randint(len(self.batches), (number,), generator=generator).bincount(minlength=len(self.batches))
+        pairs = zip(self.posteriors, counts.tolist(), strict=True)
+        paths = torch.cat([posterior.sample(count, generator) for posterior, count in pairs if count])
+        return self._by_site(paths, 1)
 
     def _by_site(self, values: Tensor, start: int = 0) -> dict[str, Tensor]:
         scorer = self.batches[0].scorer
@@ -274,10 +274,10 @@ class ChainProgramRun(ProgramRun):
     def _sample_batch(self, batch: ChainBatch, plates: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Tensor]:
         layout, scorer = self._layout, batch.scorer
         site = scorer.product.site
-        asked = find_search_request(name=site.name)
+        request = find_search_request(name=site.name)
         with torch.no_grad():
-            if asked is not None:
-                batch.search_(asked.search, asked.steps)
+            if request is not None:
+                batch.search_(request.search, request.steps)
             posterior = batch.posterior()
             path, log_prob = posterior.draw_with_log_prob()
             excess = excess_density(posterior.free_energy(), [site.name])

@@ -170,7 +170,7 @@ def check_positions(indices: Tensor | None, number: int) -> None:
     if indices is None:
         return
     if not isinstance(indices, Tensor) or indices.dim() != 1 or indices.dtype not in (torch.int64, torch.int32):
-        given = f"{indices.dtype} of shape {tuple(indices.shape)}" if isinstance(indices, Tensor) else type(indices).__name__
-        raise TypeError(f"indices of data points must be a tensor (n,) of integers; got {given}")
+        kind = f"{indices.dtype} of shape {tuple(indices.shape)}" if isinstance(indices, Tensor) else type(indices).__name__
+        raise TypeError(f"indices of data points must be a tensor (n,) of integers; got {kind}")
     if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < number:
         raise ValueError(f"subsample indices must lie in 0 .. {number - 1}; got {int(indices.min())} .. {int(indices.max())}")

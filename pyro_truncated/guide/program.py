@@ -64,8 +64,8 @@ def recorded_values(guide: TruncatedGuide) -> dict[str, Any]:
     They come with the subsamples of plates that they are for.
     """
     names = guide.layout.other_latents
-    found = inspection.recorded_values(names, guide.frames, guide.layout.depth) if names else {}
-    return found | recorded_subsamples(guide.frames) if found else {}
+    values = inspection.recorded_values(names, guide.frames, guide.layout.depth) if names else {}
+    return values | recorded_subsamples(guide.frames) if values else {}
 
 
 class ProgramRun:
@@ -103,10 +103,10 @@ class ProgramRun:
     def _sample_batch(self, batch: Any, plates: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Tensor]:
         """Samples the states of a batch in the given plates."""
         with torch.no_grad():
-            found = self._improve(batch)
-            population, excess = found.without_impossible(), None
-            if population is not found or found.log_joint.dim() != 2:
-                excess = excess_density(found.log_joint.amax(-1), list(self._layout.sites))
+            full_population = self._improve(batch)
+            population, excess = full_population.without_impossible(), None
+            if population is not full_population or full_population.log_joint.dim() != 2:
+                excess = excess_density(full_population.log_joint.amax(-1), list(self._layout.sites))
         scorer = batch.scorer
         hidden = scorer.hidden_log_probs(population.words)
         # The draws that the states were scored with go with them: outside of a trace they are not the ones the list has just made.
@@ -123,9 +123,9 @@ class ProgramRun:
         They are improved first where an ELBO asks for it.
         """
         # Under the name of a site, the message passes whatever lets that site pass.
-        asked = find_search_request(name=next(iter(self._layout.sites)))
-        if asked is not None:
-            population = batch.search_(asked.search, asked.steps)
+        request = find_search_request(name=next(iter(self._layout.sites)))
+        if request is not None:
+            population = batch.search_(request.search, request.steps)
             if not batch.scorer.is_vectorized:
                 return population
         return batch.rescore()
@@ -184,17 +184,17 @@ class ProgramRun:
         this one that has the plates already decides.
         """
         frames = {frame.name: frame for site in self._layout.sites.values() for frame in site.frames if frame.vectorized}
-        opened = open_plates({name: frame.dim for name, frame in frames.items()})
-        known = recorded_subsamples(frames) | plate_subsamples(opened)
-        batch = self._guide.batch(self._call, {**values, **known})
-        drawn = batch.scorer.values
+        outer_plates = open_plates({name: frame.dim for name, frame in frames.items()})
+        subsamples = recorded_subsamples(frames) | plate_subsamples(outer_plates)
+        batch = self._guide.batch(self._call, {**values, **subsamples})
+        run_values = batch.scorer.values
         frames = {f.name: f for site in self._layout.sites for f in batch.scorer.nodes[site]["cond_indep_stack"] if f.vectorized}
         with SharedPlates():
             self._guide.plates = plates = {
-                name: opened.get(name) or pyro.plate(name, frame.full_size or frame.size, subsample=drawn[name], dim=frame.dim)
+                name: outer_plates.get(name) or pyro.plate(name, frame.full_size or frame.size, subsample=run_values[name], dim=frame.dim)
                 for name, frame in frames.items()
             }
-        if any(plate.indices is not drawn[name] for name, plate in plates.items()):
+        if any(plate.indices is not run_values[name] for name, plate in plates.items()):
             batch = self._guide.batch(self._call, {**values, **plate_subsamples(plates)})
         return plates, batch
 

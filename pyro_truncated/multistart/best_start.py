@@ -70,7 +70,7 @@ def best_start(
         raise TypeError(f"best_start needs a model with the method initialize; {type(model).__name__} has none")
     part = drawn_rows(check_one_array(y), num_data, generator)
     profile = profile_model(model, part, search, num_states=num_states, generator=generator)
-    if profile.is_by_gradients:
+    if profile.optimizer == "gradients":
         raise TypeError(f"best_start needs a model with closed-form M-steps (ClosedFormModel); {type(model).__name__} has none")
     energies: list[float] = []
     with restore_driver(model):

@@ -248,7 +248,7 @@ class Recombination:
         """Returns the better model with gainful latents of the other, or itself."""
         better, other = sorted((one, other), key=lambda member: member.free_energy, reverse=True)
         correlation, partner = match_latents(self._marginals(better), self._marginals(other))
-        partner = self._pair_unmatched(better, other, correlation, partner)
+        partner = self._pair_rest(better, other, correlation, partner)
         differs = self.latents.distances(better.parameters, other.parameters, partner) > _DUPLICATE_RTOL
         gains = {}
         for block in _blocks(correlation[:, partner]):
@@ -309,7 +309,7 @@ class Recombination:
             return value_deletion_losses(_population(member), self.latents.latents.start, self.latents.num_values)
         return deletion_losses(_population(member), self._medians.scorer(member.parameters))[0][self.latents.latents]
 
-    def _pair_unmatched(self, one: Solution, other: Solution, correlation: Tensor, partner: Tensor) -> Tensor:
+    def _pair_rest(self, one: Solution, other: Solution, correlation: Tensor, partner: Tensor) -> Tensor:
         """Re-pairs unmatched latents: the least needed with the most needed."""
         is_unmatched = correlation.gather(1, partner.unsqueeze(1)).squeeze(1) < 0.5
         here, there = is_unmatched.nonzero().squeeze(1), partner[is_unmatched]

@@ -312,7 +312,7 @@ class StopRule:
 
     def __init__(self, profile: Profile) -> None:
         self._profile, self._config = profile, profile.config
-        self._are_by_gradients = profile.is_by_gradients and not profile.is_resizable
+        self._are_by_gradients = profile.optimizer == "gradients" and not profile.is_resizable
 
     @property
     def min_restarts(self) -> int:

@@ -151,11 +151,6 @@ class Profile:
     watch: Callable[[float], None] = lambda free_energy: None
 
     @property
-    def is_by_gradients(self) -> bool:
-        """Whether the model has no M-steps of its own."""
-        return self.optimizer == "gradients"
-
-    @property
     def num_data(self) -> int:
         """How many rows the data of all processes have."""
         return total_rows(self.y)
@@ -178,7 +173,7 @@ class Profile:
     @property
     def has_decoder(self) -> bool:
         """Whether gradients train a network with a posterior for each row."""
-        return self.is_network and self.is_by_gradients and not self.is_shared and not self.is_product
+        return self.is_network and self.optimizer == "gradients" and not self.is_shared and not self.is_product
 
     def initialize(self) -> None:
         """Goes where a restart begins, if an initialiser draws it."""
@@ -206,7 +201,7 @@ class Profile:
             return AutomaticSearch()
         # Under user-defined models scores dominate the cost: one generation of 30 children reached as much as two,
         # and as the 56 of eight parents. Four parents once ended in a worse optimum.
-        return EvolutionarySearch(6, generations=1, crossover=True) if self.is_by_gradients else EvolutionarySearch(crossover=True)
+        return EvolutionarySearch(6, generations=1, crossover=True) if self.optimizer == "gradients" else EvolutionarySearch(crossover=True)
 
     def replace(self, **fields: Any) -> Profile:
         """Returns a profile with other fields."""
@@ -359,7 +354,7 @@ def _with_latents(profile: Profile) -> Profile:
         is_product=guide.product is not None,
         is_chain=chain is not None,
         # Models of a single binary cause have no search of their own.
-        is_mixture=has_one and not profile.is_by_gradients and isinstance(model, SearchedModel) and not profile.is_informed,
+        is_mixture=has_one and profile.optimizer != "gradients" and isinstance(model, SearchedModel) and not profile.is_informed,
         is_network=num_weights(model, y) > 1,
         layers=frozenset(layer_parameters(model, y)),
         has_companion=bool(guide.layout.other_latents) and not profile.is_conditional,

@@ -67,7 +67,7 @@ class Trainer:
     def __init__(self, profile: Profile, temperature: Temperature | None = None) -> None:
         self.profile = profile
         self.truncated_guide: AutoTruncated | None = None
-        self._driver = None if profile.is_by_gradients else ClosedForm(profile.model)
+        self._driver = None if profile.optimizer == "gradients" else ClosedForm(profile.model)
         if profile.search is not None:
             profile.search.forget()
         if profile.optimizer == "Gibbs sampling":
@@ -346,7 +346,7 @@ def restart_schedule(trainer: Trainer, temperature: Temperature, steps: int) -> 
     profile, config = trainer.profile, trainer.profile.config
     if profile.is_informed:
         return Schedule(1, steps, config.informed_gain, window=config.window, is_relative=True)
-    if profile.is_by_gradients:
+    if profile.optimizer == "gradients":
         return by_gradients(trainer, steps)
     if profile.is_mixture and temperature_at(temperature, 0) == 1.0:
         return Schedule(0, steps, config.mixture_gain, window=config.window)

@@ -32,7 +32,7 @@ def decoder_targets(profile: Profile) -> Tensor | None:
     discrete sites, frozen networks, counts or missing values, and data in files or several processes.
     """
     model, y = profile.model, profile.y
-    is_decoder = profile.is_by_gradients and profile.is_network and profile.initializer is None
+    is_decoder = profile.optimizer == "gradients" and profile.is_network and profile.initializer is None
     if not is_decoder or profile.is_large or profile.has_companion or profile.is_shared:
         return None
     parameters = learned_parameters(model, y)

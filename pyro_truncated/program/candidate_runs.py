@@ -28,7 +28,7 @@ from pyro_truncated.states.population import Moments
 from pyro_truncated.utils.parameter_store import Assign, isolate
 
 Conditional = Callable[..., Any]
-Scoring = Literal["together", "vmap", "singly"]
+RunMode = Literal["together", "vmap", "singly"]
 
 
 @dataclasses.dataclass
@@ -38,7 +38,7 @@ class CandidateRuns:
     Attributes:
         probe: the data points.
         conditional: samples continuous latents given the states, or ``None``.
-        scoring: how the candidates are run: together, in a new left-most dimension; by ``torch.func.vmap``; or one after the other.
+        run_mode: how the candidates are run: together, in a new left-most dimension; by ``torch.func.vmap``; or one after the other.
         uncovered: latents that nobody proposes, so that their density is left out.
         held: values that the conditional's sites take in place of draws, for looking at how it computes.
         most_dims: the most dimensions that a site's log probability has had: more than plates and candidates need, and Pyro cannot
@@ -47,7 +47,7 @@ class CandidateRuns:
 
     probe: Probe
     conditional: Conditional | None
-    scoring: Scoring
+    run_mode: RunMode
     uncovered_latents: Collection[str]
     fixed_values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     most_dims: int = 0
@@ -57,10 +57,10 @@ class CandidateRuns:
 
         Candidates are ``(N, C, num_words)``.
         """
-        if self.scoring == "together":
+        if self.run_mode == "together":
             return self._terms(self._together(words))
         values = self._one_by_one(words)
-        if self.scoring == "vmap":
+        if self.run_mode == "vmap":
             terms = torch.func.vmap(self._terms, randomness="different")(values)
             return {name: term.squeeze(1) for name, term in terms.items()}
         columns = [self._terms(states) for states in _unbind(values)]
@@ -85,7 +85,7 @@ class CandidateRuns:
 
         The moments are those in some data points' states.
         """
-        if self.scoring != "together" or self.conditional is not None:
+        if self.run_mode != "together" or self.conditional is not None:
             return self.log_probs(words), None
         nodes = sample_nodes(self._trace({**self.probe.values, **self._together(words)}))
         return self._with_sites({}, nodes), run_moments(nodes, self.probe, words, rows)
@@ -97,7 +97,7 @@ class CandidateRuns:
         """
         if not self.probe.hidden:
             return {}
-        if self.scoring == "together":
+        if self.run_mode == "together":
             return self._hidden_values(self._together(words))
         columns = [self._hidden_values(states) for states in _unbind(self._one_by_one(words))]
         return {name: torch.stack([column[name] for column in columns]) for name in columns[0]}
@@ -140,7 +140,7 @@ class CandidateRuns:
                 values[node["name"]] = node["value"]
                 terms[f"conditional of {node['name']}"] = -self._reduce(node)
         nodes = sample_nodes(self._trace(values))
-        if self.scoring == "singly":
+        if self.run_mode == "singly":
             self._check_sites(nodes)
         return self._with_sites(terms, nodes)
 
@@ -168,7 +168,7 @@ class CandidateRuns:
             with pyro.validation_enabled(False):
                 return self.probe.run(values)
         except (RuntimeError, IndexError, ValueError) as error:
-            if self.scoring != "together":
+            if self.run_mode != "together":
                 raise
             shapes = ", ".join(f"'{name}' of shape {tuple(values[name].shape)}" for name in self.probe.layout.sites)
             error.add_note(
@@ -206,7 +206,7 @@ class CandidateRuns:
         return log_prob
 
     def _usual_log_prob(self, node: Any) -> Tensor:
-        if self.scoring == "vmap":
+        if self.run_mode == "vmap":
             return node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"])  # type: ignore[no-any-return]
         return site_log_density(node)
 

@@ -186,7 +186,7 @@ class Layout(SiteLayout):
         sites_to_check: names of the sites that give probability zero to some states outside of a support.
         read: names of the sites whose values the model's Python code looks at.
         clamped_sites: names of the sites that give something probability zero, as torch clamps it.
-        idle_where_masked: names of the sites whose entries change nothing where masks switch them off.
+        idle_sites: names of the sites whose entries change nothing where masks switch them off.
 
     Raises:
         ValueError: if there is no discrete latent site, or a site has infinite support and no valid bound. Also if the batch of a site
@@ -228,7 +228,7 @@ class Layout(SiteLayout):
         self.read = frozenset(self.sites) & (dependencies.read if dependencies is not None else frozenset())
         rest = (node for node in latent_nodes(trace) if node["name"] not in self.sites)
         self.other_latents = [node["name"] for node in rest if family(node["fn"]) != "Delta"]
-        self.idle_where_masked: frozenset[str] = frozenset()
+        self.idle_sites: frozenset[str] = frozenset()
         self.clamped_sites: frozenset[str] = frozenset()
         self.nesting: int = nesting_with_room(latent_nodes(trace), self.depth)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_truncated.ops import is_vectorised, raise_if
 from pyro_truncated.program.call import Call
-from pyro_truncated.program.candidate_runs import CandidateRuns, Conditional, Scoring, sum_block
+from pyro_truncated.program.candidate_runs import CandidateRuns, Conditional, RunMode, sum_block
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.packed_scoring import PackedModel
 from pyro_truncated.program.probe import Probe
@@ -82,7 +82,7 @@ class LogJoint(Probe):
         values: fixed values by site name: other latents, subsamples of plates.
         conditional: samples continuous latents given the states, or ``None``.
         memory_budget: bytes that one run of the model on candidates may take, roughly. Default: see :func:`.budget_on`.
-        scoring: how the states are scored: together, in a new left-most dimension. Or by
+        run_mode: how the states are scored: together, in a new left-most dimension. Or by
             ``torch.func.vmap``, for models that do not take such a dimension. Or one after the
             other, for models whose Python code looks at values.
 
@@ -98,13 +98,13 @@ class LogJoint(Probe):
         values: Mapping[str, Any] | None = None,
         conditional: Conditional | None = None,
         memory_budget: int | None = None,
-        scoring: Scoring = "together",
+        run_mode: RunMode = "together",
     ) -> None:
         super().__init__(call, layout, values)
         self._check_common_scale(layout.sites)
         self.conditional = conditional
         self.memory_budget = budget_on(self.device) if memory_budget is None else memory_budget
-        self.scoring = scoring
+        self.run_mode = run_mode
         self.takes_gradients = torch.is_grad_enabled()
 
     # --- scoring ---
@@ -182,7 +182,7 @@ class LogJoint(Probe):
         return self._runs().hidden_log_probs(words)
 
     def _runs(self) -> CandidateRuns:
-        return CandidateRuns(self, self.conditional, self.scoring, self.uncovered_latents)
+        return CandidateRuns(self, self.conditional, self.run_mode, self.uncovered_latents)
 
     def _score_dense(self, words: Tensor) -> Tensor:
         if torch.is_grad_enabled():

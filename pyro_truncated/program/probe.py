@@ -93,7 +93,7 @@ class Probe:
         self.depth: int = max([layout.depth, *extra])
         self.is_vectorized = self.depth > layout.depth
         masks = self._masks()
-        self.idle = {name: ~mask for name, mask in masks.items() if name in layout.idle_where_masked}
+        self.idle = {name: ~mask for name, mask in masks.items() if name in layout.idle_sites}
         self.hidden = [name for name in masks if name not in self.idle]
         labels = {name: self.nodes[name]["value"] for name in self.observed}
         self.known = KnownLevels.from_run(layout, self.sizes, labels, self.idle, self.device)
@@ -126,8 +126,8 @@ class Probe:
 
     def _check_structure(self) -> None:
         missing = [name for name in self.layout.sites if name not in self.nodes]
-        if missing and self._changing():
-            raise ChangingSitesError(self._changing(), [])
+        if missing and self._changing_sites():
+            raise ChangingSitesError(self._changing_sites(), [])
         if missing:
             raise ValueError(
                 f"the model must sample the discrete sites {missing}, as when the guide was set up. Make a new guide for another model."
@@ -138,8 +138,8 @@ class Probe:
             for name, node in self.nodes.items()
             if not node["is_observed"] and name not in expected_names and family(node["fn"]) != "Delta"
         ]
-        if new and self._changing():
-            raise ChangingSitesError(self._changing(), [])
+        if new and self._changing_sites():
+            raise ChangingSitesError(self._changing_sites(), [])
         if new:
             raise ValueError(
                 f"the model now has the latents {new}, which it had not (or observed) when the guide was set up. First call "
@@ -155,7 +155,7 @@ class Probe:
         tensors = {name: torch.as_tensor(mask, device=self.nodes[name]["value"].device) for name, mask in masks.items() if mask is not None}
         return {name: mask for name, mask in tensors.items() if not bool(mask.all())}
 
-    def _changing(self) -> set[str]:
+    def _changing_sites(self) -> set[str]:
         """The sites that are not sampled in every run with these arguments."""
         return changing_sites(self.call, self.run(self.subsamples))
 

@@ -23,7 +23,7 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_truncated.program.call import Call
-from pyro_truncated.program.candidate_runs import CandidateRuns, Conditional, Scoring, sum_block
+from pyro_truncated.program.candidate_runs import CandidateRuns, Conditional, RunMode, sum_block
 from pyro_truncated.program.changing_sites import ChangingSitesError
 from pyro_truncated.program.dependencies import PythonReads
 from pyro_truncated.program.layout import Layout
@@ -75,7 +75,7 @@ class VectorizationWarning(UserWarning):
     """
 
 
-def find_scoring(log_joint: LogJoint) -> tuple[Scoring, bool]:
+def choose_run_mode(log_joint: LogJoint) -> tuple[RunMode, bool]:
     """Chooses the fastest correct scoring by tests on a few states.
 
     States scored together are compared with states one by one. A slower way comes with a warning.
@@ -94,7 +94,7 @@ def find_scoring(log_joint: LogJoint) -> tuple[Scoring, bool]:
     if log_joint.layout.space.size == 1:
         return "together", True
     if log_joint.packed_model is not None:
-        is_enumerable = _can_run_on_many_states(log_joint, log_joint.packed_model)
+        is_enumerable = _try_many_states(log_joint, log_joint.packed_model)
         return ("together" if is_enumerable else "singly"), is_enumerable
     with torch.no_grad(), spare_random_numbers(), isolate():
         words = _candidates(log_joint)
@@ -113,7 +113,7 @@ def find_scoring(log_joint: LogJoint) -> tuple[Scoring, bool]:
             return "together", is_enumerable
         # The draws of a conditional are no matter for vmap.
         is_mapped = log_joint.conditional is None and _difference(_terms(log_joint, words, "vmap")[0], single) is None
-        scoring: Scoring = "vmap" if is_mapped else "singly"
+        run_mode: RunMode = "vmap" if is_mapped else "singly"
         if isinstance(together, Exception):
             where, problem = _error_line(together), f"{type(together).__name__}: {next(iter(str(together).splitlines()), '')}"
         elif culprit is not None:
@@ -121,8 +121,8 @@ def find_scoring(log_joint: LogJoint) -> tuple[Scoring, bool]:
             problem = f"no error, but site '{culprit}' gets other log probabilities than for one state at a time"
         else:
             where, problem = _read_line(log_joint), f"Python looks at values of {sorted(read)}, of all states at once"
-    _warn(scoring, where, problem)
-    return scoring, False
+    _warn(run_mode, where, problem)
+    return run_mode, False
 
 
 def _warn_if_unlike(log_joint: LogJoint, words: Tensor, single: dict[str, Tensor]) -> bool:
@@ -164,7 +164,7 @@ def _in_order(terms: Mapping[str, Tensor], order: Tensor) -> dict[str, Tensor]:
     return ordered_terms
 
 
-def _can_run_on_many_states(log_joint: LogJoint, model: PackedModel) -> bool:
+def _try_many_states(log_joint: LogJoint, model: PackedModel) -> bool:
     """Whether Pyro's own ELBOs could run the model on many states.
 
     The model is not run if its states are scored packed.
@@ -197,10 +197,10 @@ def _candidates(log_joint: LogJoint, most: int = 3) -> Tensor:
     return torch.cat([space.pack(levels).unsqueeze(1), words[:, 1:]], 1)
 
 
-def _terms(log_joint: LogJoint, words: Tensor, scoring: Scoring) -> tuple[dict[str, Tensor] | Exception, int]:
+def _terms(log_joint: LogJoint, words: Tensor, run_mode: RunMode) -> tuple[dict[str, Tensor] | Exception, int]:
     """Returns sites' log probabilities or an error, and their most dimensions."""
     # Latents of other guides are held fixed here: they count like data.
-    runs = CandidateRuns(log_joint, log_joint.conditional, scoring, uncovered_latents=(), fixed_values=log_joint.values)
+    runs = CandidateRuns(log_joint, log_joint.conditional, run_mode, uncovered_latents=(), fixed_values=log_joint.values)
     try:
         return runs.log_probs(words), runs.most_dims
     except Exception as error:
@@ -269,11 +269,11 @@ def _user_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSumm
     return own[-1] if own else None
 
 
-def _warn(scoring: Scoring, where: traceback.FrameSummary | None, problem: str) -> None:
+def _warn(run_mode: RunMode, where: traceback.FrameSummary | None, problem: str) -> None:
     place = f"{where.filename}:{where.lineno}" if where is not None else "a line that cannot be told"
     source = linecache.getline(where.filename, where.lineno).strip() if where is not None and where.lineno is not None else ""
     idioms = [idiom for pattern, idiom in _IDIOMS if re.search(pattern, source)]
-    way = "by torch.func.vmap" if scoring == "vmap" else "one after the other"
+    way = "by torch.func.vmap" if run_mode == "vmap" else "one after the other"
     warnings.warn(
         f"the model does not take many states at once, so AutoTruncated scores them {way}, which is slower: at {place}"
         f"{f' ({source})' if source else ''}, {problem}. Fast would be {idioms[0] if idioms else _ANY_IDIOM}; "
@@ -295,15 +295,15 @@ def check_choice(vectorize: bool | None) -> None:
         )
 
 
-def scoring_for(
+def run_mode_for(
     vectorize: bool | None, call: Call, layout: Layout, *, conditional: Conditional | None, memory_budget: int | None
-) -> tuple[Scoring, bool]:
-    """What the user chose, or what the model allows; see :func:`find_scoring`."""
+) -> tuple[RunMode, bool]:
+    """What the user chose, or what the model allows; see :func:`choose_run_mode`."""
     scorer = LogJoint(call, layout, conditional=conditional, memory_budget=memory_budget)
     layout.clamped_sites = _clamped_sites(scorer) | _clamped_priors(scorer)
     if vectorize is not None:
         return ("together", True) if vectorize else ("singly", False)
-    return find_scoring(scorer)
+    return choose_run_mode(scorer)
 
 
 def _clamped_priors(log_joint: LogJoint) -> frozenset[str]:

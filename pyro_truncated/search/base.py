@@ -228,9 +228,9 @@ def check_search(search: object, advice: str | None = None) -> None:
         TypeError: saying what it is.
     """
     if not isinstance(search, Search):
-        given = repr(search) if isinstance(search, type) else f"a {type(search).__name__}"
+        kind = repr(search) if isinstance(search, type) else f"a {type(search).__name__}"
         hint = "" if advice is None else f"; {advice}"
-        raise TypeError(f"search must be a pyro_truncated search, such as EvolutionarySearch(); got {given}{hint}")
+        raise TypeError(f"search must be a pyro_truncated search, such as EvolutionarySearch(); got {kind}{hint}")
 
 
 def forget(part: object) -> None:

@@ -219,12 +219,12 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
         with (
             pyros_own(),
             drawing_alike(call, guide, self.num_evaluations if searches else self._num_looks),
-            self._searching(call, guide) if searches else nullcontext(),
+            self._request_search(call, guide) if searches else nullcontext(),
             divide_loss(self._others.parts(call, guide)),
         ):
             yield
 
-    def _searching(self, call: Call, guide: Any) -> AbstractContextManager[Any]:
+    def _request_search(self, call: Call, guide: Any) -> AbstractContextManager[Any]:
         """A context in which the guide's truncated part searches when it runs.
 
         It uses the minibatch and the draws of the loss.
@@ -319,23 +319,23 @@ class EMStep:
         with poutine.block(), memory_budget(scorer.memory_budget):
             # Another caller scored or searched: the sums do not hold the old contribution.
             is_stale = self._revision is not None and self._revision != store.revision and closed_form.visited is not None
-            chosen = _plate_indices(batch)
-            previous = closed_form.previous(store.take(batch.indices if chosen is batch.plate_indices else chosen), chosen)
+            indices = _plate_indices(batch)
+            previous = closed_form.previous(store.take(batch.indices if indices is batch.plate_indices else indices), indices)
             if previous is not None and is_annealed:
                 raise ValueError("incremental minibatches cannot follow a changing temperature; use ClosedForm(model, minibatch='online')")
             old = None if previous is None else _statistics(closed_form, previous, temperature, call)
             with defer_checks():
                 population = improve(batch)
                 # A model that looks at its statistics brings it along.
-                known = lazy_values(batch.scale * population.free_energy().sum() + batch.outside())
+                values = lazy_values(batch.scale * population.free_energy().sum() + batch.outside())
                 new = _statistics(closed_form, population, temperature, call)
-                (free_energy,) = known()
+                (free_energy,) = values()
                 flush_checks()
             self._revision = store.revision
-            closed_form.collect(new, old, chosen, scorer.full_size, scale=batch.data_per_row, is_part=store.is_part)
-            if closed_form.visited is not None and chosen is not None and _anywhere(is_stale, store.is_part):
-                visited = closed_form.visited.nonzero().squeeze(-1).to(store.words.device)
-                closed_form.renew(_statistics(closed_form, store.population(visited), temperature, call), is_part=store.is_part)
+            closed_form.collect(new, old, indices, scorer.full_size, scale=batch.data_per_row, is_part=store.is_part)
+            if closed_form.visited is not None and indices is not None and _anywhere(is_stale, store.is_part):
+                positions = closed_form.visited.nonzero().squeeze(-1).to(store.words.device)
+                closed_form.renew(_statistics(closed_form, store.population(positions), temperature, call), is_part=store.is_part)
             return -free_energy
 
 
@@ -564,9 +564,9 @@ def free_energy_given_draws(part: AutoTruncated, guide: Call) -> Tensor:
     log_q = log_density(companions.values())
     _check_reparametrisation(companions)
     subsamples = {name: node["value"] for name, node in trace.nodes.items() if site_is_subsample(node)}
-    drawn = {name: node["value"] for name, node in companions.items() if name in part.layout.other_latents}
-    batch = part.batch(guide.with_program(part.model), {**drawn, **subsamples})
-    beyond = {name: node for name, node in batch.scorer.nodes.items() if name in drawn and not batch.scorer.is_inside(node)}
+    latents = {name: node["value"] for name, node in companions.items() if name in part.layout.other_latents}
+    batch = part.batch(guide.with_program(part.model), {**latents, **subsamples})
+    beyond = {name: node for name, node in batch.scorer.nodes.items() if name in latents and not batch.scorer.is_inside(node)}
     return batch.free_energy() + log_density(beyond.values()) - log_q  # type: ignore[no-any-return]
 
 

@@ -136,8 +136,8 @@ def compare(idatas: Mapping[str, Any], var_names: Mapping[str, str]) -> Any:
         if not ARVIZ_V1:
             return _arviz().compare(results, ic="loo")
         # Some releases round unless told not to, others cannot be told.
-        rounding = {"round_to": "none"} if "round_to" in inspect.signature(_arviz().compare).parameters else {}
-        return _arviz().compare(results, **rounding)
+        options = {"round_to": "none"} if "round_to" in inspect.signature(_arviz().compare).parameters else {}
+        return _arviz().compare(results, **options)
 
 
 def _loo(idata: Any, var_name: str) -> Any:
@@ -186,10 +186,10 @@ def draw_predictive_check(idata: Any, group: str, name: str, ax: Axes, draws: in
     predicted = predicted.isel(draw=slice(0, max(1, draws // predicted.sizes["chain"])))
     if np.isnan(observed[name].values).any():
         # Of both only what was observed.
-        seen = np.flatnonzero(~np.isnan(observed[name].values.ravel()))
-        observed = xr.Dataset({name: ("entry", observed[name].values.ravel()[seen])})
+        index = np.flatnonzero(~np.isnan(observed[name].values.ravel()))
+        observed = xr.Dataset({name: ("entry", observed[name].values.ravel()[index])})
         rows = predicted[name].values
-        predicted = xr.Dataset({name: (("chain", "draw", "entry"), rows.reshape(*rows.shape[:2], -1)[..., seen])})
+        predicted = xr.Dataset({name: (("chain", "draw", "entry"), rows.reshape(*rows.shape[:2], -1)[..., index])})
     are_whole = all(_are_whole(data[name].values) for data in (observed, predicted))
     if are_whole:
         observed, predicted = observed.astype(np.int64), predicted.astype(np.int64)
@@ -229,9 +229,9 @@ def _are_whole(values: np.ndarray) -> bool:
     return bool((np.isfinite(values) & (np.abs(values) < 2**53)).all() and (values == np.round(values)).all())
 
 
-def _bins(observed: np.ndarray, drawn: np.ndarray) -> np.ndarray:
+def _bins(observed: np.ndarray, predicted: np.ndarray) -> np.ndarray:
     """Edges that hold all observed and drawn values."""
-    low, high = min(observed.min(), drawn.min()), max(observed.max(), drawn.max())
+    low, high = min(observed.min(), predicted.min()), max(observed.max(), predicted.max())
     if np.issubdtype(observed.dtype, np.integer):
         width = max(1, (high - low) // 50)
         return np.arange(low, high + 1 + width, width) - 0.5
@@ -299,5 +299,5 @@ def convert_owner(owner: Any, *args: Any, **options: Any) -> Any:
 
 def find_converter(owner: Any) -> Callable[..., Any] | None:
     """The function registered for an object's class or bases, if any."""
-    found = convert_owner.dispatch(type(owner))
-    return None if found is convert_owner.dispatch(object) else found
+    converter = convert_owner.dispatch(type(owner))
+    return None if converter is convert_owner.dispatch(object) else converter

@@ -22,8 +22,8 @@ class _Finite(constraints.Constraint):
     def check(self, value: Any) -> Tensor:
         """Whether entries are finite."""
         # Two passes; torch's ``isfinite`` takes four.
-        found: Tensor = value.abs() < torch.inf
-        return found
+        is_finite: Tensor = value.abs() < torch.inf
+        return is_finite
 
     def __repr__(self) -> str:
         return "finite"
@@ -34,8 +34,8 @@ class _PositiveFinite(_Finite):
 
     def check(self, value: Any) -> Tensor:
         """Whether entries are positive and finite."""
-        found: Tensor = (value > 0) & super().check(value)
-        return found
+        is_valid: Tensor = (value > 0) & super().check(value)
+        return is_valid
 
     def __repr__(self) -> str:
         return "positive and finite"
@@ -46,8 +46,8 @@ class _NonNegativeFinite(_Finite):
 
     def check(self, value: Any) -> Tensor:
         """Whether entries are finite and not negative."""
-        found: Tensor = (value >= 0) & super().check(value)
-        return found
+        is_valid: Tensor = (value >= 0) & super().check(value)
+        return is_valid
 
     def __repr__(self) -> str:
         return "finite and not negative"
@@ -65,10 +65,10 @@ def in_double(name: str, values: Any) -> Tensor:
     values = as_data(name, values)
     if values.is_complex():
         raise ValueError(f"{name} must be real; got {values.dtype}")
-    found: Tensor = values.double()
-    if not bool((found.abs() <= LARGEST).all()):
+    tensor: Tensor = values.double()
+    if not bool((tensor.abs() <= LARGEST).all()):
         raise ValueError(f"{name} must be finite, of magnitude {LARGEST:g} at most; got NaN, infinity or more")
-    return found
+    return tensor
 
 
 def check_entries(constraint: constraints.Constraint, **tensors: Tensor) -> None:

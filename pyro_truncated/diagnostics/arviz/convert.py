@@ -50,7 +50,7 @@ def event_dims(node: Mapping[str, Any], shape: Sequence[int]) -> int:
     ``pyro.deterministic`` takes all dimensions for an event's, so leading ones of the plates' sizes are the plates'.
     """
     event_dim: int = node["fn"].event_dim
-    if role(node) != "computed" or event_dim < len(shape):
+    if role(node) != "deterministic" or event_dim < len(shape):
         return event_dim
     sizes = {frame.dim: frame.size for frame in node["cond_indep_stack"] if frame.vectorized}
     depth = max((-dim for dim in sizes), default=0)
@@ -302,7 +302,7 @@ class Writer:
         too_large: list[str] = []
         if self.draws.states is not None:
             self._add_states(self.draws.states, variables, too_large)
-        for name, values in {**self.draws.latents, **self.draws.computed}.items():
+        for name, values in {**self.draws.latents, **self.draws.deterministic}.items():
             if values.numel() * values.element_size() > self.memory_budget:
                 too_large.append(name)
             else:
@@ -369,7 +369,7 @@ class Writer:
     def _as_integers(self, name: str, values: Tensor) -> Tensor:
         """A discrete site's values as integers, of latents of smallest type."""
         node: Any = self.nodes[name]
-        if role(node) in ("computed", "factor") or not getattr(get_support(node["fn"]), "is_discrete", False) or not values.numel():
+        if role(node) in ("deterministic", "factor") or not getattr(get_support(node["fn"]), "is_discrete", False) or not values.numel():
             return values
         if role(node) == "latent":
             return values.to(level_type([int(values.max()) + 1, -int(values.min())]))

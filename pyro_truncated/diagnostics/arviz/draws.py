@@ -33,7 +33,7 @@ from pyro_truncated.utils.parameter_store import Assign, isolate, spare_random_n
 Node = Mapping[str, Any]
 
 
-def role(node: Node) -> Literal["data", "factor", "computed", "latent"]:
+def role(node: Node) -> Literal["data", "factor", "deterministic", "latent"]:
     """What a site is: data, a density without value, computed, or latent.
 
     Computed are ``pyro.deterministic``, an unobserved ``Delta``, a latent that a reparametrisation has replaced, and the completed values
@@ -44,12 +44,12 @@ def role(node: Node) -> Literal["data", "factor", "computed", "latent"]:
         return "factor"
     if family(fn) == "Delta":
         if not is_observed or node["infer"].get("_deterministic") or getattr(fn, "_mask", None) is False:
-            return "computed"
+            return "deterministic"
         # Some reparametrisations carry a density: they observe the very tensor that the point mass lies at.
         while hasattr(fn, "base_dist"):
             fn = fn.base_dist
         if torch.is_tensor(node["value"]) and node["value"].data_ptr() == fn.v.data_ptr():
-            return "computed"
+            return "deterministic"
     return "data" if is_observed else "latent"
 
 
@@ -86,7 +86,7 @@ def leaves(
         return frozenset()
     dependencies = Dependencies(Call(model, args, kwargs))
     return frozenset(
-        name for name in names if all(role(nodes[site]) == "computed" for site in dependencies.dependents({name}) if site in nodes)
+        name for name in names if all(role(nodes[site]) == "deterministic" for site in dependencies.dependents({name}) if site in nodes)
     )
 
 
@@ -105,7 +105,7 @@ class Enumeration:
         kwargs: its keyword arguments.
         nodes: sites of a run of the model.
         names: the discrete latents.
-        hidden: unknown latents on which nothing depends. Their densities are left out.
+        silent: unknown latents on which nothing depends. Their densities are left out.
 
     Attributes:
         plates: the plates from left to right, with their sizes. Empty if no data point has such latents of its own.
@@ -120,10 +120,10 @@ class Enumeration:
         kwargs: Mapping[str, Any],
         nodes: Mapping[str, Any],
         names: Collection[str],
-        hidden: Collection[str] = (),
+        silent: Collection[str] = (),
     ) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
-        self.names, self.hidden = frozenset(names), frozenset(hidden)
+        self.names, self.silent = frozenset(names), frozenset(silent)
         self.first_dim = -1 - max(len(node["fn"].batch_shape) for node in nodes.values())
         self._find_plates({name: node["value"] for name, node in nodes.items() if role(node) == "latent" and name not in names})
 
@@ -137,7 +137,7 @@ class Enumeration:
     def log_evidence(self, values: Mapping[str, Any]) -> Tensor:
         """Log density of the data and the other latents."""
         trace = self._enumerate(values, self.names)
-        sites = [name for name in sample_nodes(trace) if name not in self.hidden]
+        sites = [name for name in sample_nodes(trace) if name not in self.silent]
         return sum((term.double().sum() for term in _contract(trace, sites, self.names)), torch.zeros(()).double())
 
     def log_likelihood(self, values: Mapping[str, Any], leaves: Collection[str]) -> Tensor:
@@ -160,7 +160,7 @@ class Enumeration:
 
         def program(*args: Any, **kwargs: Any) -> Any:
             """The model, called with its own arguments."""
-            with Assign(other_values), _Silence(self.hidden):
+            with Assign(other_values), _Silence(self.silent):
                 return marked_model(*args, **kwargs)
 
         return program
@@ -269,7 +269,7 @@ class Draws:
     Attributes:
         nodes: the sites of one run of the model.
         latents: draws of the latents, without those of ``states``, by site name, ``(draws, *shape)``.
-        computed: values that follow from the latents (``pyro.deterministic``, reparametrised latents), likewise.
+        deterministic: values that follow from the latents (``pyro.deterministic``, reparametrised latents), likewise.
         lp: log joint density of each draw.
         log_q: log density of each draw under the guide.
         log_likelihood: by name, log likelihoods of the observations, ``(draws, *shape)``. Empty where they do not exist.
@@ -283,7 +283,7 @@ class Draws:
 
     nodes: dict[str, Any]
     latents: Sites
-    computed: Sites
+    deterministic: Sites
     lp: Tensor
     log_q: Tensor
     log_likelihood: Sites
@@ -323,7 +323,7 @@ class Collector:
         self.local, self.states = local, states
         self.lp: list[Tensor] = []
         self.log_q: list[Tensor] = []
-        self.groups: dict[str, list[Mapping[str, Tensor]]] = {"latents": [], "computed": [], "log_likelihood": [], "log_prior": []}
+        self.groups: dict[str, list[Mapping[str, Tensor]]] = {"latents": [], "deterministic": [], "log_likelihood": [], "log_prior": []}
 
     def add(self, nodes: Mapping[str, Any], lp: Tensor, log_q: Tensor, log_likelihood: Mapping[str, Tensor]) -> None:
         """Adds a draw: sites of a run with log probabilities."""
@@ -331,7 +331,7 @@ class Collector:
         self.log_q.append(log_q)
         latents = [name for name, node in nodes.items() if role(node) == "latent"]
         self.groups["latents"].append({name: nodes[name]["value"] for name in latents if name not in self.states})
-        self.groups["computed"].append({name: node["value"] for name, node in nodes.items() if role(node) == "computed"})
+        self.groups["deterministic"].append({name: node["value"] for name, node in nodes.items() if role(node) == "deterministic"})
         self.groups["log_likelihood"].append(log_likelihood)
         self.groups["log_prior"].append({name: nodes[name]["log_prob_sum"].double() for name in latents if name not in self.local})
 
@@ -554,10 +554,10 @@ def draw_states(model: Callable[..., Any], guide: AutoTruncated, args: tuple[Any
     draws = Draws(
         log_joint.nodes, {}, {}, lp, log_q, likelihood, {}, frozenset(guide.layout.sites), frozenset(), _plates(log_joint), name, states
     )
-    if any(role(node) == "computed" for node in log_joint.nodes.values()):
+    if any(role(node) == "deterministic" for node in log_joint.nodes.values()):
         traces = _trace_draws(model, draws, args, kwargs)
         runs = (sample_nodes(trace).items() for trace in traces)
-        draws.computed = _stack({name: node["value"] for name, node in run if role(node) == "computed"} for run in runs)
+        draws.deterministic = _stack({name: node["value"] for name, node in run if role(node) == "deterministic"} for run in runs)
     return draws
 
 

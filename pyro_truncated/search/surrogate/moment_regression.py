@@ -99,10 +99,11 @@ class MomentRegression:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> MomentRegression:
         """The regression that :meth:`state_dict` has described."""
-        found = cls(state["num_latents"], state["sums"].shape[1], state["rank"], state["sums"].device)
-        found._products, found._sums = state["products"].clone(), state["sums"].clone()
-        found._variances, found._axes, found._centre = state["variances"].clone(), state["axes"].clone(), state["centre"].clone()
-        return found
+        regression = cls(state["num_latents"], state["sums"].shape[1], state["rank"], state["sums"].device)
+        regression._products, regression._sums = state["products"].clone(), state["sums"].clone()
+        regression._variances, regression._axes = state["variances"].clone(), state["axes"].clone()
+        regression._centre = state["centre"].clone()
+        return regression
 
 
 class ApproximateLikelihoods(NamedTuple):
@@ -180,12 +181,12 @@ class PrincipalComponents(NamedTuple):
     def fit(cls, inputs: Tensor, rank: int) -> PrincipalComponents:
         """Those of inputs ``(n, D)``."""
         centre = inputs.nanmean(0).nan_to_num(nan=0.0)
-        known = torch.where(inputs.isnan(), centre, inputs) - centre
-        components = cls(centre, principal_axes(known, min(rank, max(1, len(inputs) // 2))))
+        deviations = torch.where(inputs.isnan(), centre, inputs) - centre
+        components = cls(centre, principal_axes(deviations, min(rank, max(1, len(inputs) // 2))))
         scale = components(inputs)[:, :-1].square().mean().sqrt()
         return components._replace(axes=components.axes / torch.where(scale > 0, scale, 1.0))
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Components of inputs ``(n, D)``, and a one, ``(n, Q)``."""
-        known = torch.where(inputs.isnan(), self.centre, inputs) - self.centre
-        return torch.cat([known @ self.axes, torch.ones_like(known[:, :1])], 1)
+        deviations = torch.where(inputs.isnan(), self.centre, inputs) - self.centre
+        return torch.cat([deviations @ self.axes, torch.ones_like(deviations[:, :1])], 1)
