@@ -20,6 +20,7 @@ from pyro_truncated.guide.product_posterior import ProductPosterior
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.supports import log_prob_on_support
+from pyro_truncated.utils.arrays import rounding_tolerance
 
 __all__ = ["check_guide", "enumerate_log_joint"]
 
@@ -105,7 +106,7 @@ def check_guide(guide: AutoTruncated, *args: Any, max_states: int = 1024, **kwar
         words = guide.space.enumerate(guide.words.device).expand(log_joint.num_data, -1, -1)
         evidence = _one_by_one(log_joint, words).double().logsumexp(-1)
         excess = together.double().logsumexp(-1) - evidence
-        assert bool((excess <= _tolerance(single)).all()), (
+        assert bool((excess <= rounding_tolerance(single)).all()), (
             f"the free energy of data point {int(excess.argmax())} of the batch exceeds its log evidence by {float(excess.max()):.3g}"
         )
 
@@ -155,13 +156,14 @@ def _one_by_one(log_joint: LogJoint, words: Tensor) -> Tensor:
     columns = []
     for column in layout.space.unpack(words).unbind(1):
         states = layout.site_values(column, log_joint.sizes, log_joint.dtypes)
-        states = {name: value for name, value in states.items() if name not in log_joint.observed}
+        states = {name: value for name, value in states.items() if name not in log_joint.observed_sites}
         # A state outside the support of an observation has probability zero: to the model it is no mistake.
         with poutine.block(), pyro.validation_enabled(False):
             trace = log_joint.call.with_program(poutine.condition(log_joint.call.model, data={**log_joint.values, **states})).trace()
         columns.append(_per_data_point(trace, log_joint))
     scores = torch.stack(columns, -1)
-    return scores if log_joint.known is None else scores.masked_fill(log_joint.known.contradicts(words), -torch.inf)
+    levels = log_joint.known_levels
+    return scores if levels is None else scores.masked_fill(levels.contradicts(words), -torch.inf)
 
 
 def _per_data_point(trace: poutine.Trace, log_joint: LogJoint) -> Tensor:
@@ -181,15 +183,9 @@ def _per_data_point(trace: poutine.Trace, log_joint: LogJoint) -> Tensor:
     return total
 
 
-def _tolerance(log_joint: Tensor) -> float:
-    """A thousand roundings of the largest log joint."""
-    largest = log_joint[log_joint.isfinite()].abs()
-    return 1e3 * torch.finfo(log_joint.dtype).eps * (1.0 + (float(largest.max()) if largest.numel() else 0.0))
-
-
 def _assert_equal(together: Tensor, single: Tensor) -> None:
     difference = torch.where(together == single, 0.0, together.double() - single.double()).abs()
-    wrong = (~(difference <= _tolerance(single))).nonzero()
+    wrong = (~(difference <= rounding_tolerance(single))).nonzero()
     if len(wrong):
         row, column = wrong[0].tolist()
         raise AssertionError(

@@ -25,6 +25,7 @@ from pyro_truncated.search import EvolutionarySearch, ExhaustiveSearch
 from pyro_truncated.utils import arviz_compat as compat
 from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, names_arguments
 from pyro_truncated.utils.arviz_compat import get_dataset, group_names
+from pyro_truncated.utils.constraints import first_invalid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +88,9 @@ def match_latents(reference: Tensor, other: Tensor, *, centred: bool = True) -> 
     """
     if reference.dim() != 2 or reference.shape != other.shape:
         raise ValueError(f"reference and other must both have shape (L, F); got {tuple(reference.shape)} and {tuple(other.shape)}")
-    if not bool(reference.isfinite().all() and other.isfinite().all()):
-        raise ValueError("reference and other must be finite; got NaN or infinity")
+    for name, rows in (("reference", reference), ("other", other)):
+        if not bool(rows.isfinite().all()):
+            raise ValueError(f"reference and other must be finite; got {first_invalid(rows, rows.isfinite())} of {name}")
     table = _unit_rows(reference, centred) @ _unit_rows(other, centred).mT
     rows, columns = linear_sum_assignment(table.numpy(), maximize=True)
     return torch.as_tensor(columns), table[torch.as_tensor(rows), torch.as_tensor(columns)]
@@ -142,7 +144,8 @@ def compare_restarts(
         with contextlib.nullcontext() if stores is None else pyro.get_param_store().scope(stores[position]):
             populations.append(score_populations(guide, args, kwargs)[2])
     if len({population.space for population in populations}) > 1:
-        raise ValueError("the restarts differ in their discrete latents; only fits of one model can be matched")
+        numbers = [population.space.num_latents for population in populations]
+        raise ValueError(f"all restarts must be fits of one model, with the same discrete latents; got {numbers} latents")
     activation = [plain(population.marginals()).double() for population in populations]
     free_energy = torch.stack([plain(population.free_energy()).sum() for population in populations])
     best = int(free_energy.argmax())
@@ -250,7 +253,7 @@ def _simulate(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
     with poutine.block():
         scorer = part.make_scorer(*args, values=others, **kwargs)
         if scorer.num_data != scorer.full_size:
-            raise ValueError("simulation-based calibration needs all data points at once; the model subsampled some of them")
+            raise ValueError(f"calibration needs all {scorer.full_size} data points at once; got a subsample of {scorer.num_data}")
         states = {name: truth[name]["value"] for name in part.layout.sites}
         words = part.space.pack(part.layout.encode_values(states, part.layout.full_sizes)).unsqueeze(1)
         draws = [_draw_companions(guide, args, kwargs) for _ in range(num_draws if others and part is not guide else 1)]
@@ -357,7 +360,9 @@ class CrossValidation:
 def likelihood_name(idata: Any) -> str:
     """The variable of the group ``log_likelihood``."""
     if "log_likelihood" not in group_names(idata):
-        raise ValueError("the data have no group log_likelihood; to_arviz leaves it out where it does not exist")
+        raise ValueError(
+            f"the data have no group log_likelihood, which to_arviz leaves out where it does not exist, only {group_names(idata)}"
+        )
     names = list(get_dataset(idata, "log_likelihood").data_vars)
     if len(names) != 1:
         raise ValueError(f"log_likelihood holds the variables {names}; choose one with var_name")

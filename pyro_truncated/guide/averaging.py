@@ -22,6 +22,7 @@ from pyro_truncated.guide.batch import Batch
 from pyro_truncated.guide.truncated_guide import TruncatedGuide
 from pyro_truncated.program.call import Call
 from pyro_truncated.states.population import Population
+from pyro_truncated.utils.arrays import rounding_tolerance
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 
@@ -119,7 +120,8 @@ def _average_weights(guide: TruncatedGuide, batch: Batch) -> Population | None:
     population = batch.rescore()
     one, other = population.log_joint.double(), batch.rescore().log_joint.double()
     if guide.is_conditional_exact is None:
-        guide.is_conditional_exact = _agree_but_for_rounding(one, other, population.log_joint.dtype)
+        tolerance = rounding_tolerance(one, population.log_joint.dtype)
+        guide.is_conditional_exact = torch.allclose(one, other, rtol=0.0, atol=tolerance)
     if guide.is_conditional_exact:
         return None
     num_draws = 2
@@ -137,13 +139,6 @@ def _distance(one: Tensor, other: Tensor) -> float:
     Data points without a possible state contribute zero.
     """
     return 0.5 * float((one.softmax(-1) - other.softmax(-1)).abs().sum(-1).nan_to_num(0.0).mean())
-
-
-def _agree_but_for_rounding(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
-    """Whether log joints of the same states differ by rounding only."""
-    possible = one > -math.inf
-    size = 1.0 + float(one[possible].abs().max()) if bool(possible.any()) else 1.0
-    return torch.allclose(one, other, rtol=0.0, atol=1e3 * torch.finfo(dtype).eps * size)
 
 
 def average_over_conditional_(guide: TruncatedGuide, call: Call) -> None:

@@ -171,7 +171,7 @@ class Batch(ProgramBatch[LogJoint]):
         return self._store_(population.log_joint, population.words)
 
     def _store_(self, log_joint: Tensor, words: Tensor) -> Population:
-        return self.populations.store_(log_joint, self.indices, words if self.scorer.known is not None else None)
+        return self.populations.store_(log_joint, self.indices, words if self.scorer.known_levels is not None else None)
 
     @torch.no_grad()
     def search_(self, search: Search, steps: int = 1, *, is_new: bool = False) -> Population:

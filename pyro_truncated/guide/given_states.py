@@ -47,7 +47,9 @@ def _check_within(words: Tensor, space: StateSpace) -> None:
         return
     for rows in words.split(rows_per_block(64 * words.shape[1] * space.num_latents)):
         if not torch.equal(space.pack(space.unpack(rows)), rows):
-            raise ValueError("states have bits set beyond the fields of their latents; they belong to another state space")
+            raise ValueError(
+                f"states have bits set beyond the fields of their {space.num_latents} latents; they belong to another state space"
+            )
 
 
 def hold_all(words: Tensor, cardinalities: Tensor | None, num_states: int) -> bool:
@@ -78,7 +80,9 @@ def given_levels(layout: Layout, init: States | Callable[[], States], num_states
         )
     if isinstance(states, Tensor):
         if len(layout.sites) != 1:
-            raise ValueError(f"init must be a dictionary of tensors by site name: the model has the discrete sites {list(layout.sites)}")
+            raise ValueError(
+                f"init must be a dictionary of tensors by site name: the model has the discrete sites {list(layout.sites)}; got one tensor"
+            )
         states = {next(iter(layout.sites)): states}
     levels = layout.encode(states)
     expected = (layout.num_data, num_states)

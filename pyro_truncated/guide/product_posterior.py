@@ -289,7 +289,7 @@ class ProductProgramRun(ProgramRun):
         hidden = scorer.hidden_log_probs(states)
         for own in product.node_layouts:
             for name, site in own.sites.items():
-                if name not in scorer.observed:
+                if name not in scorer.observed_sites:
                     result[name] = self._sample_delta(site, states[name], plates, scorer, hidden.get(name, torch.zeros((), dtype=dtype)))
         return result
 
@@ -320,7 +320,7 @@ class ProductProgramRun(ProgramRun):
             stack.enter_context(poutine.scale(scale=scorer.scale_beyond_subsamples(site.name)))
             value = trim(value, site.event_dim, site.depth)
             density = -hidden.to(value.device).expand(value.shape[: value.dim() - site.event_dim])
-            stack.enter_context(self._layout.room_for(site, density.dim()))
+            stack.enter_context(self._layout.extra_plates_for(site, density.dim()))
             return pyro.sample(site.name, dist.Delta(value, log_density=density, event_dim=site.event_dim))
 
 

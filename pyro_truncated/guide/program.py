@@ -115,7 +115,8 @@ class ProgramRun:
             for name in self._layout.plates:
                 enter(stack, plates[name])
             states = self._sample_states(population, excess, hidden, scorer, plates)
-            return result | states | self._sample_conditional({name: scorer.nodes[name]["value"] for name in scorer.observed} | states)
+            labels = {name: scorer.nodes[name]["value"] for name in scorer.observed_sites}
+            return result | states | self._sample_conditional(labels | states)
 
     def _improve(self, batch: Batch) -> Population:
         """Returns the populations with log joints.
@@ -221,7 +222,7 @@ class ProgramRun:
             # The guide's density gives back what a mask takes away from the model's, see LogJoint.
             densities = {name: -Vindex(value.movedim(0, -1))[..., index] for name, value in hidden.items()}
             zero = logits.new_zeros(())
-            latent = {name: value for name, value in values.items() if name not in scorer.observed}
+            latent = {name: value for name, value in values.items() if name not in scorer.observed_sites}
             if excess is not None:
                 first = next(iter(latent))
                 densities[first] = densities.get(first, zero) + excess.reshape(shape)
@@ -253,5 +254,5 @@ class ProgramRun:
             # Given always: with integer values the default would bring a float32 density into a float64 model.
             log_density = log_density.expand(torch.broadcast_shapes(shape, log_density.shape))
             value = value.expand((*log_density.shape, *value.shape[len(shape) :]))
-            stack.enter_context(self._layout.room_for(site, log_density.dim()))
+            stack.enter_context(self._layout.extra_plates_for(site, log_density.dim()))
             return pyro.sample(name, dist.Delta(value, log_density=log_density, event_dim=site.event_dim))

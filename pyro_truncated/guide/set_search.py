@@ -177,7 +177,7 @@ class SetSearch:
         places, is_free = _best_new(population, proposals)
         if not bool(is_free.any()):
             return current
-        choices = {number: _beside(current.sets[number], is_free)}
+        choices = {number: _append_candidates(current.sets[number], is_free)}
         return self._exchange(current, current.join(scores.take(proposals.words, places), number), choices)
 
     # --- proposals that are coherent over many nodes ---
@@ -200,7 +200,7 @@ class SetSearch:
                     place = current.rows({node: best[node][0][0] for node in product.groups[number].nodes}, number)
                     words = _with_block(space, ops.gather_states(own, place).squeeze(1), block, values)
                     union[number] = torch.cat([own, words], 1)
-                    choices[number] = _beside(own, ~ops.find_duplicates(union[number])[:, own.shape[1] :])
+                    choices[number] = _append_candidates(own, ~ops.find_duplicates(union[number])[:, own.shape[1] :])
         return self._exchange(current, ScoredSets.from_scorer(scorer, union), choices, look_ahead=True)
 
     def _is_small(self, space: StateSpace) -> bool:
@@ -297,7 +297,7 @@ class _Choice:
     is_free: Tensor | None
 
 
-def _beside(own: Tensor, is_new: Tensor) -> _Choice:
+def _append_candidates(own: Tensor, is_new: Tensor) -> _Choice:
     """The choice between states and candidates that stand behind them."""
     old = torch.arange(own.shape[1], device=own.device).expand(own.shape[:2])
     return _Choice(old, torch.cat([torch.ones_like(old, dtype=torch.bool), is_new], 1))

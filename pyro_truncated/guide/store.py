@@ -203,7 +203,7 @@ class PopulationStore(torch.nn.Module):
         In memory, all are initialised.
         """
 
-    def room(self, name: str, like: Tensor) -> Tensor:
+    def allocate(self, name: str, like: Tensor) -> Tensor:
         """Allocates a buffer of that name, like the loaded one."""
         return torch.empty_like(like)
 
@@ -241,7 +241,7 @@ class PopulationStore(torch.nn.Module):
             buffer = self._buffers.get(name)
             if value is not None and (buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype):
                 value = value if buffer is None else value.to(buffer.device)
-                self.register_buffer(name, torch.empty_like(value) if name == "cardinalities" else self.room(name, value))
+                self.register_buffer(name, torch.empty_like(value) if name == "cardinalities" else self.allocate(name, value))
             if value is not None:
                 state_dict[prefix + name] = self.fill_(name, value)
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -305,10 +305,10 @@ class PopulationStore(torch.nn.Module):
             RuntimeError: if some of them never were.
         """
         population = self.population(indices)
-        if bool(population.log_joint.isnan().any()):
+        if number := int(population.log_joint.isnan().any(-1).sum()):
             raise RuntimeError(
-                "some of these populations have never been scored under the model: train first, or call guide.refresh_(*args) with "
-                "the model's arguments"
+                f"{number} of {len(population)} populations have never been scored under the model: train first, or call "
+                "guide.refresh_(*args) with the model's arguments"
             )
         return population
 
@@ -341,13 +341,13 @@ class PopulationStore(torch.nn.Module):
         check_possible(log_joint, self._sites)
         ops.on_success(lambda: self._write_(log_joint, where, words))
 
-    def _write_(self, log_joint: Tensor, where: slice | Tensor, words: Tensor | None) -> None:
+    def _write_(self, log_joint: Tensor, index: slice | Tensor, words: Tensor | None) -> None:
         if self.log_joint.dtype != log_joint.dtype:
             with ordinary_tensors():
                 self.change_type_(log_joint.dtype)
-        self.log_joint[where] = log_joint
+        self.log_joint[index] = log_joint
         if words is not None:
-            self.words[where] = words
+            self.words[index] = words
         self.revision += 1
 
     # --- averages over draws of other guides ---
@@ -398,7 +398,7 @@ class FileStore(PopulationStore):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_files": {}}
 
-    def room(self, name: str, like: Tensor, *, shape: tuple[int, ...] | None = None) -> Tensor:
+    def allocate(self, name: str, like: Tensor, *, shape: tuple[int, ...] | None = None) -> Tensor:
         """Creates a new file.
 
         Whoever has an old one of that name open keeps it.
@@ -437,8 +437,8 @@ class FileStore(PopulationStore):
             raise ValueError("a guide with a store takes no init: populations in files start from random states")
         self._is_started = torch.zeros(layout.num_data, dtype=torch.bool)
         shape = layout.num_data, size, layout.space.num_words
-        words = self.room("words", torch.empty(0, dtype=torch.int64, device=device), shape=shape)
-        return words, self.room("log_joint", torch.empty(0, dtype=torch.float32, device=device), shape=shape[:2])
+        words = self.allocate("words", torch.empty(0, dtype=torch.int64, device=device), shape=shape)
+        return words, self.allocate("log_joint", torch.empty(0, dtype=torch.float32, device=device), shape=shape[:2])
 
     def move_(self, device: torch.device) -> None:
         """Files stay where they are.
@@ -473,7 +473,7 @@ class FileStore(PopulationStore):
     def change_type_(self, dtype: torch.dtype) -> None:
         """Keeps the log joints in another type from now on."""
         old = self.log_joint
-        self.log_joint = self.room("log_joint", old.new_empty(0, dtype=dtype), shape=tuple(old.shape))
+        self.log_joint = self.allocate("log_joint", old.new_empty(0, dtype=dtype), shape=tuple(old.shape))
         positions = torch.arange(len(old)) if self._is_started is None else self._is_started.nonzero().squeeze(-1)
         for rows in positions.split(rows_per_block(16 * self.num_states)):
             self.log_joint[rows] = old[rows].to(dtype)

@@ -66,9 +66,16 @@ def fit_decoder(model: Any, y: Tensor, guide: AutoTruncated) -> bool:
         run = observed_numbers(model, y, layout)
     finally:
         handle.remove()
-    if run is None or not _has_one_scale(run[1]):
+    if run is None:
         return False
     nodes, site = run
+    base = site["fn"]
+    while hasattr(base, "base_dist") and not isinstance(base, torch.distributions.TransformedDistribution):
+        base = base.base_dist
+    # Squared errors are the likelihood of normal data with one deviation.
+    has_one_scale = isinstance(base, torch.distributions.Normal) and float(base.scale.min()) == float(base.scale.max())
+    if not has_one_scale or torch.as_tensor(site["scale"]).numel() != 1:
+        return False
     (state,), mean, value = (nodes[name]["value"] for name in layout.sites), site["fn"].mean, site["value"]
     for position, (network, arguments, output) in enumerate(calls):
         decoder = _find_decoder(calls[: position + 1], state, mean)
@@ -131,12 +138,3 @@ def _decodes_rows_alone(network: torch.nn.Module, states: Tensor, output: Tensor
     half = len(states) // 2
     with spare_random_numbers():
         return torch.allclose(network(states[:half]), output[:half], rtol=_OUTPUT_RTOL, atol=_OUTPUT_RTOL * float(output.abs().max()))
-
-
-def _has_one_scale(site: dict[str, Any]) -> bool:
-    """Whether data are normal about their means with one deviation."""
-    base = site["fn"]
-    while hasattr(base, "base_dist") and not isinstance(base, torch.distributions.TransformedDistribution):
-        base = base.base_dist
-    is_normal = isinstance(base, torch.distributions.Normal) and float(base.scale.min()) == float(base.scale.max())
-    return is_normal and torch.as_tensor(site["scale"]).numel() == 1

@@ -17,7 +17,7 @@ from pyro_truncated.multistart.model_parameters import Medians, forgetting_guide
 from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.multistart.pruning import deletion_losses, redundant_mask, value_deletion_losses
 from pyro_truncated.multistart.solution import ROUNDING, FreeEnergyEstimate, Solution, match_latents, shared_mask
-from pyro_truncated.multistart.trainer import FixedStates, Trainer, by_gradients, copy_population, fit_states, train, trainer_at
+from pyro_truncated.multistart.trainer import FixedStates, Trainer, copy_population, fit_states, gradient_schedule, make_trainer, train
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.search.base import Search
 from pyro_truncated.states.population import Population
@@ -102,19 +102,19 @@ class Exchangeable(NamedTuple):
     axes: dict[str, int]
     num_values: int = 0
 
-    def replace_latents(self, state: dict[str, Tensor], here: Tensor, other: dict[str, Tensor], there: Tensor) -> dict[str, Tensor]:
-        """Returns parameters with latents ``here`` replaced by ``there`` of ``other``."""
+    def replace_latents(self, state: dict[str, Tensor], index: Tensor, other: dict[str, Tensor], other_index: Tensor) -> dict[str, Tensor]:
+        """Returns parameters with latents ``index`` replaced by ``other_index`` of ``other``."""
         updates = {}
         for name, axis in self.axes.items():
-            to, origin = (index.to(state[name].device) for index in (here, there))
+            to, origin = (part.to(state[name].device) for part in (index, other_index))
             updates[name] = state[name].index_copy(axis, to, other[name].index_select(axis, origin))
         return {**state, **updates}
 
-    def perturb(self, state: dict[str, Tensor], here: Tensor, size: float, generator: torch.Generator | None) -> dict[str, Tensor]:
-        """Adds noise, relative to whole parameters, to latents ``here``."""
+    def perturb(self, state: dict[str, Tensor], index: Tensor, size: float, generator: torch.Generator | None) -> dict[str, Tensor]:
+        """Adds noise, relative to whole parameters, to latents ``index``."""
         updates = {}
         for name, axis in self.axes.items():
-            value, to = state[name], here.to(state[name].device)
+            value, to = state[name], index.to(state[name].device)
             part = value.index_select(axis, to)
             noise = torch.randn(part.shape, generator=generator, dtype=value.dtype, device=generator_device(generator)).to(value.device)
             updates[name] = value.index_copy(axis, to, part + size * value.square().mean().sqrt() * noise)
@@ -133,16 +133,16 @@ class Exchangeable(NamedTuple):
             return population.value_probabilities()[:, self.latents.start, : self.num_values]
         return population.marginals()[:, self.latents]
 
-    def distances(self, one: dict[str, Tensor], other: dict[str, Tensor], there: Tensor) -> Tensor:
-        """Returns relative distances ``(H,)`` of parameters to those of ``there`` in ``other``.
+    def distances(self, one: dict[str, Tensor], other: dict[str, Tensor], other_index: Tensor) -> Tensor:
+        """Returns relative distances ``(H,)`` of parameters to those of ``other_index`` in ``other``.
 
         They are root mean squares, of the parameter that differs most.
         """
         differences = []
         for name, axis in self.axes.items():
-            value = one[name].movedim(axis, 0).reshape(len(there), -1)
+            value = one[name].movedim(axis, 0).reshape(len(other_index), -1)
             unit = value.square().mean().clamp(min=torch.finfo(value.dtype).tiny).sqrt()
-            difference = value - other[name].movedim(axis, 0).reshape(value.shape)[there]
+            difference = value - other[name].movedim(axis, 0).reshape(value.shape)[other_index]
             differences.append(difference.square().mean(1).sqrt() / unit)
         return torch.stack([value.double() for value in differences]).amax(0)
 
@@ -496,7 +496,7 @@ class DeadLatents:
             trainer = Trainer(self._profile)
             trainer.insert_states(child.states)
             trainer.find_states()
-            return trainer.record(train(trainer, by_gradients(trainer, self._profile.config.restart_steps)))
+            return trainer.record(train(trainer, gradient_schedule(trainer, self._profile.config.restart_steps)))
 
     def _fit_alive(self, solution: Solution, dead: Tensor) -> Solution:
         """Fits parameters to the likeliest states, with dead latents added in turn."""
@@ -525,7 +525,7 @@ def dead_latents(profile: Profile, solution: Solution, max_bytes: int = 2**28) -
     given memory, one for each, hold.
     """
     with forgetting_guides(profile.model, profile.y):
-        trainer = trainer_at(profile, solution)
+        trainer = make_trainer(profile, solution)
         trainer.insert_states(solution.states)
         trainer.step()
         assert trainer.truncated_guide is not None

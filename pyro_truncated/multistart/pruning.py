@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_truncated.multistart.model_parameters import learned_tensors, load_snapshot, snapshot
 from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.multistart.solution import NOTHING, Solution
-from pyro_truncated.multistart.trainer import Trainer, to_convergence, train
+from pyro_truncated.multistart.trainer import Trainer, convergence_schedule, train
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.search.conditional import Moves, single_changes
 from pyro_truncated.states.population import Population
@@ -179,7 +179,7 @@ class _Pruner:
 
     def converge(self, steps: int) -> Solution:
         """Trains to convergence; returns what was learned."""
-        return self.trainer.record(train(self.trainer, to_convergence(self.trainer, steps)))
+        return self.trainer.record(train(self.trainer, convergence_schedule(self.trainer, steps)))
 
     def take(self, steps: int) -> None:
         """Takes steps of training."""

@@ -206,21 +206,21 @@ class Trainer:
 
     def record(self, estimate: FreeEnergyEstimate) -> Solution:
         """What the run has learned."""
-        profile, truncated = self.profile, self.truncated_guide
-        population = None if truncated is None or profile.is_product else copy_population(truncated.population())
-        if truncated is None or not profile.has_companion:
+        profile, truncated_guide = self.profile, self.truncated_guide
+        population = None if truncated_guide is None or profile.is_product else copy_population(truncated_guide.population())
+        if truncated_guide is None or not profile.has_companion:
             return Solution(estimate, snapshot(profile.model, profile.y), population)
         companion = self.companion
-        parameters = Medians(profile.model, profile.y, truncated).state(companion)
+        parameters = Medians(profile.model, profile.y, truncated_guide).state(companion)
         return Solution(estimate, parameters, population, {name: value.clone() for name, value in companion.items()})
 
 
 def _guides(profile: Profile, is_start: bool) -> tuple[Any, AutoTruncated, StateSpace]:
     """Returns a model's guide, its truncated part, and the state space."""
-    truncated = profile.set_up_guide()
-    layout = truncated.layout
+    truncated_guide = profile.set_up_guide()
+    layout = truncated_guide.layout
     if not profile.has_companion:
-        return truncated, truncated, layout.space
+        return truncated_guide, truncated_guide, layout.space
     guide = AutoGuideList(profile.model)
     # Earlier guides keep their parameters; this one begins anew, under a name that Pyro's store does not hold yet.
     kind, used_names = type(guide).__name__, {name.partition(".")[0] for name in pyro.get_param_store()}
@@ -229,9 +229,9 @@ def _guides(profile: Profile, is_start: bool) -> tuple[Any, AutoTruncated, State
     # A draw from the prior: restarts from one point, such as zero, agreed without need.
     init = prior_draw if is_start else init_to_feasible
     guide.append(AutoNormal(poutine.block(profile.model, hide=list(layout.sites)), init_loc_fn=init, init_scale=_INIT_SCALE))
-    truncated = profile.make_guide()
-    guide.append(truncated)
-    return guide, truncated, layout.space
+    truncated_guide = profile.make_guide()
+    guide.append(truncated_guide)
+    return guide, truncated_guide, layout.space
 
 
 def copy_population(population: Population) -> Population:
@@ -312,18 +312,18 @@ class Schedule:
         return self.gain(values, self.window) <= self.tol * unit
 
 
-def to_convergence(trainer: Trainer, max_steps: int) -> Schedule:
+def convergence_schedule(trainer: Trainer, max_steps: int) -> Schedule:
     """Closed-form EM at temperature one, with a thorough search.
 
-    Beside continuous latents it is :func:`by_gradients`.
+    Beside continuous latents it is :func:`gradient_schedule`.
     """
     config = trainer.profile.config
     if trainer.profile.has_companion:
-        return by_gradients(trainer, max_steps)
+        return gradient_schedule(trainer, max_steps)
     return Schedule(0, max_steps, config.gain, window=config.window, stride=config.window, is_thorough=True)
 
 
-def by_gradients(trainer: Trainer, steps: int) -> Schedule:
+def gradient_schedule(trainer: Trainer, steps: int) -> Schedule:
     """Gradient steps while the free energy rises, then at a falling rate.
 
     There are at least so many. Beside continuous latents it is noisy, and rises for long; nats up to the tolerance may remain there.
@@ -347,7 +347,7 @@ def restart_schedule(trainer: Trainer, temperature: Temperature, steps: int) -> 
     if profile.is_informed:
         return Schedule(1, steps, config.informed_gain, window=config.window, is_relative=True)
     if profile.optimizer == "gradients":
-        return by_gradients(trainer, steps)
+        return gradient_schedule(trainer, steps)
     if profile.is_mixture and temperature_at(temperature, 0) == 1.0:
         return Schedule(0, steps, config.mixture_gain, window=config.window)
     return Schedule(steps, steps)
@@ -503,7 +503,7 @@ def run_restart(profile: Profile, temperature: Temperature, states: Tensor | Non
     return solution.replace(probabilities=probabilities if bool(vary(probabilities).any()) else None)
 
 
-def trainer_at(profile: Profile, solution: Solution) -> Trainer:
+def make_trainer(profile: Profile, solution: Solution) -> Trainer:
     """A run that begins at a solution, with states of its own."""
     load_snapshot(profile.model, profile.y, solution.parameters)
     trainer = Trainer(profile)
@@ -517,7 +517,7 @@ def trainer_at(profile: Profile, solution: Solution) -> Trainer:
 def retrain(profile: Profile, solution: Solution, schedule: Callable[[Trainer], Schedule]) -> Solution:
     """Trains from a solution and its states."""
     with forgetting_guides(profile.model, profile.y):
-        trainer = trainer_at(profile, solution)
+        trainer = make_trainer(profile, solution)
         if solution.population is not None:
             trainer.insert_states(solution.states)
         return trainer.record(train(trainer, schedule(trainer)))
@@ -525,7 +525,7 @@ def retrain(profile: Profile, solution: Solution, schedule: Callable[[Trainer], 
 
 def converge(profile: Profile, solution: Solution) -> Solution:
     """Trains to convergence from a solution and its states."""
-    return retrain(profile, solution, lambda trainer: to_convergence(trainer, profile.config.restart_steps))
+    return retrain(profile, solution, lambda trainer: convergence_schedule(trainer, profile.config.restart_steps))
 
 
 def settle(profile: Profile, solution: Solution) -> Solution:
@@ -539,7 +539,7 @@ def fit_likeliest_states(profile: Profile, solution: Solution) -> Solution:
     assert solution.population is not None
     likeliest = solution.population.mode().unsqueeze(1)
     with forgetting_guides(profile.model, profile.y):
-        return fit_states(trainer_at(profile.replace(search=FixedStates(), num_states=1), solution), lambda scorer: likeliest)
+        return fit_states(make_trainer(profile.replace(search=FixedStates(), num_states=1), solution), lambda scorer: likeliest)
 
 
 def fit_states(trainer: Trainer, words: Callable[[LogJoint], Tensor]) -> Solution:

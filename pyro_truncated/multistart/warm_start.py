@@ -17,7 +17,7 @@ from pyro_truncated.multistart.decoders import observed_numbers
 from pyro_truncated.multistart.model_parameters import forgetting_guides, learned_parameters
 from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.multistart.solution import Solution
-from pyro_truncated.multistart.trainer import FixedStates, Trainer, fit_states, trainer_at
+from pyro_truncated.multistart.trainer import FixedStates, Trainer, fit_states, make_trainer
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.devices import generator_device
 
@@ -54,7 +54,7 @@ def decoder_targets(profile: Profile) -> Tensor | None:
 def likeliest_states(profile: Profile, solution: Solution) -> Tensor:
     """Returns a model's likeliest state of each data point, ``(N, H)``."""
     with forgetting_guides(profile.model, profile.y):
-        trainer = trainer_at(profile, solution)
+        trainer = make_trainer(profile, solution)
         trainer.insert_states(solution.states)
         assert trainer.truncated_guide is not None
         return trainer.truncated_guide.space.unpack(trainer.truncated_guide.population().mode())

@@ -39,8 +39,8 @@ class CandidateRuns:
         probe: the data points.
         conditional: samples continuous latents given the states, or ``None``.
         run_mode: how the candidates are run: together, in a new left-most dimension; by ``torch.func.vmap``; or one after the other.
-        uncovered: latents that nobody proposes, so that their density is left out.
-        held: values that the conditional's sites take in place of draws, for looking at how it computes.
+        uncovered_latents: latents that nobody proposes, so that their density is left out.
+        fixed_values: values that the conditional's sites take in place of draws, for looking at how it computes.
         most_dims: the most dimensions that a site's log probability has had: more than plates and candidates need, and Pyro cannot
             enumerate.
     """
@@ -95,7 +95,7 @@ class CandidateRuns:
 
         They are ``(C, *batch)`` by name of the masked, for ``(N, C, num_words)``.
         """
-        if not self.probe.hidden:
+        if not self.probe.masked_sites:
             return {}
         if self.run_mode == "together":
             return self._hidden_values(self._together(words))
@@ -155,7 +155,7 @@ class CandidateRuns:
     def _hidden_values(self, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
         nodes = sample_nodes(self._trace({**self.probe.values, **states}))
         hidden = {}
-        for name in self.probe.hidden:
+        for name in self.probe.masked_sites:
             node = nodes[name]
             if not node["is_observed"]:
                 log_prob = self._log_prob(node) * (node["scale"] / self.probe.scale)

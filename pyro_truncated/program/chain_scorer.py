@@ -187,7 +187,11 @@ class ChainScorer(Probe):
         log_prob = log_prob.flatten(log_prob.dim() - num_event + 1).sum(-1) if num_event > 1 else log_prob
         if not bool((log_prob.detach() < math.inf).all()):
             kind = "NaN" if bool(log_prob.isnan().any()) else "+inf"
-            raise ValueError(f"the log density of site '{node['name']}' is {kind} for some states")
+            number = int((~(log_prob.detach() < math.inf)).sum())
+            raise ValueError(
+                f"the log density of site '{node['name']}' must be finite or -inf; got {kind} for {number} of {log_prob.numel()} steps of "
+                "states. Check the model's parameters and data (missing values need a distribution that allows them)."
+            )
         mask = node["mask"]
         mask = mask.unsqueeze(-1) if isinstance(mask, Tensor) else mask
         log_prob = scale_and_mask(log_prob, node["scale"] / self.scale, mask).double()

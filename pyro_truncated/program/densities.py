@@ -72,7 +72,7 @@ class _Site:
 
     Attributes:
         family: type of the distribution without wrappers.
-        num_summed: its last batch dimensions, which are those of an event.
+        event_dim: its last batch dimensions, which are those of an event.
         parameters: by name, without expanded dimensions.
         value: the value.
         batch_shape: of the distribution, with the dimensions of an event.

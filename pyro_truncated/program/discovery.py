@@ -240,7 +240,7 @@ def widest_support(node: Mapping[str, Any], parents: Mapping[DiscreteSite, Tenso
         NotImplementedError: if for some of them the site is not sampled, or has another shape.
     """
     joint = _JointValues(node, parents)
-    if joint.number > 4096:
+    if joint.number > 4096:  # runs of the model, at most
         return None
     runs = _Runs(dependencies.call, node, joint)
     leaked = dependencies.leaked[node["name"]] & {site.name for site in parents}
@@ -249,7 +249,7 @@ def widest_support(node: Mapping[str, Any], parents: Mapping[DiscreteSite, Tenso
         at_once = runs.joint_bounds() if joint.number > 64 and not leaked else None
         low, high = at_once or runs.singly(range(joint.number))
     dims = len(node["fn"].batch_shape) + len(node["fn"].event_shape)
-    return _last(low, dims), _last(high, dims)
+    return _drop_leading_ones(low, dims), _drop_leading_ones(high, dims)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,7 +322,7 @@ class _JointValues:
     def single(self, number: int) -> dict[str, Tensor]:
         """One of them, in the shapes of the model's own values."""
         values = self._values(torch.tensor([number]), self.depth)
-        return {site.name: _last(values[site.name], own.dim()).expand(own.shape) for site, own in self.parents.items()}
+        return {site.name: _drop_leading_ones(values[site.name], own.dim()).expand(own.shape) for site, own in self.parents.items()}
 
     def _values(self, numbers: Tensor, depth: int) -> dict[str, Tensor]:
         values, rest = {}, numbers
@@ -337,7 +337,7 @@ class _JointValues:
         return values
 
 
-def _last(tensor: Tensor, dims: int) -> Tensor:
+def _drop_leading_ones(tensor: Tensor, dims: int) -> Tensor:
     """Drops left-most dimensions of size one above a given number."""
     return tensor.reshape(tensor.shape[max(0, tensor.dim() - dims) :])
 

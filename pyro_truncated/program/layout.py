@@ -230,14 +230,14 @@ class Layout(SiteLayout):
         self.other_latents = [node["name"] for node in rest if family(node["fn"]) != "Delta"]
         self.idle_sites: frozenset[str] = frozenset()
         self.clamped_sites: frozenset[str] = frozenset()
-        self.nesting: int = nesting_with_room(latent_nodes(trace), self.depth)
+        self.nesting: int = sufficient_nesting(latent_nodes(trace), self.depth)
 
-    def room_for(self, site: DiscreteSite, batch_dim: int) -> AbstractContextManager[Any]:
+    def extra_plates_for(self, site: DiscreteSite, batch_dim: int) -> AbstractContextManager[Any]:
         """A context in which Pyro counts more plates than there are.
 
         It is needed while a value of so many batch dimensions is sampled.
         """
-        return room_for_events(site, self.nesting, batch_dim) if self.nesting > self.depth else nullcontext()
+        return extra_plates(site, self.nesting, batch_dim) if self.nesting > self.depth else nullcontext()
 
 
 def _check_bounds(max_count: int | Mapping[str, int] | None, names: Sequence[str]) -> None:
@@ -275,7 +275,7 @@ def _data_plates(trace: poutine.Trace, nodes: Sequence[Mapping[str, Any]], depen
 _NAME = "room for events"
 
 
-def nesting_with_room(latents: Iterable[Any], depth: int) -> int:
+def sufficient_nesting(latents: Iterable[Any], depth: int) -> int:
     """Returns the least sufficient plate nesting, at least ``depth``.
 
     Pyro then compares given latent sites of a model with a guide correctly.
@@ -293,14 +293,14 @@ def nesting_with_room(latents: Iterable[Any], depth: int) -> int:
     return depth
 
 
-def room_for_events(site: DiscreteSite, nesting: int, batch_dim: int) -> AbstractContextManager[Any]:
+def extra_plates(site: DiscreteSite, nesting: int, batch_dim: int) -> AbstractContextManager[Any]:
     """Lets Pyro's ELBOs count enough plate dimensions.
 
     They take the left-most plate of a run without enumeration.
 
     Args:
         site: about to be sampled.
-        nesting: the plate nesting that is needed, see :func:`nesting_with_room`.
+        nesting: the plate nesting that is needed, see :func:`sufficient_nesting`.
         batch_dim: the value's batch dimensions, with that of enumeration.
 
     Returns:

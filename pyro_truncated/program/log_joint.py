@@ -52,8 +52,10 @@ class RowScorer:
         States are ``(N, num_words)`` of these rows. ``None`` means that it is not known cheaply.
         """
         scorer = self.log_joint
+        if scorer.packed_model is None or scorer.known_levels is not None:
+            return None
         with memory_budget(scorer.memory_budget):
-            gains = None if scorer.packed_model is None or scorer.known is not None else scorer.packed_model.flip_gains(words, self.rows)
+            gains = scorer.packed_model.flip_gains(words, self.rows)
         return None if gains is None or gains.dim() > 2 else gains
 
 
@@ -121,11 +123,11 @@ class LogJoint(Probe):
             ValueError: if a log joint is NaN or ``+inf``; the message names the site.
         """
         if rows is not None and self.packed_model is None and words.shape[0] != self.num_data:
-            raise ValueError("this model can only be scored on all data points of the batch at once")
+            raise ValueError(f"this model can only be scored on all {self.num_data} data points of the batch at once; got {len(words)}")
         with memory_budget(self.memory_budget):
             log_joint = self.packed_model.score(words, rows) if self.packed_model is not None else self._score_dense(words)
-        if self.known is not None:
-            log_joint = log_joint.masked_fill(self.known.contradicts(words), -math.inf)
+        if self.known_levels is not None:
+            log_joint = log_joint.masked_fill(self.known_levels.contradicts(words), -math.inf)
         self._check_finite(log_joint, words)
         return log_joint
 
@@ -136,7 +138,7 @@ class LogJoint(Probe):
 
         Of so many runs moments are those of every so many-th data point, each run's of others: together as many as one run has.
         """
-        if self.known is not None or torch.is_grad_enabled():
+        if self.known_levels is not None or torch.is_grad_enabled():
             return self.score(words), None
         blocks, scores, moments = words.split(self.candidates_per_run(), 1), [], []
         with memory_budget(self.memory_budget):
@@ -212,7 +214,7 @@ class LogJoint(Probe):
         total = sum_block(terms)
         names: Set[str] = self.layout.sites_to_check
         if not is_vectorised(total) and bool(total.isnan().any()):
-            names = names | (self.layout.sites.keys() - self.observed)
+            names = names | (self.layout.sites.keys() - self.observed_sites)
         for name in names & terms.keys():
             # What depends on an impossible value may be anything, NaN too.
             impossible = sum_block({"": torch.zeros_like(total), name: terms[name].detach()}) == -math.inf

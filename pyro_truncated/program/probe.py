@@ -52,10 +52,10 @@ class Probe:
         values: fixed values while states are scored. They are the given values, the subsamples, and
             draws of the latents that no guide has given a value.
         uncovered_latents: the latents that nobody has given a value.
-        observed: the discrete sites that are observed in this call.
+        observed_sites: the discrete sites that are observed in this call.
         idle: by discrete site, the entries of its batch that a mask switches off: they have one value.
-        hidden: the other discrete sites with masks: these count in sums, but not in densities of the model.
-        known: the levels that observed and idle latents have, ``None`` where all are free.
+        masked_sites: the other discrete sites with masks: these count in sums, but not in densities of the model.
+        known_levels: the levels that observed and idle latents have, ``None`` where all are free.
         frames: the data plates, from left to right.
         dtypes: types of the discrete sites' values.
         device: where they are.
@@ -75,7 +75,7 @@ class Probe:
         self.nodes = sample_nodes(trace)
         self.subsamples: dict[str, Any] = {name: node["value"] for name, node in trace.nodes.items() if site_is_subsample(node)}
         observed = {name for name, node in self.nodes.items() if node["is_observed"]}
-        self.observed = [name for name in layout.sites if name in observed]
+        self.observed_sites = [name for name in layout.sites if name in observed]
         self._check_structure()
         latents = {name: self.nodes[name]["value"] for name in layout.other_latents if name in self.nodes}
         self.values: dict[str, Any] = values | self.subsamples | latents
@@ -94,9 +94,9 @@ class Probe:
         self.is_vectorized = self.depth > layout.depth
         masks = self._masks()
         self.idle = {name: ~mask for name, mask in masks.items() if name in layout.idle_sites}
-        self.hidden = [name for name in masks if name not in self.idle]
-        labels = {name: self.nodes[name]["value"] for name in self.observed}
-        self.known = KnownLevels.from_run(layout, self.sizes, labels, self.idle, self.device)
+        self.masked_sites = [name for name in masks if name not in self.idle]
+        labels = {name: self.nodes[name]["value"] for name in self.observed_sites}
+        self.known_levels = KnownLevels.from_run(layout, self.sizes, labels, self.idle, self.device)
 
     def first_run(self, values: Mapping[str, Any]) -> poutine.Trace:
         """The run that says what the model selects and observes."""
@@ -114,7 +114,7 @@ class Probe:
 
         The sum over their joint states has one scale.
         """
-        scales = {name: self.nodes[name]["scale"] for name in sites if name not in self.observed}
+        scales = {name: self.nodes[name]["scale"] for name in sites if name not in self.observed_sites}
         first, scale = next(iter(scales.items()), ("", 1.0))
         for name, other in scales.items():
             differs = other is not scale and other != scale
@@ -146,12 +146,12 @@ class Probe:
                 "guide.setup(*args) with arguments for which the model observes no latent; for draws of data use "
                 "Predictive(poutine.uncondition(model), guide=guide)"
             )
-        if len(self.observed) == len(self.layout.sites):
+        if len(self.observed_sites) == len(self.layout.sites):
             raise AllObservedError({name: self.nodes[name]["value"] for name in self.layout.sites})
 
     def _masks(self) -> dict[str, Tensor]:
         """The masks of latent discrete sites that switch some entries off."""
-        masks = {name: self.nodes[name]["mask"] for name in self.layout.sites if name not in self.observed}
+        masks = {name: self.nodes[name]["mask"] for name in self.layout.sites if name not in self.observed_sites}
         tensors = {name: torch.as_tensor(mask, device=self.nodes[name]["value"].device) for name, mask in masks.items() if mask is not None}
         return {name: mask for name, mask in tensors.items() if not bool(mask.all())}
 
@@ -247,7 +247,7 @@ class Probe:
         if share == 1.0:
             return log_density(nodes, self.device)
         has_rows = [self.layout.plates[0] in {frame.name for frame in node["cond_indep_stack"]} for node in nodes]
-        parts = [[node for node, has_own in zip(nodes, has_rows, strict=True) if has_own is is_of_rows] for is_of_rows in (True, False)]
+        parts = [[node for node, has_own in zip(nodes, has_rows, strict=True) if has_own is is_per_row] for is_per_row in (True, False)]
         return log_density(parts[0], self.device) + share * log_density(parts[1], self.device)
 
     def insert_observed_values(self, words: Tensor) -> Tensor:
@@ -255,4 +255,4 @@ class Probe:
 
         States that would repeat others stay as they are.
         """
-        return words if self.known is None else self.known.put_into(words)
+        return words if self.known_levels is None else self.known_levels.put_into(words)

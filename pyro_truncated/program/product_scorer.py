@@ -28,6 +28,7 @@ from pyro_truncated.program.product_layout import NodeGroup, ProductLayout
 from pyro_truncated.program.sites import is_subsampled, sample_nodes
 from pyro_truncated.program.supports import log_prob_on_support
 from pyro_truncated.program.zero_probabilities import exact_log_prob
+from pyro_truncated.utils.arrays import rounding_tolerance
 
 _STATES_TRIED = 3
 # Words of the sets of all groups: (rows, S, num_words) for each group.
@@ -222,12 +223,12 @@ class ProductScorer(Probe):
 
         The sites are discrete and have some values; results are by name of the masked.
         """
-        if not self.hidden:
+        if not self.masked_sites:
             return {}
         with pyro.validation_enabled(False):
             nodes = sample_nodes(self.run({**self.values, **states}))
-        log_probs = self._log_probs([nodes[name] for name in self.hidden])
-        pairs = zip(self.hidden, log_probs, strict=True)
+        log_probs = self._log_probs([nodes[name] for name in self.masked_sites])
+        pairs = zip(self.masked_sites, log_probs, strict=True)
         return {name: log_prob.masked_fill(torch.as_tensor(nodes[name]["mask"]), 0.0) for name, log_prob in pairs}
 
     # --- what is known, and what counts ---
@@ -235,7 +236,7 @@ class ProductScorer(Probe):
     @cached_property
     def known_sets(self) -> list[list[KnownLevels | None]]:
         """What this call says of the states of each node, by group."""
-        observed = {name: self.nodes[name]["value"] for name in self.observed}
+        observed = {name: self.nodes[name]["value"] for name in self.observed_sites}
         return [
             [
                 KnownLevels.from_run(layout, self.plate_sizes(node), observed, self.idle, self.device)
@@ -318,9 +319,9 @@ class ProductScorer(Probe):
     @staticmethod
     def _refuse_infinite(tables: Mapping[str, Tensor]) -> None:
         name = next(name for name, table in tables.items() if not bool((table < math.inf).all()))
-        kind = "NaN" if bool(tables[name].isnan().any()) else "+inf"
+        kind, number = "NaN" if bool(tables[name].isnan().any()) else "+inf", int((~(tables[name] < math.inf)).sum())
         raise ValueError(
-            f"the log density of site '{name}' is {kind} for some states. "
+            f"the log density of site '{name}' is {kind} for {number} of {tables[name].numel()} states. "
             "Check the model's parameters and data (missing values need a distribution that allows them)."
         )
 
@@ -469,9 +470,7 @@ class ProductScorer(Probe):
         for node in scope:
             if table.shape[tree.dim(node)] > 1:
                 table = torch.take_along_dim(table, places[node], dim=tree.dim(node))
-        finite = expected[expected.isfinite()].abs()
-        tolerance = 1e3 * torch.finfo(dtype).eps * (1.0 + (float(finite.max()) if finite.numel() else 0.0))
-        return bool(((table - expected).abs() <= tolerance).all())
+        return bool(((table - expected).abs() <= rounding_tolerance(expected, dtype)).all())
 
     # --- sites that depend on no discrete latent ---
 

@@ -37,6 +37,7 @@ class SparseSubsamples(Messenger):
                     "rows itself; leave subsample_size out"
                 )
             msg["value"] = batch.rows.to(fn.device)
+        # A permutation is as fast for a small plate, or one that is not much larger than its minibatch.
         elif fn.subsample_size is not None and fn.size >= max(2**14, 32 * fn.subsample_size):
             msg["value"] = random_subset(fn.size, fn.subsample_size, fn.device)
 

@@ -30,6 +30,7 @@ from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.packed_scoring import PackedModel
 from pyro_truncated.program.zero_probabilities import certain_values, impossible_entries
+from pyro_truncated.utils.arrays import rounding_tolerance
 from pyro_truncated.utils.budget import memory_budget as within_budget
 from pyro_truncated.utils.parameter_store import isolate, spare_random_numbers
 
@@ -224,9 +225,7 @@ def _difference(actual: Mapping[str, Tensor] | Exception, expected: Mapping[str,
 def _agree(actual: Tensor, expected: Tensor) -> bool:
     if actual.dim() != expected.dim() or any(one not in (1, size) for one, size in zip(actual.shape, expected.shape, strict=True)):
         return False
-    finite = expected[expected.isfinite()].abs()
-    tolerance = 1e3 * torch.finfo(expected.dtype).eps * (1.0 + (float(finite.max()) if finite.numel() else 0.0))
-    return torch.allclose(actual.expand(expected.shape), expected, rtol=0.0, atol=tolerance, equal_nan=True)
+    return torch.allclose(actual.expand(expected.shape), expected, rtol=0.0, atol=rounding_tolerance(expected), equal_nan=True)
 
 
 # --- saying where ---

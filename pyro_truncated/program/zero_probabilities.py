@@ -24,17 +24,18 @@ from pyro_truncated.program.sites import WRAPPERS, has_stock_density, unwrap
 _Formula = Callable[[Any, Tensor], Tensor | None]
 
 
-def exact_log_prob(fn: Any, value: Tensor, usual: Callable[[], Tensor]) -> Tensor:
+def exact_log_prob(fn: Any, value: Tensor, stock_log_prob: Callable[[], Tensor]) -> Tensor:
     """Returns the exact log probability of values in the support.
 
-    It is ``-inf`` where the probability is zero, and ``usual()`` where that says the same.
+    It is ``-inf`` where the probability is zero, and ``stock_log_prob()`` where that says the same.
 
     Where no single value is as improbable as the least that torch knows, none is impossible, and parameters need no look.
     """
     if value.device.type != "cpu" or not isinstance(unwrap(fn)[0], _OF_ONE_TRIAL):
         exact = log_prob_with_zeros(fn, value)
-        return usual() if exact is None else exact
-    log_prob = usual()
+        return stock_log_prob() if exact is None else exact
+    log_prob = stock_log_prob()
+    # Torch clamps probabilities to the rounding error; 0.01 nats are room for that of the logarithm.
     least = math.log(torch.finfo(log_prob.dtype).eps) + 0.01
     if log_prob.numel() and _is_within(log_prob, least, math.inf):
         return log_prob

@@ -173,7 +173,7 @@ class ReplayMemory:
         self.inputs, self.marginals, self.visits = inputs, marginals, visits
 
     @classmethod
-    def like(cls, inputs: Tensor, marginals: Tensor) -> ReplayMemory:
+    def empty_like(cls, inputs: Tensor, marginals: Tensor) -> ReplayMemory:
         """An empty memory for data points of the kind."""
         return cls(inputs[:0], marginals[:0], torch.zeros(0, dtype=torch.int64, device=inputs.device))
 
@@ -374,7 +374,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
     def _take_in(self, data: Tensor, batch: SearchBatch) -> None:
         marginals = _marginals(batch)
         if self._memory is None:
-            self._memory = ReplayMemory.like(data, marginals)
+            self._memory = ReplayMemory.empty_like(data, marginals)
         rows = self._memory.store(data, marginals, batch.population.indices)
         visit = max(gather_function(batch)(int(self._memory.visits[rows].amax()) if len(rows) else 0))
         self._train(visit, ops.draw_seed(batch.source(self.generator)), batch)
@@ -436,6 +436,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
             return
         self._first_position, self._is_spread, self._seed = batch.first_position, batch.is_spread, seed
         inputs, marginals = (self._gather_training(values, rows) for values in (self._memory.inputs, self._memory.marginals))
+        # Before the first fit the noise variance is taken for a tenth.
         kernel, noise = (self.kernel, 0.1) if self.regression is None else (self.regression.kernel, float(self.regression.noise))
         self._centre = inputs.nanmean(0).nan_to_num(nan=0.0)
         generator = torch.Generator().manual_seed(seed)

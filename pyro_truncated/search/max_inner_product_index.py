@@ -132,7 +132,7 @@ class MaxInnerProductIndex:
         if check_count("number", number) > len(self.coefficients):
             raise ValueError(f"number must be at most {len(self.coefficients)}, as there are functions; got {number}")
         known = None if known is None else self._check(known, features)
-        if self.are_few or not self._are_apart(number):
+        if self.are_few or not self._groups_suffice(number):
             return max_inner_products(features, self.coefficients, number)[1]
         if known is None:
             return self._search(features, number)
@@ -188,7 +188,7 @@ class MaxInnerProductIndex:
     def _follow(self, features: Tensor, products: TopProducts, depth: int, known: Tensor | None = None) -> TopProducts:
         return follow_neighbours(features, self.coefficients, self._neighbours, *products, depth, known)
 
-    def _are_apart(self, number: int) -> bool:
+    def _groups_suffice(self, number: int) -> bool:
         """Whether the searched groups leave most functions out, yet hold enough."""
         sizes = self._sizes.sort().values
         num_groups = min(self.EFFORT.groups, len(sizes))
@@ -229,7 +229,7 @@ class MaxInnerProductIndex:
         """What is largest where each function belongs, ``(K, W)``."""
         if self.EFFORT.max_group_share * len(self._sizes) < self.EFFORT.groups_for_neighbours:
             return max_inner_products(self.features, self.coefficients, self.EFFORT.neighbours)[1]
-        parts = self.features.split(2**14)
+        parts = self.features.split(2**14)  # to bound memory
         return torch.cat([self._search_groups(some, self.EFFORT.neighbours, self.EFFORT.groups_for_neighbours)[1] for some in parts])
 
 

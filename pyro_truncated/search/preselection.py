@@ -190,14 +190,14 @@ class Cosine(_Dictionary):
     def _compare(self, observed: Tensor, weight: Tensor) -> Tensor:
         missing = observed.isnan()
         if not bool(missing.any()):
-            direction: Tensor = weight / _or_one(weight.norm(dim=0))
+            direction: Tensor = weight / _one_where_zero(weight.norm(dim=0))
             return observed @ direction
         norm = ((~missing).to(weight) @ weight.square()).sqrt()
         projection: Tensor = observed.nan_to_num(nan=0.0) @ weight
-        return projection / _or_one(norm)
+        return projection / _one_where_zero(norm)
 
 
-def _or_one(norm: Tensor) -> Tensor:
+def _one_where_zero(norm: Tensor) -> Tensor:
     return torch.where(norm > 0, norm, 1.0)
 
 
@@ -407,12 +407,12 @@ class CombinedFlips(Search):
     def propose(self, batch: SearchBatch) -> Population:
         """The best states with all combinations of their most promising flips, ``(N, rounds * 2**num_selected)``."""
         self.check_space(batch.space)
-        populations = [self._around(batch.population.mode(), batch)]
+        populations = [self._combine_flips(batch.population.mode(), batch)]
         while len(populations) < self.rounds:
-            populations.append(self._around(populations[-1].mode(), batch))
+            populations.append(self._combine_flips(populations[-1].mode(), batch))
         return join(populations)
 
-    def _around(self, best: Tensor, batch: SearchBatch) -> Population:
+    def _combine_flips(self, best: Tensor, batch: SearchBatch) -> Population:
         """Returns ``(N, W)`` states with all combinations of their best flips.
 
         The states themselves come first.

@@ -184,7 +184,7 @@ def lacks_parameters(content: dict[str, Any], svi: SVI) -> bool:
     if content["params"].keys() - loose_parameters(svi).keys():
         return True
     pairs = ((module, content["modules"].get(name, {})) for name, module in run_modules(svi).items())
-    return any(key in state for module, state in pairs for key in names_alone(module, state))
+    return any(key in state for module, state in pairs for key in unmatched_names(module, state))
 
 
 MAY_DIFFER = ("model", "guide", "optimizer", "elbo", "search", "data")
@@ -218,7 +218,7 @@ def _group(name: str) -> str:
 
 
 def _difference(name: str, saved: str, now: str) -> str:
-    """Returns where two descriptions differ, shortened around the first difference."""
+    """Returns where two descriptions differ, 160 characters from 40 before the first difference."""
     same = next((i for i, (a, b) in enumerate(zip(saved, now, strict=False)) if a != b), min(len(saved), len(now)))
     start = max(0, same - 40) if max(len(saved), len(now)) > 160 else 0
     cut = ["..." * bool(start) + text[start : start + 160] + "..." * (len(text) > start + 160) for text in (saved, now)]
@@ -257,7 +257,7 @@ def refuse_other_models(content: dict[str, Any], svi: SVI, params: Mapping[str, 
     for name in saved.keys() & modules.keys():
         state = saved[name]
         pairs |= {f"{name}.{key}": (state[key], value) for key, value in modules[name].named_parameters() if key in state}
-        problems += _other_names(modules[name], state, name)
+        problems += _describe_unmatched(modules[name], state, name)
         for prefix, part in modules[name].named_modules():
             if isinstance(part, AutoTruncated):
                 problems += filter(None, [part.mismatch(state, f"{prefix}." if prefix else "")])
@@ -266,11 +266,11 @@ def refuse_other_models(content: dict[str, Any], svi: SVI, params: Mapping[str, 
         raise ValueError(f"{path} was written by a run of another model or guide: {'; '.join(problems)}")
 
 
-def _other_names(module: torch.nn.Module, state: Mapping[str, Any], name: str) -> list[str]:
-    return [f"{name}.{key} is only {'in the checkpoint' if key in state else 'here'}" for key in names_alone(module, state)]
+def _describe_unmatched(module: torch.nn.Module, state: Mapping[str, Any], name: str) -> list[str]:
+    return [f"{name}.{key} is only {'in the checkpoint' if key in state else 'here'}" for key in unmatched_names(module, state)]
 
 
-def names_alone(module: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
+def unmatched_names(module: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
     """Returns names that only one of two states has.
 
     Parts that decide themselves what they load do not count.

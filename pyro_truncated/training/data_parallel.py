@@ -59,7 +59,7 @@ def total_loss_for_ddp(parts: Sequence[AutoTruncated], loss: Tensor) -> Tensor:
     return own + (collectives.add([loss.detach()])[0] - own.detach())
 
 
-def start_alike(call: Call, guide: Any, elbo: Any) -> None:
+def broadcast_start(call: Call, guide: Any, elbo: Any) -> None:
     """Broadcasts parameters, buffers, generators and searches before the first step.
 
     Warns:
@@ -102,7 +102,7 @@ class EqualShares(Messenger):
 
 
 @contextmanager
-def drawing_alike(call: Call, guide: Any, number: int) -> Iterator[None]:
+def share_draws(call: Call, guide: Any, number: int) -> Iterator[None]:
     """A context in which other guides draw as for all data.
 
     Otherwise draws would depend on the size of a shard.

@@ -38,11 +38,11 @@ from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search, check_search
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.data_parallel import (
+    broadcast_start,
     divide_loss,
-    drawing_alike,
     propagate_errors,
     refuse_local_draws,
-    start_alike,
+    share_draws,
     total,
     total_loss_for_ddp,
 )
@@ -137,7 +137,7 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
             with suppress(AllObservedError), torch.no_grad(), poutine.block(), propagate_errors(guide, (args, kwargs)):
                 batch = guide.make_batch(*args, **kwargs)
                 return total([guide], _warn_if_infinite(_check_loss(-float(batch.mean_free_energy(self.num_particles))), guide))
-            with pyros_own():
+            with explain_enumeration():
                 return self._others.stock_loss(call, guide)
         with propagate_errors(guide, (args, kwargs)), self._beside_others(call, guide):
             return total(self._others.parts(call, guide), _check_loss(self._others.loss(call, guide)))
@@ -157,7 +157,7 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
                 warn_if_nan(loss, "loss")
                 _warn_if_infinite(float(loss.detach()), guide)
                 return total_loss_for_ddp([guide], loss)
-            with pyros_own():
+            with explain_enumeration():
                 return self._others.stock_differentiable_loss(call, guide)
         with propagate_errors(guide, (args, kwargs)), self._beside_others(call, guide, searches=torch.is_grad_enabled()):
             return total_loss_for_ddp(self._others.parts(call, guide), self._others.differentiable_loss(call, guide))
@@ -179,7 +179,7 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
             temperature = self._temperature()
             with suppress(AllObservedError):
                 return total([guide], _check_loss(self._search_batch(call, guide).backward_(temperature, self.num_particles)))
-            with pyros_own():
+            with explain_enumeration():
                 return self._others.stock_loss_and_grads(call, guide)
         with self._beside_others(call, guide, searches=True):
             return total(self._others.parts(call, guide), _check_loss(self._others.loss_and_grads(call, guide)))
@@ -217,8 +217,8 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
         """What surrounds the loss of a guide beside others."""
         self._num_looks -= not searches
         with (
-            pyros_own(),
-            drawing_alike(call, guide, self.num_evaluations if searches else self._num_looks),
+            explain_enumeration(),
+            share_draws(call, guide, self.num_evaluations if searches else self._num_looks),
             self._request_search(call, guide) if searches else nullcontext(),
             divide_loss(self._others.parts(call, guide)),
         ):
@@ -230,13 +230,15 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
         It uses the minibatch and the draws of the loss.
         """
         if self._temperature() != 1.0:
-            raise NotImplementedError("a temperature needs a guide that is one AutoTruncated; leave it out beside other guides")
+            hint = f"leave it out beside other guides; got {type(guide).__name__}"
+            raise NotImplementedError(f"a temperature needs a guide that is one AutoTruncated; {hint}")
         with spare_random_numbers():
             if self._known_guide is not guide:
                 refuse_shadowed_parameters(call.model, guide)
             parts = self._others.parts(call, guide)
             if not parts:
-                raise TypeError("Truncated_ELBO needs a guide with an AutoTruncated part; for other guides use Pyro's own ELBOs")
+                kind = type(guide).__name__
+                raise TypeError(f"Truncated_ELBO needs a guide with an AutoTruncated part; got {kind}: use Pyro's own ELBOs for it")
             if self._known_guide is not guide:
                 refuse_local_draws(parts, call.with_program(guide))
             self._meet(call, guide)
@@ -247,7 +249,7 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
         """Prepares a guide before its first training step."""
         if self._known_guide is not guide:
             refuse_shadowed_parameters(call.model, guide, training=True)
-            start_alike(call, guide, self)
+            broadcast_start(call, guide, self)
             if isinstance(guide, AutoTruncated):
                 guide.populations.seen.is_new = False
             self._known_guide = guide
@@ -522,7 +524,7 @@ def _silence_plate_warning() -> Iterator[None]:
 
 
 @contextmanager
-def pyros_own() -> Iterator[None]:
+def explain_enumeration() -> Iterator[None]:
     """Prepares what Pyro's own ELBO runs.
 
     Small subsamples cost little, and errors of enumeration say their reason.

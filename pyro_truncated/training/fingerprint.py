@@ -124,6 +124,6 @@ def _as_tensor(leaf: Any) -> Tensor | None:
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
     entries = tensor.resolve_conj().resolve_neg().reshape(-1)
-    size = max(1, 2**24 // max(1, entries.element_size()))
+    size = max(1, 2**24 // max(1, entries.element_size()))  # 16 MiB at a time
     for start in range(0, len(entries), size):
         yield memoryview(entries[start : start + size].cpu().contiguous().view(torch.uint8).numpy())  # type: ignore[arg-type]

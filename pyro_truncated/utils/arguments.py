@@ -137,7 +137,12 @@ def _complaint(
     except TypeError:
         # Arguments are missing or unknown, and Python says which.
         return None
-    if (isinstance(error, _UNTOUCHED) and _OF_TORCH not in str(error)) or _is_said_by_us(error):
+    if isinstance(error, _UNTOUCHED) and _OF_TORCH not in str(error):
+        return None
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    # This library says it, by the name of the module: in a checkout the models are not in the folder of the package.
+    is_ours = str(frame.f_globals.get("__name__")).startswith(_HERE)
+    if is_ours and linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise"):
         return None
     if isinstance(error, (TypeError, ValueError)) and _names_any(str(error), values):
         return None
@@ -160,14 +165,6 @@ def _flat(signature: inspect.Signature, arguments: Mapping[str, Any]) -> dict[st
         elif name not in ("self", "cls"):
             values[name] = value
     return values
-
-
-def _is_said_by_us(error: Exception) -> bool:
-    """Whether this library raised an error itself, not a function it called."""
-    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-    # By the name of the module: in a checkout the models are not in the folder of the package.
-    is_ours = str(frame.f_globals.get("__name__")).startswith(_HERE)
-    return is_ours and linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise")
 
 
 def _names_any(text: str, names: Mapping[str, Any]) -> bool:

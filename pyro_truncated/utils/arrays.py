@@ -199,6 +199,7 @@ def warn_if_rounded(data: Tensor, dtype: torch.dtype) -> None:
     """
     if not data.numel() or not data.dim() or data.dtype.itemsize <= dtype.itemsize:
         return
+    # About 256 rows are looked at.
     rows = data[:: max(1, len(data) // 256)].flatten(1) if data.dim() > 1 else data.unsqueeze(-1)
     exact = rows.detach().double()
     center = exact.nanmean(0)
@@ -214,6 +215,12 @@ def warn_if_rounded(data: Tensor, dtype: torch.dtype) -> None:
             UserWarning,
             stacklevel=3,
         )
+
+
+def rounding_tolerance(values: Tensor, dtype: torch.dtype | None = None) -> float:
+    """A thousand rounding errors of the largest finite value, or of one."""
+    finite = values[values.isfinite()].abs()
+    return 1e3 * torch.finfo(dtype or values.dtype).eps * (1.0 + (float(finite.max()) if finite.numel() else 0.0))
 
 
 def as_plain_array(value: Any, name: str | None = None) -> Any:

@@ -281,9 +281,11 @@ class PrefixStrippingModule(torch.nn.Module):
 def without_prefix(state_dict: Mapping[str, Any], module: torch.nn.Module) -> Mapping[str, Any]:
     """The state by the names of a module."""
     own = _first_names(module)
-    if not isinstance(state_dict, Mapping) or any(_first(name) in own for name in state_dict):
+    if not isinstance(state_dict, Mapping) or any(_first_part(name) in own for name in state_dict):
         return state_dict
-    prefixes = sorted({prefix for name in state_dict for prefix in _prefixes(name) if _first(name.removeprefix(prefix)) in own}, key=len)
+    prefixes = sorted(
+        {prefix for name in state_dict for prefix in _prefixes(name) if _first_part(name.removeprefix(prefix)) in own}, key=len
+    )
     common = next((prefix for prefix in prefixes if all(name.startswith(prefix) for name in state_dict)), None)
     if common is not None:
         return {name.removeprefix(common): value for name, value in state_dict.items()}
@@ -298,10 +300,10 @@ def without_prefix(state_dict: Mapping[str, Any], module: torch.nn.Module) -> Ma
 
 def _first_names(module: torch.nn.Module) -> set[str]:
     names = (name for name, _ in (*module.named_children(), *module.named_parameters(), *module.named_buffers()))
-    return {"_extra_state", *map(_first, names)}
+    return {"_extra_state", *map(_first_part, names)}
 
 
-def _first(name: str) -> str:
+def _first_part(name: str) -> str:
     return name.partition(".")[0]
 
 

@@ -739,10 +739,10 @@ def _predictive(
     results = {
         "prior": latents,
         "prior_predictive": observed,
-        "posterior_predictive": posterior_draws(model, draws, args, kwargs, positions, anew=False),
+        "posterior_predictive": posterior_draws(model, draws, args, kwargs, positions, new_latents=False),
     }
     if draws.local:
-        results["marginal_predictive"] = posterior_draws(model, draws, args, kwargs, positions, anew=True)
+        results["marginal_predictive"] = posterior_draws(model, draws, args, kwargs, positions, new_latents=True)
     note = {"omitted": f"all but {count} of {num_predictive} draws per chain: over the memory budget"} if count < num_predictive else {}
     return {name: writer.sites(values).assign_attrs(note) for name, values in results.items()}
 

@@ -712,14 +712,20 @@ def prior_draws(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
 
 
 def posterior_draws(
-    model: Callable[..., Any], draws: Draws, args: tuple[Any, ...], kwargs: Mapping[str, Any], positions: Sequence[int], *, anew: bool
+    model: Callable[..., Any],
+    draws: Draws,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    positions: Sequence[int],
+    *,
+    new_latents: bool,
 ) -> Sites:
     """Observations drawn given draws of the latents, ``(draws, *shape)`` by site.
 
-    With ``anew`` the latents of data points are drawn from their prior: predictions of unseen data points. Otherwise the data points that
-    were inferred are repeated, which favours the model.
+    With ``new_latents`` the latents of data points are drawn from their prior: predictions of unseen data points. Otherwise the data
+    points that were inferred are repeated, which favours the model.
     """
-    left_out = draws.local if anew else frozenset()
+    left_out = draws.local if new_latents else frozenset()
     latents = ({name: value for name, value in draws.values(position).items() if name not in left_out} for position in positions)
     return _stack(_split_sites(_free_run(model, values, args, kwargs))[1] for values in latents)
 

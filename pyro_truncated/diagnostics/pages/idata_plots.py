@@ -123,7 +123,8 @@ def plot_gap(idata: Any, ax: Axes) -> Axes:
     """
     data = get_dataset(idata, "truncated_posterior")
     if "log_evidence" not in data and "log_evidence_exact" not in data:
-        raise ValueError("no log evidence in truncated_posterior; convert with to_arviz(..., checks=check_truncation(...))")
+        names = sorted(map(str, data.data_vars))
+        raise ValueError(f"no log evidence in truncated_posterior, only {names}; convert with to_arviz(..., checks=check_truncation(...))")
     bound = data["free_energy_checked" if "free_energy_checked" in data else "free_energy"].values.ravel()
     if "log_evidence" in data:
         centre, lower, upper = (data[f"log_evidence{end}"].values.ravel() - bound for end in ("", "_lower", "_upper"))

@@ -165,7 +165,7 @@ class Verdict(trust.CheckResult):
     is_truncated: bool = True
 
     @property
-    def what(self) -> str:
+    def subject(self) -> str:
         """What the verdict is on."""
         return "truncated posterior" if self.is_truncated else "posterior"
 
@@ -174,7 +174,7 @@ class Verdict(trust.CheckResult):
         return f"<Verdict: {'trusted' if self.is_trusted else f'{len(self.findings)} findings'}>"
 
     def __str__(self) -> str:
-        head = f"Nothing speaks against this {self.what}." if self.is_trusted else f"Do not trust this {self.what} as it is."
+        head = f"Nothing speaks against this {self.subject}." if self.is_trusted else f"Do not trust this {self.subject} as it is."
         numbers = [f"  {name}: {value}" for name, value in self.numbers.items()]
         lines = [head, *numbers, *(f"- {finding}" for finding in self.findings), *(f"- {remark}" for remark in self.remarks)]
         return "\n".join([*lines, f"report: {self.page}"] if self.page else lines)
@@ -234,11 +234,11 @@ def diagnose(
     if path is not None:
         sections = _sections(idata, groups, weight, image_shape)
         lead = " ".join([str(verdict).partition("\n")[0], *map(str, findings), *remarks])
-        page = write_page(path, f"Diagnosis of a {verdict.what}", lead, numbers, sections)
+        page = write_page(path, f"Diagnosis of a {verdict.subject}", lead, numbers, sections)
         verdict = dataclasses.replace(verdict, page=page)
     print(verdict)
     if warn:
-        warn_findings(verdict.findings, what=verdict.what)
+        warn_findings(verdict.findings, subject=verdict.subject)
     return verdict
 
 
@@ -317,15 +317,16 @@ def _validate(idata: Any, groups: set[str]) -> CrossValidation | None:
 
 def _remarks_on_predictions(idata: Any, groups: set[str]) -> list[str]:
     remarks = []
-    for group, what in (("posterior_predictive", "repeated data points"), ("marginal_predictive", "new data points")):
+    for group, subject in (("posterior_predictive", "repeated data points"), ("marginal_predictive", "new data points")):
         if group not in groups or len(get_dataset(idata, group).data_vars) != 1:
             continue
         p_values = predictive_p_values(idata, group=group)
+        # Two-sided, at a level of 1 %.
         extreme = [f"{name} (p = {p:.3f})" for name, p in p_values.items() if min(p, 1 - p) < 0.005]
         if extreme:
-            remarks.append(f"Drawn {what} do not reproduce the data's {', '.join(extreme)}.")
+            remarks.append(f"Drawn {subject} do not reproduce the data's {', '.join(extreme)}.")
         else:
-            remarks.append(f"Drawn {what} reproduce the data's {', '.join(STATISTICS)}.")
+            remarks.append(f"Drawn {subject} reproduce the data's {', '.join(STATISTICS)}.")
     return remarks
 
 

@@ -85,7 +85,7 @@ def plot_free_energy(values: Sequence[float] | Tensor, ax: Axes, *, label: str |
 def plot_activations(marginals: Tensor, ax: Axes) -> Axes:
     """Plots a histogram of expected active latents, from probabilities ``(N, H)``."""
     active = marginals.detach().double().sum(-1).cpu().numpy()
-    width = max(1.0, np.ceil(active.max()) // 30)
+    width = max(1.0, np.ceil(active.max()) // 30)  # about 30 bins
     # Around whole numbers: where posteriors are points, 0.999 and 1.001 belong together.
     edges = width * np.arange((active.max() + 0.5) // width + 2) - 0.5
     ax.hist(active, bins=edges.tolist(), color=COLOUR, edgecolor="white", linewidth=0.5)

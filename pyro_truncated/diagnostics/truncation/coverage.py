@@ -88,11 +88,11 @@ class AllData:
     kwargs: Mapping[str, Any]
 
 
-def broadcast_answer(ask: Callable[..., T], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> T:
+def broadcast_answer(function: Callable[..., T], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> T:
     """Sends the first process's answer about the guide to all processes."""
     with collectives.failing_together(), spare_random_numbers():
         every = gather_guide(guide, args, kwargs)
-        answer = collectives.agree(None if every is None else ask(every.guide, *every.args, **every.kwargs))
+        answer = collectives.agree(None if every is None else function(every.guide, *every.args, **every.kwargs))
     assert answer is not None
     return answer
 

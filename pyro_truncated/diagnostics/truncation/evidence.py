@@ -341,7 +341,7 @@ def _possible_prior_draws(log_joint: LogJoint) -> Tensor:
     """How many draws have positive prior probability, ``(N,)``."""
     layout, states = log_joint.layout, []
     with spare_random_numbers():
-        for _ in range(20):
+        for _ in range(20):  # draws of the prior
             nodes = sample_nodes(log_joint.run(log_joint.values))
             # A count may be drawn beyond its bound.
             with contextlib.suppress(ValueError):
@@ -470,6 +470,7 @@ def _smooth(population: Population) -> Tensor:
     cardinality = space.cardinality.to(own.device)
     exists = torch.arange(own.shape[-1], device=own.device) < cardinality.unsqueeze(-1)
     uniform = exists.double() / cardinality.unsqueeze(-1)
+    # A fifth of the marginals are the mean ones; the share of uniform values falls with the number of latents.
     share = 1.0 / (space.num_latents + 1)
     mixture = (1 - share) * (0.8 * own + 0.2 * own.mean(0)) + share * uniform
     return mixture / mixture.sum(-1, keepdim=True)
@@ -487,6 +488,7 @@ def mean_interval(shares: Tensor, confidence: float) -> tuple[Tensor, Tensor]:
     degrees = (0.5 * effective - 1).clamp(min=1.0)
     quantile = torch.from_numpy(stats.t.ppf(0.5 + confidence / 2, degrees.cpu().numpy())).to(shares)
     skewness = ((shares - mean.unsqueeze(-1)) / deviation.unsqueeze(-1)).pow(3).mean(-1)
+    # At 1e-6 the transformation is the identity but for rounding; at zero it would divide by zero.
     slope = (skewness / number**0.5).abs().clamp(min=1e-6) * skewness.sign()
     slope = torch.where(slope == 0, 1e-6, slope)
 
@@ -506,6 +508,7 @@ def mean_interval(shares: Tensor, confidence: float) -> tuple[Tensor, Tensor]:
 def tail_indices(ratios: Tensor) -> Tensor:
     """Tail indices ``(N,)`` of log ratios ``(N, M)``, NaN if many are equal."""
     num_samples = ratios.shape[1]
+    # The largest ratios: a fifth, or three roots, of their number (Vehtari et al. 2024).
     tail = ratios.sort(-1).values[:, -math.ceil(min(0.2 * num_samples, 3 * num_samples**0.5)) :]
     # Draws of zero weight differ by NaN, which exceeds nothing.
     distinct = (tail.diff(dim=-1) > 1e-9).double().mean(-1) > 0.5

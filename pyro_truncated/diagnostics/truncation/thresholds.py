@@ -65,11 +65,11 @@ class CheckResult:
         return not self.findings
 
 
-def warn_findings(findings: Sequence[Finding], stacklevel: int = 3, what: str = "truncated posterior") -> None:
+def warn_findings(findings: Sequence[Finding], stacklevel: int = 3, subject: str = "truncated posterior") -> None:
     """Issues one :class:`TruncationWarning` that holds all findings, if there are any."""
     if findings:
         lines = " ".join(str(finding) for finding in findings)
-        warnings.warn(f"do not trust this {what} as it is. {lines}", TruncationWarning, stacklevel=stacklevel)
+        warnings.warn(f"do not trust this {subject} as it is. {lines}", TruncationWarning, stacklevel=stacklevel)
 
 
 def silently(call: Callable[[], Result]) -> Result:
@@ -79,7 +79,7 @@ def silently(call: Callable[[], Result]) -> Result:
         return call()
 
 
-def _at(position: np.intp, values: np.ndarray) -> int:
+def _data_point(position: np.intp, values: np.ndarray) -> int:
     """The data point at a position of values ``(N,)``, or of ``(guides, N)``."""
     return int(position % values.shape[-1])
 
@@ -101,7 +101,7 @@ def judge_coverage(
     """
     findings = []
     if not covered_mass.mean() >= COVERED_LIMIT:
-        worst = _at(covered_mass.argmin(), covered_mass)
+        worst = _data_point(covered_mass.argmin(), covered_mass)
         findings.append(
             Finding(
                 f"The populations cover at most {covered_mass.mean():.0%} of the posterior mass on average (data point {worst}: "
@@ -159,9 +159,10 @@ def judge_gap(gap: np.ndarray, reference: str) -> list[Finding]:
     """A finding from the gap of the bound, in nats."""
     if gap.mean() <= GAP_LIMIT:
         return []
+    worst = _data_point(gap.argmax(), gap)
     return [
         Finding(
-            f"The bound is {gap.mean():.2f} nats per data point below {reference} (data point {_at(gap.argmax(), gap)}: {gap.max():.2f}).",
+            f"The bound is {gap.mean():.2f} nats per data point below {reference} (data point {worst}: {gap.max():.2f}).",
             "Keep more states, or search with more variety: posteriors this spread out need both.",
         )
     ]

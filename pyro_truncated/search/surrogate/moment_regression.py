@@ -54,6 +54,7 @@ class MomentRegression:
         if not len(self._centre):
             self._centre = moments.mean.mean(0, dtype=torch.float64)
         size, num_values = self._sums.shape
+        # Bytes of each row: of terms, and of observed values.
         for rows in row_slices(len(moments.words), 16 * size + 24 * num_values):
             # In single precision: of zeros and ones all products are exact.
             states = space.unpack(moments.words[rows]).float()
@@ -62,7 +63,7 @@ class MomentRegression:
             self._sums += terms.mT @ (moments.mean[rows] - self._centre).float()
             self._variances += moments.variance[rows].sum(0, dtype=torch.float64)
         if not len(self._axes):
-            some = moments.mean[:: max(1, len(moments.mean) // 512)]
+            some = moments.mean[:: max(1, len(moments.mean) // 512)]  # about 512 rows are enough for axes
             self._axes = principal_axes((some - self._centre) / self.scale, self.rank)
         self._effects = None
 
@@ -83,7 +84,7 @@ class MomentRegression:
         if self._effects is None:
             # In numbers of states that say something of an effect.
             ridge = torch.full_like(self._products[0], 0.5)
-            ridge[: 1 + self.num_latents] = 0.05
+            ridge[: 1 + self.num_latents] = 0.05  # linear effects and the constant; of pairs a half
             factor = torch.linalg.cholesky(self._products + torch.diag(ridge))
             self._effects = torch.cholesky_solve(self._sums @ axes, factor)
         effects = self._effects
@@ -130,7 +131,7 @@ class ApproximateLikelihoods(NamedTuple):
             values[rows] = -0.5 * here._residual(some, here._shift(some)).square().sum(-1)
         return values
 
-    def near(self, states: Tensor, beside: QuadraticFunctions) -> QuadraticFunctions:
+    def second_order(self, states: Tensor, others: QuadraticFunctions) -> QuadraticFunctions:
         r"""Their second order about states ``(n, C, H)``, and other functions beside.
 
         With flips :math:`t = s - s_0`, derivatives :math:`d_h` of the mean by latents and residuals :math:`e` at :math:`s_0`,
@@ -145,7 +146,7 @@ class ApproximateLikelihoods(NamedTuple):
         square = pairs.diagonal(dim1=-2, dim2=-1).clone()
         pairs.diagonal(dim1=-2, dim2=-1).zero_()
         linear = (slope @ residual.unsqueeze(-1)).squeeze(-1) + 0.5 * square * (1 - 2 * states) - (pairs @ states.unsqueeze(-1)).squeeze(-1)
-        return QuadraticFunctions(linear + beside.effects, pairs + beside.pairs)
+        return QuadraticFunctions(linear + others.effects, pairs + others.pairs)
 
     def _shift(self, states: Tensor) -> Tensor:
         """Returns interactions of latents with the active ones, ``(n, C, H, R)``.

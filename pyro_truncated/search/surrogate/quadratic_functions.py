@@ -116,6 +116,7 @@ class Neighbours(NamedTuple):
 
 def _keys(words: Tensor) -> Tensor:
     """Hashes states by a sum over their words, and so over latents."""
+    # Multiples of the golden ratio's bits (Knuth's multiplicative hashing).
     factors = torch.arange(words.shape[-1], device=words.device) * 0x9E3779B97F4A7C + 1
     return (words * factors).sum(-1)
 

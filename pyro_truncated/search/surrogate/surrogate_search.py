@@ -218,7 +218,7 @@ class SurrogateSearch(Search):
             self.expected.take(moments, batch.space)
         return self.expected.likelihoods(observations)
 
-    def _likely(self, likelihoods: ApproximateLikelihoods, beside: QuadraticFunctions, start: Tensor) -> Tensor:
+    def _likely(self, likelihoods: ApproximateLikelihoods, others: QuadraticFunctions, start: Tensor) -> Tensor:
         """Returns the best unscored states near optima reached from a start."""
         assert self._states is not None
         # States whose second orders fit into the cache.
@@ -226,10 +226,10 @@ class SurrogateSearch(Search):
         for first in range(0, len(start), number):
             rows = slice(first, first + number)
             likelihood = likelihoods._replace(observed=likelihoods.observed[rows])
-            states, rest = start[rows].float(), QuadraticFunctions(beside.effects[rows].float(), beside.pairs.float())
+            states, rest = start[rows].float(), QuadraticFunctions(others.effects[rows].float(), others.pairs.float())
             for _ in range(3):
-                states = likelihood.near(states, rest).ascend_by_pairs(states)
-            children.append(likelihood.near(states, rest).best_new_states(states, self._states.space, self._states.words[rows]))
+                states = likelihood.second_order(states, rest).ascend_by_pairs(states)
+            children.append(likelihood.second_order(states, rest).best_new_states(states, self._states.space, self._states.words[rows]))
         return torch.cat(children)
 
     def _draw_effects(self, posterior: EffectsPosterior, batch: SearchBatch) -> Tensor:
