@@ -155,7 +155,7 @@ def _hash_data(log_joint: Probe, nodes: Mapping[str, Any]) -> dict[str, Tensor]:
 def _hash_rows(rows: Tensor) -> Tensor:
     if rows.is_complex():
         rows = torch.view_as_real(rows).flatten(1)
-    rows = rows[:, :: -(-rows.shape[1] // 32) or 1]
+    rows = rows[:, :: -(-rows.shape[1] // 32) or 1]  # at most 32 entries of each
     # In one type, so that the same data in another precision are the same; minus zero is zero.
     bits = (rows.to(torch.float32) + 0.0).contiguous().view(torch.int32).long()
     factors = (torch.arange(1, bits.shape[1] + 1, device=rows.device) * GOLDEN) | 1

@@ -311,6 +311,7 @@ class Recombination:
 
     def _pair_rest(self, one: Solution, other: Solution, correlation: Tensor, partner: Tensor) -> Tensor:
         """Re-pairs unmatched latents: the least needed with the most needed."""
+        # What correlates by less than a half stands for something else.
         is_unmatched = correlation.gather(1, partner.unsqueeze(1)).squeeze(1) < 0.5
         here, there = is_unmatched.nonzero().squeeze(1), partner[is_unmatched]
         if len(here) < 2:

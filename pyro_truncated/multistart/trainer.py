@@ -326,7 +326,8 @@ def convergence_schedule(trainer: Trainer, max_steps: int) -> Schedule:
 def gradient_schedule(trainer: Trainer, steps: int) -> Schedule:
     """Gradient steps while the free energy rises, then at a falling rate.
 
-    There are at least so many. Beside continuous latents it is noisy, and rises for long; nats up to the tolerance may remain there.
+    There are at least so many, and at most four times as many. Beside continuous latents, where it is noisy and rises for long, there are
+    up to sixteen times as many; nats up to the tolerance may remain there.
     """
     config = trainer.profile.config
     if trainer.profile.has_companion:
@@ -418,6 +419,7 @@ def finish(trainer: Trainer, max_steps: int, tol: float) -> FreeEnergyEstimate:
         window = max(min(_COMPANION_WINDOW_STEPS, max(2, max_steps // 8)), max_steps // 40)
         options: dict[str, Any] = {"first_rate": _RATE_FACTOR, "errors": 1.0, "is_thorough": True}
         return train(trainer, Schedule(0, max_steps, profile.tolerance, window=window, stride=window, **options))
+    # A tenth of the steps is kept back for the thorough search.
     values = _until_convergence(trainer, Schedule(0, max_steps - max_steps // 10, tol, window=window))
     last = Schedule(0, max_steps - len(values), tol, window=window)
     if last.max_steps and trainer.intensify_search():

@@ -276,7 +276,7 @@ class LogJoint(Probe):
     def candidates_per_run(self) -> int:
         """Returns how many candidates per data point a run may hold.
 
-        Each allocates a few copies of its largest site.
+        Each allocates a few copies of its largest site: 32 bytes a number.
         """
         largest: int = max(math.prod(node["fn"].batch_shape) * _numbers_per_state(node["fn"]) for node in self.nodes.values())
         return max(1, self.memory_budget // (32 * max(largest, self.num_data * self.layout.space.num_latents)))

@@ -161,7 +161,7 @@ def _members(population: Population, count: int, draws: dict[str, Any]) -> Tenso
 def _change_states(words: Tensor, others: Tensor, space: StateSpace, draws: dict[str, Any]) -> Tensor:
     """Returns states ``(N, C, W)`` with one latent changed, or a run.
 
-    No state stays what it was.
+    A quarter has one latent changed, and no state stays what it was.
     """
     runs = _replace_runs(words, others, space, draws)
     single = ops.uniform(shape=words.shape[1:2], **draws) < 0.25

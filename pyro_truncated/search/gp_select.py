@@ -612,7 +612,7 @@ class LearnedFlips(AffinitySearch):
         return batch.evaluate(children)
 
     def _flips(self, batch: SearchBatch, disagreement: Tensor) -> Tensor:
-        """What is flipped, zeros and ones ``(N, children, H)``, in proportion to the disagreement."""
+        """Draws flips ``(N, children, H)`` of up to eight latents, by disagreement."""
         draws, num_latents = batch.draws(self.generator), disagreement.shape[-1]
         # The largest of independently perturbed logarithms are a draw without replacement (Gumbel).
         noise = -ops.uniform(shape=(self.children, num_latents), **draws).double().clamp(min=1e-300).log()

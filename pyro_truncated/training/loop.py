@@ -372,6 +372,7 @@ def fit_restarts(
             trainings.append(fit(make(restart), *args, checkpoint=path, **kwargs))
         # Not copies: modules and optimisers keep these tensors.
         stores.append(copy.copy(state))
+    # Means over the last tenth of the steps, as minibatches are noisy.
     energies = [np.mean(training.record["free_energy"][-max(1, training.steps // 10) :]) for training in trainings]
     # A run that ended in NaN has reached nothing.
     best = int(np.argmax(np.nan_to_num(energies, nan=-np.inf, neginf=-np.inf)))

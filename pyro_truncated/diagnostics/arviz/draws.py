@@ -631,6 +631,7 @@ class _Accumulator:
         population = self.part.rescore(log_joint)
         self.weights = self.weights + population.weights().double() / self.num_draws
         self.free_energy = self.free_energy + population.free_energy() / self.num_draws
+        # The certificate scores all neighbours of states: it is the mean over the first eight draws.
         if len(self.covered_mass) < 8:
             self.covered_mass.append(_certify_covered_mass(log_joint, population))
         self.index.append(torch.as_tensor(guide_trace.nodes[self.part.index_name]["value"]).reshape(-1))

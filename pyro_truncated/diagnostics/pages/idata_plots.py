@@ -48,6 +48,7 @@ def plot_restarts(idata: Any, ax: Axes) -> Axes:
         is_best = position == ends.argmax()
         label = f"restart {position}: {ends[position]:.6g}" if len(curves) > 1 else None
         ax.plot(steps, curves[position], color=COLOUR if is_best else GAPS, linewidth=1.8 if is_best else 1.2, label=label)
+    # The axis shows the last four fifths, with room below and above.
     late = curves[:, curves.shape[1] // 5 :]
     late = late[np.isfinite(late)]
     if late.size and np.ptp(late) > 0:

@@ -130,6 +130,7 @@ class LogJointRegression:
         r"""Steps towards the shared effects of these samples, and towards :math:`\tau`."""
         # Where no two scores show what a flip changes, 200 nats.
         change = max(samples.median_flip_change() or self.change or 200.0, _MIN_DEVIATION_NATS)
+        # Own effects begin with half the deviation of a change, and never have more than four times that.
         if self.change == 0:
             self.variance = torch.full_like(self.variance, max(0.5 * change, _MIN_DEVIATION_NATS) ** 2)
         self.change = max(self.change, change)
