@@ -171,10 +171,10 @@ def readable(guide: TruncatedGuide, indices: Tensor | None, call: Call | None) -
     if call is None or not bool(guide.populations.log_joint.isnan().all()):
         return average_populations(guide, guide.populations.scored_population(indices), call)
     population = guide.populations.population(indices)
-    return average_populations(guide, population, call) if _makes_draws(guide, call) else _rescore_now(guide, population, call)
+    return average_populations(guide, population, call) if _makes_draws(guide, call) else _rescore_all(guide, population, call)
 
 
-def _rescore_now(guide: TruncatedGuide, population: Population, call: Call) -> Population:
+def _rescore_all(guide: TruncatedGuide, population: Population, call: Call) -> Population:
     """Returns populations with log joints under the current model.
 
     They are NaN where the model's last call does not reach.

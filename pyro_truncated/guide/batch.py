@@ -198,7 +198,7 @@ class Batch(ProgramBatch[LogJoint]):
         keys["is_linear"] = self.scorer.packed_model is not None and self.scorer.packed_model.is_linear
         if search.learns and store.portion is not None:
             keys["is_met"] = True
-            search.meet(self._all_at_once(observations, {**keys, "random": random.again()}))
+            search.meet(self._make_search_batch(observations, {**keys, "random": random.again()}))
         if self.is_idle:
             return store.take(self.indices)
         with poutine.block(), memory_budget(self.scorer.memory_budget):
@@ -224,7 +224,7 @@ class Batch(ProgramBatch[LogJoint]):
         """Returns the batch with populations that a search has improved."""
         return dataclasses.replace(self, scored_population=self.search_(search, steps))
 
-    def _all_at_once(self, observations: Mapping[str, Tensor], keys: Mapping[str, Any]) -> SearchBatch:
+    def _make_search_batch(self, observations: Mapping[str, Tensor], keys: Mapping[str, Any]) -> SearchBatch:
         population = self.rescore()
         own_observations = {name: value[: len(population)] for name, value in observations.items()}
         return SearchBatch(population, self.scorer.score, own_observations, **keys)

@@ -227,7 +227,7 @@ class ChainReadings(SetReadings):
 
     def marginals(self) -> dict[str, Tensor]:
         """The probability that each chain is on, ``(*plates, T, M)``."""
-        return self._by_site(torch.stack([posterior.marginals() for posterior in self.posteriors]).mean(0))
+        return self._reshape_as_site(torch.stack([posterior.marginals() for posterior in self.posteriors]).mean(0))
 
     def pairwise_marginals(self, first: str, second: str) -> Tensor:
         """Refused by name: a site of chains is one site."""
@@ -241,7 +241,7 @@ class ChainReadings(SetReadings):
 
         Under several draws it is that of the first.
         """
-        return self._by_site(self.posteriors[0].mode())
+        return self._reshape_as_site(self.posteriors[0].mode())
 
     def median(self) -> dict[str, Tensor]:
         """The best path, shaped as the model's site."""
@@ -255,9 +255,9 @@ class ChainReadings(SetReadings):
         counts = torch.randint(len(self.batches), (number,), generator=generator).bincount(minlength=len(self.batches))
         pairs = zip(self.posteriors, counts.tolist(), strict=True)
         paths = torch.cat([posterior.sample(count, generator) for posterior, count in pairs if count])
-        return self._by_site(paths, 1)
+        return self._reshape_as_site(paths, 1)
 
-    def _by_site(self, values: Tensor, start: int = 0) -> dict[str, Tensor]:
+    def _reshape_as_site(self, values: Tensor, start: int = 0) -> dict[str, Tensor]:
         scorer = self.batches[0].scorer
         site = scorer.product.site
         return {site.name: values.reshape(*values.shape[:start], *scorer.sizes, *values.shape[start + 1 :]).to(site.dtype)}

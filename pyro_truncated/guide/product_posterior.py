@@ -86,9 +86,9 @@ class ProductPosterior(SetReadings):
         At Boolean sites it is that of 1, ``(N, *site shape)``, at others that of each value, ``(N, *site shape, V)``.
         """
         marginals = {}
-        for name, site, table in self._by_site(lambda population: population.value_probabilities()):
+        for name, site, table in self._read_by_site(lambda population: population.value_probabilities()):
             own = table[..., : max(site.cardinalities)]
-            marginals[name] = self._by_data(name, own[..., 1] if site.kind == "boolean" else own)
+            marginals[name] = self._flatten_data(name, own[..., 1] if site.kind == "boolean" else own)
         return marginals
 
     def pairwise_marginals(self, first: str, second: str) -> Tensor:
@@ -107,14 +107,14 @@ class ProductPosterior(SetReadings):
 
         It has shape ``(N, *site shape)``; under several draws it is that of the first.
         """
-        return {name: self._by_data(name, value) for name, value in self._best().items()}
+        return {name: self._flatten_data(name, value) for name, value in self._find_mode().items()}
 
-    def _best(self) -> dict[str, Tensor]:
+    def _find_mode(self) -> dict[str, Tensor]:
         return {name: value.squeeze(0) for name, value in self._states(_messages(self.batch, maximum=True).draw(None)).items()}
 
     def median(self) -> dict[str, Tensor]:
         """The most probable joint state, shaped as the model's sites."""
-        return self._as_model(self._best())
+        return self._as_model(self._find_mode())
 
     def sample(self, num_samples: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Independent draws, ``(num_samples, N, *site shape)``."""
@@ -125,7 +125,7 @@ class ProductPosterior(SetReadings):
             for batch, count in zip(self.batches, counts.tolist(), strict=True)
             if count
         ]
-        return {name: self._by_data(name, torch.cat([states[name] for states in parts]), 1) for name in parts[0]}
+        return {name: self._flatten_data(name, torch.cat([states[name] for states in parts]), 1) for name in parts[0]}
 
     def quantiles(self, quantiles: Sequence[float] | Tensor) -> dict[str, Tensor]:
         r"""Returns quantiles, shaped ``(Q, ...)`` as the model's sites.
@@ -138,7 +138,7 @@ class ProductPosterior(SetReadings):
         """
         shares = check_quantiles(quantiles)
         quantile_values: dict[str, list[Tensor]] = {}
-        for name, site, table in self._by_site(lambda population: population.value_probabilities()):
+        for name, site, table in self._read_by_site(lambda population: population.value_probabilities()):
             if site.kind == "one_hot":
                 raise NotImplementedError(f"the values of the one-hot site '{name}' have no order; use mode(), median() or marginals()")
             levels = quantile_levels(table, shares, max(site.cardinalities))
@@ -147,7 +147,7 @@ class ProductPosterior(SetReadings):
 
     # --- from rows to sites ---
 
-    def _by_site(self, read: Callable[[Population], Tensor]) -> list[tuple[str, Any, Tensor]]:
+    def _read_by_site(self, read: Callable[[Population], Tensor]) -> list[tuple[str, Any, Tensor]]:
         """What is read from populations, ``(rows, L, ...)``, by site: ``(*plates, *event, ...)``."""
         product, scorer = self.batch.scorer.product, self.batch.scorer
         tables: dict[str, tuple[str, Any, Tensor]] = {}
@@ -174,7 +174,7 @@ class ProductPosterior(SetReadings):
                     values[name] = _in_order(value, own.dims, [dim for dim, _ in site.plates], 1)
         return {name: values[name] for name in scorer.layout.sites}
 
-    def _by_data(self, name: str, table: Tensor, start: int = 0) -> Tensor:
+    def _flatten_data(self, name: str, table: Tensor, start: int = 0) -> Tensor:
         """Returns a tensor with data points as one dimension.
 
         It is given with a site's plates by dimension; data points are the plates that all nodes share.

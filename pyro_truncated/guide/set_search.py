@@ -174,7 +174,7 @@ class SetSearch:
         if self.positions is not None:
             keys |= {"is_spread": True, "mean_active": _mean_active(population) if search.takes_activity else None}
         proposals = search.propose(SearchBatch(population, scores, {}, **keys))
-        places, is_free = _best_new(population, proposals)
+        places, is_free = _select_new(population, proposals)
         if not bool(is_free.any()):
             return current
         choices = {number: _append_candidates(current.sets[number], is_free)}
@@ -248,7 +248,7 @@ class SetSearch:
             log_weights = union.log_weights(number)
             if choice.is_free is not None:
                 log_weights.masked_fill_(~choice.is_free, -math.inf)
-            start = log_weights.clamp(min=IMPOSSIBLE) if look_ahead else _only(choice.old, log_weights)
+            start = log_weights.clamp(min=IMPOSSIBLE) if look_ahead else _exclude_others(choice.old, log_weights)
             parts = (scorer.split_nodes(rows, number) for rows in (log_weights, start))
             for node, limit, own in zip(product.groups[number].nodes, *parts, strict=True):
                 limits[node] = limit
@@ -262,7 +262,7 @@ class SetSearch:
             size = current.sets[product.place[node][0]].shape[1]
             scores = product.rows(node, belief, scorer.plate_sizes(node)) + limits[node]
             best[node] = scores.topk(size, -1).indices
-            return product.spread(node, _only(best[node], limits[node]), scorer.plate_sizes(node))
+            return product.spread(node, _exclude_others(best[node], limits[node]), scorer.plate_sizes(node))
 
         messages.select(choose)
         positions = {number: torch.cat([best[node] for node in product.groups[number].nodes]) for number in choices}
@@ -303,7 +303,7 @@ def _append_candidates(own: Tensor, is_new: Tensor) -> _Choice:
     return _Choice(old, torch.cat([torch.ones_like(old, dtype=torch.bool), is_new], 1))
 
 
-def _only(positions: Tensor, log_weights: Tensor) -> Tensor:
+def _exclude_others(positions: Tensor, log_weights: Tensor) -> Tensor:
     """Log weights of the states at some positions; all others are impossible."""
     own_weights = log_weights.gather(1, positions).clamp(min=IMPOSSIBLE)
     return torch.full_like(log_weights, IMPOSSIBLE).scatter(1, positions, own_weights)
@@ -363,7 +363,7 @@ def _mean_active(population: Population) -> Tensor:
     return sums / number
 
 
-def _best_new(population: Population, proposals: Population) -> tuple[Tensor, Tensor]:
+def _select_new(population: Population, proposals: Population) -> tuple[Tensor, Tensor]:
     """Returns the positions of the best proposals of each row.
 
     There are at most as many as the row has states. A mask tells which are neither members nor repetitions.

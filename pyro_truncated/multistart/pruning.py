@@ -57,7 +57,7 @@ def deletion_losses(population: Population, log_joint: LogJoint, depth: int = 2)
         scores[places[counts]] = log_joint.score(states[places], rows).double()[counts]
     may_rise, changes = torch.arange(len(row), device=words.device), single_changes(space, words.device)
     for _ in range(depth):
-        best, best_states = _best_with_one_more(log_joint, row[may_rise], latent[may_rise], states[may_rise], changes)
+        best, best_states = _add_best_latent(log_joint, row[may_rise], latent[may_rise], states[may_rise], changes)
         # A row that no single latent raises is final.
         rises = best > scores[may_rise]
         may_rise = may_rise[rises]
@@ -104,7 +104,7 @@ def select_for_pruning(losses: Tensor, substitutes: Tensor, number: int) -> Tens
     return torch.tensor(latents, device=losses.device)
 
 
-def _best_with_one_more(log_joint: LogJoint, row: Tensor, latent: Tensor, states: Tensor, moves: Moves) -> tuple[Tensor, Tensor]:
+def _add_best_latent(log_joint: LogJoint, row: Tensor, latent: Tensor, states: Tensor, moves: Moves) -> tuple[Tensor, Tensor]:
     """Returns the best log joints ``(P,)`` with one more latent, and which."""
     best, best_states = torch.empty(len(row), dtype=torch.float64, device=states.device), torch.empty_like(states)
     for rows, places, counts in _blocks(log_joint, row, moves.count):

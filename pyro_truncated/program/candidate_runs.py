@@ -58,8 +58,8 @@ class CandidateRuns:
         Candidates are ``(N, C, num_words)``.
         """
         if self.run_mode == "together":
-            return self._terms(self._together(words))
-        values = self._one_by_one(words)
+            return self._terms(self._stack_candidates(words))
+        values = self._list_candidates(words)
         if self.run_mode == "vmap":
             terms = torch.func.vmap(self._terms, randomness="different")(values)
             return {name: term.squeeze(1) for name, term in terms.items()}
@@ -72,7 +72,7 @@ class CandidateRuns:
         Candidates are ``(N, C, num_words)``, and torch clamps the zeros.
         """
         names = set()
-        for states in _unbind(self._one_by_one(words)):
+        for states in _unbind(self._list_candidates(words)):
             nodes = sample_nodes(self._trace({**self.probe.values, **states}))
             for name, node in nodes.items():
                 impossible = impossible_entries(node["fn"], node["value"]) if node["is_observed"] else None
@@ -87,8 +87,8 @@ class CandidateRuns:
         """
         if self.run_mode != "together" or self.conditional is not None:
             return self.log_probs(words), None
-        nodes = sample_nodes(self._trace({**self.probe.values, **self._together(words)}))
-        return self._with_sites({}, nodes), run_moments(nodes, self.probe, words, rows)
+        nodes = sample_nodes(self._trace({**self.probe.values, **self._stack_candidates(words)}))
+        return self._add_sites({}, nodes), run_moments(nodes, self.probe, words, rows)
 
     def hidden_log_probs(self, words: Tensor) -> dict[str, Tensor]:
         """Returns log probabilities of discrete sites that masks hide.
@@ -98,20 +98,20 @@ class CandidateRuns:
         if not self.probe.masked_sites:
             return {}
         if self.run_mode == "together":
-            return self._hidden_values(self._together(words))
-        columns = [self._hidden_values(states) for states in _unbind(self._one_by_one(words))]
+            return self._hidden_values(self._stack_candidates(words))
+        columns = [self._hidden_values(states) for states in _unbind(self._list_candidates(words))]
         return {name: torch.stack([column[name] for column in columns]) for name in columns[0]}
 
     # --- the candidates as values of the model's sites ---
 
-    def _together(self, words: Tensor) -> dict[str, Tensor]:
+    def _stack_candidates(self, words: Tensor) -> dict[str, Tensor]:
         """Returns site values of candidates ``(N, C, num_words)``.
 
         The candidates are in the dimension left of all plates.
         """
         return self._decode(words, self.probe.depth)
 
-    def _one_by_one(self, words: Tensor) -> dict[str, Tensor]:
+    def _list_candidates(self, words: Tensor) -> dict[str, Tensor]:
         """Returns site values of candidates ``(N, C, num_words)``.
 
         The candidates are in front, then exactly the shapes of the model's sites.
@@ -142,9 +142,9 @@ class CandidateRuns:
         nodes = sample_nodes(self._trace(values))
         if self.run_mode == "singly":
             self._check_sites(nodes)
-        return self._with_sites(terms, nodes)
+        return self._add_sites(terms, nodes)
 
-    def _with_sites(self, terms: dict[str, Tensor], nodes: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _add_sites(self, terms: dict[str, Tensor], nodes: Mapping[str, Any]) -> dict[str, Tensor]:
         """Returns the terms of a conditional, and those of a run."""
         for name, node in nodes.items():
             # A latent that nobody proposes is drawn from its prior: its density cancels that of its own proposal.

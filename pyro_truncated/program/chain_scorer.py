@@ -168,10 +168,10 @@ class ChainScorer(Probe):
             nodes = sample_nodes(self.run({**self.values, site.name: value}))
         total = torch.zeros(num_candidates, num_data, num_steps, dtype=torch.float64, device=words.device)
         for name in sorted(self.product.dependents & nodes.keys() - {site.name} - self.uncovered_latents):
-            total = total + self._by_step(nodes[name], num_candidates)
+            total = total + self._step_log_prob(nodes[name], num_candidates)
         return total.movedim(0, 2)
 
-    def _by_step(self, node: Any, num_candidates: int) -> Tensor:
+    def _step_log_prob(self, node: Any, num_candidates: int) -> Tensor:
         """The log density of a site, ``(C, N, T)``."""
         fn, num_event, plates = node["fn"], 0, self.layout.spread(self.sizes)
         while isinstance(fn, torch.distributions.Independent):

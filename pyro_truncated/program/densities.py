@@ -133,12 +133,12 @@ def site_log_densities(nodes: Sequence[Any], formula: Callable[[Any, Tensor], Te
         # Larger sites are computed one by one: a stack of all of them takes memory.
         if len(members) > 1 and math.prod(shape) <= 4096:
             places, sites = zip(*members, strict=True)
-            for place, table in zip(places, _together(sites, formula), strict=True):
+            for place, table in zip(places, _stack_log_densities(sites, formula), strict=True):
                 tables[place] = table
     return [site_log_density(node, formula) if table is None else table for node, table in zip(nodes, tables, strict=True)]
 
 
-def _together(sites: Sequence[_Site], formula: Callable[[Any, Tensor], Tensor]) -> Sequence[Tensor]:
+def _stack_log_densities(sites: Sequence[_Site], formula: Callable[[Any, Tensor], Tensor]) -> Sequence[Tensor]:
     """The log densities of sites of one kind."""
     first = sites[0]
     shape = broadcast_shape(first.batch_shape, first.value.shape)

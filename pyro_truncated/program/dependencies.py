@@ -141,10 +141,10 @@ def _scopes(trace: Any) -> dict[str, frozenset[str]]:
         if node["type"] != "sample" or site_is_subsample(node):
             continue
         if family(node["fn"]) == "Delta" and not node["is_observed"]:
-            places[name] = _through(get_provenance(_point(node["fn"])), places)
+            places[name] = _resolve_points(get_provenance(_point(node["fn"])), places)
         with PythonReads() as reader:
             sources = get_provenance(node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"]))
-        scopes[name] = _through(sources | reader.names, places)
+        scopes[name] = _resolve_points(sources | reader.names, places)
     return scopes
 
 
@@ -154,7 +154,7 @@ def _point(fn: Any) -> Any:
     return fn.v
 
 
-def _through(names: frozenset[str], places: Mapping[str, frozenset[str]]) -> frozenset[str]:
+def _resolve_points(names: frozenset[str], places: Mapping[str, frozenset[str]]) -> frozenset[str]:
     """Replaces point masses by the sites that they follow from."""
     return frozenset().union(*(places.get(name, {name}) for name in names))
 
@@ -179,7 +179,7 @@ class PythonReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         sources: set[str] = set()
-        plain, keywords = _without_provenance(args, sources), _without_provenance(kwargs or {}, sources)
+        plain, keywords = _strip_provenance(args, sources), _strip_provenance(kwargs or {}, sources)
         if name in _LEAKS:
             self._note(frozenset(sources), name in _READS)
         results = func(*plain, **keywords)
@@ -199,13 +199,13 @@ class PythonReads(TorchFunctionMode):
             self.read |= names
 
 
-def _without_provenance(value: Any, sources: set[str]) -> Any:
+def _strip_provenance(value: Any, sources: set[str]) -> Any:
     """Returns arguments without their provenance, which is added to a set."""
     kind = type(value)
     if kind is tuple or kind is list:
-        return kind([_without_provenance(part, sources) for part in value])
+        return kind([_strip_provenance(part, sources) for part in value])
     if kind is dict:
-        return {key: _without_provenance(part, sources) for key, part in value.items()}
+        return {key: _strip_provenance(part, sources) for key, part in value.items()}
     # A shape stays one: torch takes a tuple in its place for numbers.
     if kind in (torch.Tensor, torch.Size) or not isinstance(value, (torch.Tensor, tuple, list, dict, set, frozenset)):
         return value

@@ -183,7 +183,7 @@ class _Builder:
             frozenset(group)
             for name, scope in self._scopes.items()
             if name not in self._sizes
-            for group in self._by_place(scope).values()
+            for group in self._group_by_place(scope).values()
             if len(group) > 2
         }
         largest = [group for group in groups if not any(group < other for other in groups)]
@@ -191,7 +191,7 @@ class _Builder:
         decisions = (group for group in largest if all(counts[site] == 1 for site in group))
         return sorted(decisions, key=lambda group: min(self._order[site] for site in group))
 
-    def _by_place(self, sites: Iterable[str]) -> dict[frozenset[Plate], set[str]]:
+    def _group_by_place(self, sites: Iterable[str]) -> dict[frozenset[Plate], set[str]]:
         groups: dict[frozenset[Plate], set[str]] = defaultdict(set)
         for site in sites:
             groups[self._plates(self._nodes[site])].add(site)
@@ -240,7 +240,7 @@ class _Builder:
         Returns whether there were any.
         """
         before = {self._nodes[site] for site in scope}
-        for group in self._by_place(scope).values():
+        for group in self._group_by_place(scope).values():
             self._merge(frozenset().union(*(self._nodes[site] for site in group)))
         return {self._nodes[site] for site in scope} != before
 

@@ -75,7 +75,7 @@ class _GivenGradient(torch.autograd.Function):
         return weight * gradient, None, None
 
 
-def _by_name(nodes: Sequence[Any], formula: Callable[[Any, Tensor], Tensor]) -> dict[str, Tensor]:
+def _log_densities_by_name(nodes: Sequence[Any], formula: Callable[[Any, Tensor], Tensor]) -> dict[str, Tensor]:
     return dict(zip((node["name"] for node in nodes), site_log_densities(nodes, formula), strict=True))
 
 
@@ -346,8 +346,8 @@ class ProductScorer(Probe):
         log_probs = {
             node["name"]: log_prob_on_support(node["fn"], node["value"]) for node in nodes if node["name"] in layout.sites_to_check
         }
-        log_probs |= _by_name(latents, lambda fn, value: exact_log_prob(fn, value, lambda: log_density(fn, value)))
-        log_probs |= _by_name([node for node in others if node["name"] not in log_probs], log_density)
+        log_probs |= _log_densities_by_name(latents, lambda fn, value: exact_log_prob(fn, value, lambda: log_density(fn, value)))
+        log_probs |= _log_densities_by_name([node for node in others if node["name"] not in log_probs], log_density)
         return [log_probs[node["name"]] for node in nodes]
 
     def evidence_scale(self, node: int) -> float | Tensor:

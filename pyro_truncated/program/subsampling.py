@@ -60,11 +60,11 @@ def random_subset(size: int, number: int, device: torch.device | str | None = No
     """
     positions = torch.empty(0, dtype=torch.int64, device=device)
     while len(positions) < number:
-        positions = _without_repetition(torch.cat([positions, torch.randint(size, (number + number // 8 + 8,), device=device)]))
+        positions = _drop_repetitions(torch.cat([positions, torch.randint(size, (number + number // 8 + 8,), device=device)]))
     return positions[:number].clone()
 
 
-def _without_repetition(values: Tensor) -> Tensor:
+def _drop_repetitions(values: Tensor) -> Tensor:
     """The values in their order, each where it first occurs."""
     in_order, order = values.sort(stable=True)
     is_first = torch.ones_like(in_order, dtype=torch.bool)

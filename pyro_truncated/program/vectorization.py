@@ -134,7 +134,7 @@ def _warn_if_unlike(log_joint: LogJoint, words: Tensor, single: dict[str, Tensor
     number = words.shape[1]
     order = (torch.arange(number, device=words.device) + torch.arange(len(words), device=words.device).unsqueeze(-1)) % number
     beside_others = words.gather(1, order.unsqueeze(-1).expand_as(words))
-    name = _difference(_terms(log_joint, beside_others, "singly")[0], _in_order(single, order))
+    name = _difference(_terms(log_joint, beside_others, "singly")[0], _reorder_candidates(single, order))
     if not name:
         return False
     random_site = _difference(_terms(log_joint, words, "singly")[0], single)
@@ -156,7 +156,7 @@ def _warn_if_unlike(log_joint: LogJoint, words: Tensor, single: dict[str, Tensor
     return random_site is not None
 
 
-def _in_order(terms: Mapping[str, Tensor], order: Tensor) -> dict[str, Tensor]:
+def _reorder_candidates(terms: Mapping[str, Tensor], order: Tensor) -> dict[str, Tensor]:
     """Returns log probabilities ``(C, ..., N)`` with candidates in an order ``(N, C)``."""
     ordered_terms = {}
     for name, term in terms.items():

@@ -60,7 +60,7 @@ def log_prob_with_zeros(fn: Any, value: Tensor) -> Tensor | None:
     Returns:
         One number for each entry of the batch, or ``None``.
     """
-    return _through_wrappers(fn, value, _entry_log_prob)
+    return _apply_to_entries(fn, value, _entry_log_prob)
 
 
 def _entry_log_prob(fn: Any, value: Tensor) -> Tensor | None:
@@ -68,7 +68,7 @@ def _entry_log_prob(fn: Any, value: Tensor) -> Tensor | None:
     return None if formula is None else formula(fn, value)
 
 
-def _through_wrappers(fn: Any, value: Tensor, entry_formula: _Formula) -> Tensor | None:
+def _apply_to_entries(fn: Any, value: Tensor, entry_formula: _Formula) -> Tensor | None:
     """Returns what is said of single entries in the batch's shape.
 
     It is summed over events, without masked entries. Of classes with a density of their own nothing is said: it knows best.
@@ -77,7 +77,7 @@ def _through_wrappers(fn: Any, value: Tensor, entry_formula: _Formula) -> Tensor
         return None
     if not isinstance(fn, WRAPPERS):
         return entry_formula(fn, value)
-    entries = _through_wrappers(fn.base_dist, value, entry_formula)
+    entries = _apply_to_entries(fn.base_dist, value, entry_formula)
     if entries is None:
         return None
     if isinstance(fn, MaskedDistribution):
@@ -107,7 +107,7 @@ def impossible_entries(fn: Any, value: Tensor) -> Tensor | None:
 
     They are counted by batch entry; it is ``None`` for families that torch does not clamp.
     """
-    return _through_wrappers(fn, value, _impossible)
+    return _apply_to_entries(fn, value, _impossible)
 
 
 def _impossible(fn: Any, value: Tensor) -> Tensor | None:

@@ -190,14 +190,14 @@ class Cosine(_Dictionary):
     def _compare(self, observed: Tensor, weight: Tensor) -> Tensor:
         missing = observed.isnan()
         if not bool(missing.any()):
-            direction: Tensor = weight / _one_where_zero(weight.norm(dim=0))
+            direction: Tensor = weight / _replace_zeros(weight.norm(dim=0))
             return observed @ direction
         norm = ((~missing).to(weight) @ weight.square()).sqrt()
         projection: Tensor = observed.nan_to_num(nan=0.0) @ weight
-        return projection / _one_where_zero(norm)
+        return projection / _replace_zeros(norm)
 
 
-def _one_where_zero(norm: Tensor) -> Tensor:
+def _replace_zeros(norm: Tensor) -> Tensor:
     return torch.where(norm > 0, norm, 1.0)
 
 
@@ -307,7 +307,7 @@ class Preselection(AffinitySearch):
         scores = self._scores(batch, options)
         draws = batch.draws(self.generator)
         lottery = ops.Stream(ops.draw_seed(draws["generator"]))
-        selection = _best(scores, options, num_selected)
+        selection = _select_best(scores, options, num_selected)
         offset = ops.uniform(shape=(1,), **draws)
         num_random = (self.explore * num_selected + offset).floor().long().clamp(max=num_selected)
         # A device does the work for all data points rather than be waited for to know which ones need it.
@@ -315,7 +315,7 @@ class Preselection(AffinitySearch):
         most = min(num_selected, int(self.explore * num_selected) + 1)
         if len(selection[rows]) and most:
             keys = ops.uniform(draws["rows"][rows], (len(options),), generator=lottery)
-            selection[rows] = _with_chance(selection[rows], num_random[rows], most, options, keys)
+            selection[rows] = _replace_by_chance(selection[rows], num_random[rows], most, options, keys)
         return selection
 
     def _scores(self, batch: SearchBatch, options: Options) -> Tensor:
@@ -331,7 +331,7 @@ class Preselection(AffinitySearch):
         return scores.detach()
 
 
-def _with_chance(selection: Tensor, num_random: Tensor, most: int, options: Options, keys: Tensor) -> Tensor:
+def _replace_by_chance(selection: Tensor, num_random: Tensor, most: int, options: Options, keys: Tensor) -> Tensor:
     """Fills the last places of selections ``(N, K)`` by largest random keys.
 
     ``num_random`` is ``(N, 1)``. Options come from groups not selected.
@@ -340,11 +340,11 @@ def _with_chance(selection: Tensor, num_random: Tensor, most: int, options: Opti
     is_selected = torch.zeros(len(selection), options.num_groups, dtype=torch.bool, device=selection.device)
     is_selected.scatter_(1, options.group[selection], place < 0)
     # At least as many groups are left as places; what the fill would add beyond them is never looked at.
-    others = _best(keys.masked_fill(is_selected[:, options.group], -math.inf), options, most)
+    others = _select_best(keys.masked_fill(is_selected[:, options.group], -math.inf), options, most)
     return torch.where(place < 0, selection, others.gather(1, place.clamp(0, most - 1)))
 
 
-def _best(scores: Tensor, options: Options, count: int) -> Tensor:
+def _select_best(scores: Tensor, options: Options, count: int) -> Tensor:
     """Returns positions ``(N, count)`` of the largest scores ``(N, P)``.
 
     At most one of every group, the best first.

@@ -493,21 +493,21 @@ def save_sharded_checkpoint(
     rows: dict[str, Tensor] = {_short(name): modules["guide"].pop(name) for name in _row_names(svi.guide)}
     if isinstance(svi.guide, AutoTruncated) and isinstance(svi.guide.populations, ProductStore):
         numbers = [len(store.words) // store.portion.size for store in svi.guide.populations.stores if store.portion is not None]
-        rows = _by_data_point(rows, numbers, portion.size)
+        rows = _group_by_data_point(rows, numbers, portion.size)
     portion = portion.times(len(next(iter(rows.values()))) // portion.size)
     if optim.get("visited") is not None:
         rows["visited"] = optim.pop("visited")
     rows |= {_SEARCH + name: _pad(value, portion.size) for name, value in collect_rows(content["search"]).items()}
     content["search"] = without_rows(content["search"])
     folder = rows_folder(path) / str(number)
-    pieces = _by_all(lambda: write_rows(folder, rows, portion))
+    pieces = _run_on_all(lambda: write_rows(folder, rows, portion))
     content["rows"] = {"folder": folder.name, "written": pieces, "total": portion.total}
-    _by_all(lambda: write_checkpoint(path, content) if collectives.rank() == 0 else None)
+    _run_on_all(lambda: write_checkpoint(path, content) if collectives.rank() == 0 else None)
     if collectives.rank() == 0:
         remove_others(folder.parent, folder.name)
 
 
-def _by_all(act: Any) -> list[Any]:
+def _run_on_all(act: Any) -> list[Any]:
     """Returns all processes' results, or fails together."""
     error, result = None, None
     try:
@@ -543,7 +543,7 @@ def for_this_process(content: dict[str, Any], path: Path, svi: SVI, arguments: A
             if len(numbers) != number:
                 return content  # and named where it is loaded
             store_names = {f"groups.{place}.{name}" for place in range(number) for name in PopulationStore.ROWS}
-            every = _by_data_point({name: modules["guide"][_POPULATIONS + name] for name in store_names}, numbers, portion.total)
+            every = _group_by_data_point({name: modules["guide"][_POPULATIONS + name] for name in store_names}, numbers, portion.total)
         if not every:
             return content
         every["visited"] = optim.get("visited")
@@ -576,7 +576,7 @@ def _row_names(guide: torch.nn.Module) -> list[str]:
     return [f"{prefix}.{name}" if prefix else name for prefix, names in parts for name in names]
 
 
-def _by_data_point(rows: dict[str, Tensor], numbers: list[int], size: int) -> dict[str, Tensor]:
+def _group_by_data_point(rows: dict[str, Tensor], numbers: list[int], size: int) -> dict[str, Tensor]:
     """Rows of groups with so many nodes, as ``(size, nodes, inner plates, ...)``."""
     result = {}
     for name, value in rows.items():

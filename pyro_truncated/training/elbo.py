@@ -139,7 +139,7 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
                 return total([guide], _warn_if_infinite(_check_loss(-float(batch.mean_free_energy(self.num_particles))), guide))
             with explain_enumeration():
                 return self._others.stock_loss(call, guide)
-        with propagate_errors(guide, (args, kwargs)), self._beside_others(call, guide):
+        with propagate_errors(guide, (args, kwargs)), self._prepare_shared_loss(call, guide):
             return total(self._others.parts(call, guide), _check_loss(self._others.loss(call, guide)))
 
     def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -159,7 +159,7 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
                 return total_loss_for_ddp([guide], loss)
             with explain_enumeration():
                 return self._others.stock_differentiable_loss(call, guide)
-        with propagate_errors(guide, (args, kwargs)), self._beside_others(call, guide, searches=torch.is_grad_enabled()):
+        with propagate_errors(guide, (args, kwargs)), self._prepare_shared_loss(call, guide, searches=torch.is_grad_enabled()):
             return total_loss_for_ddp(self._others.parts(call, guide), self._others.differentiable_loss(call, guide))
 
     def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
@@ -181,7 +181,7 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
                 return total([guide], _check_loss(self._search_batch(call, guide).backward_(temperature, self.num_particles)))
             with explain_enumeration():
                 return self._others.stock_loss_and_grads(call, guide)
-        with self._beside_others(call, guide, searches=True):
+        with self._prepare_shared_loss(call, guide, searches=True):
             return total(self._others.parts(call, guide), _check_loss(self._others.loss_and_grads(call, guide)))
 
     def _search_batch(self, call: Call, guide: Any) -> Any:
@@ -213,7 +213,7 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
         return batch.search_(self.search, self.search_steps) if self._search_is_due() else batch.rescore_()
 
     @contextmanager
-    def _beside_others(self, call: Call, guide: Any, *, searches: bool = False) -> Iterator[None]:
+    def _prepare_shared_loss(self, call: Call, guide: Any, *, searches: bool = False) -> Iterator[None]:
         """What surrounds the loss of a guide beside others."""
         self._num_looks -= not searches
         with (
@@ -335,7 +335,7 @@ class EMStep:
                 flush_checks()
             self._revision = store.revision
             closed_form.collect(new, old, indices, scorer.full_size, scale=batch.data_per_row, is_part=store.is_part)
-            if closed_form.visited is not None and indices is not None and _anywhere(is_stale, store.is_part):
+            if closed_form.visited is not None and indices is not None and _holds_anywhere(is_stale, store.is_part):
                 positions = closed_form.visited.nonzero().squeeze(-1).to(store.words.device)
                 closed_form.renew(_statistics(closed_form, store.population(positions), temperature, call), is_part=store.is_part)
             return -free_energy
@@ -365,11 +365,11 @@ def _plate_indices(batch: Batch) -> Tensor | None:
     indices, minibatch = batch.plate_indices, current_batch()
     if not batch.populations.is_part:
         return indices
-    is_minibatch = _anywhere(indices is not None, True) if minibatch is None else minibatch.scale > 1
+    is_minibatch = _holds_anywhere(indices is not None, True) if minibatch is None else minibatch.scale > 1
     return torch.arange(batch.scorer.full_size) if indices is None and is_minibatch else indices
 
 
-def _anywhere(condition: bool, is_part: bool) -> bool:
+def _holds_anywhere(condition: bool, is_part: bool) -> bool:
     """Whether it holds in one of the processes that train together."""
     return bool(collectives.add([torch.tensor(float(condition))])[0]) if is_part else condition
 
@@ -435,7 +435,7 @@ class MixedGuides:
 
     def loss_and_grads(self, call: Call, guide: Any) -> float:
         """The loss, whose gradient is accumulated."""
-        part = self._slow_part(call, guide)
+        part = self._find_slow_part(call, guide)
         if part is None:
             return self.stock_loss_and_grads(call, guide)
         try:
@@ -465,18 +465,18 @@ class MixedGuides:
         They announce themselves at their index sites.
         """
         if self._known_parts is None or self._known_parts[0] is not guide:
-            with spare_random_numbers(), poutine.block(), torch.no_grad(), _before_search():
+            with spare_random_numbers(), poutine.block(), torch.no_grad(), _silence_impossible():
                 marks: list[Any] = [node["infer"].get("truncated") for node in sample_nodes(call.with_program(guide).trace()).values()]
             self._known_parts = guide, list(dict.fromkeys(mark["guide"]() for mark in marks if mark is not None))
         return self._known_parts[1]
 
     def prepare(self, call: Call, guide: Any) -> None:
         """Lets Pyro's ELBO count plates before training."""
-        if self._slow_part(call, guide) is None and self.stock.max_plate_nesting == math.inf:
-            with _silence_plate_warning(), _before_search():
+        if self._find_slow_part(call, guide) is None and self.stock.max_plate_nesting == math.inf:
+            with _silence_plate_warning(), _silence_impossible():
                 self.stock._guess_max_plate_nesting(call.model, guide, call.args, call.kwargs)
 
-    def _slow_part(self, call: Call, guide: Any) -> AutoTruncated | None:
+    def _find_slow_part(self, call: Call, guide: Any) -> AutoTruncated | None:
         """Returns a truncated part that Pyro cannot enumerate in parallel, if any.
 
         It must score this very model.
@@ -489,7 +489,7 @@ class MixedGuides:
 
         ``None`` if there is none, or the model observes all discrete sites.
         """
-        part = self._slow_part(call, guide)
+        part = self._find_slow_part(call, guide)
         if part is None:
             return None
         try:
@@ -505,7 +505,7 @@ class MixedGuides:
 
 
 @contextmanager
-def _before_search() -> Iterator[None]:
+def _silence_impossible() -> Iterator[None]:
     """Silences warnings of states that a search will replace."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"the loss is infinite|Encountered \+inf")
