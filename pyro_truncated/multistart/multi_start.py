@@ -100,7 +100,7 @@ class SolutionPool:
         """Adds a restart."""
         self.restarts.append(restart)
         code = solution.probabilities
-        if self._profile.is_matched and solution.population is not None:
+        if self._profile.learns_causes and solution.population is not None:
             code = solution.population.marginals().double().cpu()
         self.solutions.append(solution.replace(parameters={}, population=None, companion={}, probabilities=code))
         if self.groups:
@@ -249,7 +249,7 @@ class MultiStart:
             name = self._initialize(number)
             solution = self._restart()
             steps = self._num_steps - before
-            if profile.is_shared:
+            if profile.shares_latents:
                 revival = DeadLatents(profile)
                 solution = improve(solution, revival, revival.search_and_train, profile.tolerance, counts)
             for move in profile.config.moves:
@@ -324,7 +324,7 @@ class StopRule:
     def min_restarts(self) -> int:
         """The least number of restarts: more where these easily agree by chance."""
         profile, config = self._profile, self._config
-        is_doubtful = profile.is_shared or profile.has_companion
+        is_doubtful = profile.shares_latents or profile.has_companion
         if profile.space is not None and profile.is_mixture:
             is_doubtful |= profile.y.numel() * profile.space.size <= config.small_mixture
         elif profile.space is not None and self._are_by_gradients and not profile.is_product:
@@ -344,7 +344,7 @@ class StopRule:
         number = len(pool.energies)
         if number >= self.min_restarts:
             is_early = pool.targets is not None and number < self._config.min_warm_restarts
-            if (self._profile.is_matched or pool.is_network) and not is_early and is_gain_below_error(pool.estimates):
+            if (self._profile.learns_causes or pool.is_network) and not is_early and is_gain_below_error(pool.estimates):
                 return "another restart is expected to gain less than chance or more steps"
             if pool.groups and pool.is_complete():
                 return "each latent of the best was found by two restarts"
@@ -366,7 +366,7 @@ class StopRule:
         if self._profile.is_chain and self._config.tolerance is None and pool.share_chains():
             return None
         energies = ", ".join(f"{value:.2f}" for value in sorted(pool.energies, reverse=True))
-        unit = "per posterior" if self._profile.is_shared else "per data point"
+        unit = "per posterior" if self._profile.shares_latents else "per data point"
         if self._profile.is_mixture:
             return f"{number} restarts reached different free energies {unit} ({energies}), and another one may reach more"
         if self._reach_equal_energies(pool, must_be_alike=False):
@@ -393,7 +393,7 @@ class StopRule:
             # Covariates do not count.
             size = (self._profile.y if pool.targets is None else pool.targets)[0].numel()
             gap = max(gap, self._config.network_gap * size)
-        return self._share_code(pool, gap) or self._reach_equal_energies(pool, self._are_by_gradients or self._profile.is_matched)
+        return self._share_code(pool, gap) or self._reach_equal_energies(pool, self._are_by_gradients or self._profile.learns_causes)
 
     def _share_code(self, pool: SolutionPool, gap: float) -> bool:
         """Whether another restart has the latents of the best one.

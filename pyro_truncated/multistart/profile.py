@@ -156,7 +156,7 @@ class Profile:
         return total_rows(self.y)
 
     @property
-    def is_shared(self) -> bool:
+    def shares_latents(self) -> bool:
         """Whether rows of data share latents."""
         return self.num_posteriors < self.num_data and not self.is_product
 
@@ -166,14 +166,14 @@ class Profile:
         return self.space is not None and has_many_latents(self.space)
 
     @property
-    def is_matched(self) -> bool:
+    def learns_causes(self) -> bool:
         """Whether closed-form M-steps learn causes that are off at zero."""
         return self.is_resizable and self.optimizer == "closed-form M-steps"
 
     @property
     def has_decoder(self) -> bool:
         """Whether gradients train a network with a posterior for each row."""
-        return self.is_network and self.optimizer == "gradients" and not self.is_shared and not self.is_product
+        return self.is_network and self.optimizer == "gradients" and not self.shares_latents and not self.is_product
 
     def initialize(self) -> None:
         """Goes where a restart begins, if an initialiser draws it."""
@@ -225,7 +225,7 @@ class Profile:
         if self.is_mixture:
             num_parameters = sum(value.numel() for value in learned_parameters(self.model, self.y).values())
             number = max(number, config.mixture_min_data, config.mixture_data_per_parameter * num_parameters)
-        is_all = self.is_shared or self.is_product or self.num_data <= number
+        is_all = self.shares_latents or self.is_product or self.num_data <= number
         part = some_rows(self.y, self.num_data) if is_all else drawn_rows(self.y, number, self.generator)
         is_full = self.max_restarts == 1 or self.is_product or (self.initializer is not None and not self.is_informed)
         has_all_states = is_full or space is None or space.size <= self.num_states

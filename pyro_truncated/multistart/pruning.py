@@ -160,7 +160,7 @@ def start_overcomplete(profile: Profile) -> Solution:
         if profile.is_large:
             return pruner.converge(max(1, steps // 2))
         pruner.prune(model.num_latents)
-        if not profile.is_matched:
+        if not profile.learns_causes:
             return pruner.converge(steps)
         original = pruner.trainer.record(NOTHING.estimate)
         positions = pruner.prune_redundant()

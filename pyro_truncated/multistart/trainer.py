@@ -178,8 +178,8 @@ class Trainer:
             return
         before, energy, y = self.elbo.search, -math.inf, self.profile.y
         # In a single posterior a round may find nothing by chance.
-        least = -math.inf if self.profile.is_shared else self.profile.config.gain
-        if self.intensify_search() and not self.profile.is_shared and self.truncated_guide.space.is_binary:
+        least = -math.inf if self.profile.shares_latents else self.profile.config.gain
+        if self.intensify_search() and not self.profile.shares_latents and self.truncated_guide.space.is_binary:
             self.elbo.search = CombinedFlips()
         with torch.no_grad(), poutine.block():
             for _ in range(_MAX_SEARCH_ROUNDS):

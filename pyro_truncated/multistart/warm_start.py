@@ -33,7 +33,7 @@ def decoder_targets(profile: Profile) -> Tensor | None:
     """
     model, y = profile.model, profile.y
     is_decoder = profile.optimizer == "gradients" and profile.is_network and profile.initializer is None
-    if not is_decoder or profile.is_large or profile.has_companion or profile.is_shared:
+    if not is_decoder or profile.is_large or profile.has_companion or profile.shares_latents:
         return None
     parameters = learned_parameters(model, y)
     layout = profile.set_up_guide().layout
