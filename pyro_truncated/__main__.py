@@ -29,12 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     for name, (help_text, _) in _COMMANDS.items():
         commands.add_parser(name, help=help_text, add_help=False)
-    known, rest = parser.parse_known_args(arguments)
-    if known.command is None:
+    options, rest = parser.parse_known_args(arguments)
+    if options.command is None:
         parser.print_help()
         return 0
     try:
-        return _COMMANDS[known.command][1](rest)
+        return _COMMANDS[options.command][1](rest)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -61,8 +61,10 @@ def _demo(arguments: Sequence[str]) -> int:
     y = linear_bars(args.images, size=5, mean_active=2.0).data
     model, start = BinarySparseCoding(25, 10), time.monotonic()
     guide = pyro_truncated.learn(model, y, steps=30)
-    found = matched_bars(model.weight.detach(), 10 * bar_components(5))
-    print(f"{args.images} images of 5 x 5 pixels, each the sum of some of ten bars: {found} bars found in {time.monotonic() - start:.0f} s")
+    num_bars = matched_bars(model.weight.detach(), 10 * bar_components(5))
+    print(
+        f"{args.images} images of 5 x 5 pixels, each the sum of some of ten bars: {num_bars} bars found in {time.monotonic() - start:.0f} s"
+    )
     idata = pyro_truncated.to_arviz(model, guide, y, checks=pyro_truncated.check_truncation(guide, y))
     idata.to_netcdf(args.output / "demo.nc")
     pyro_truncated.diagnose(idata, args.output / "demo.html", weight=model.weight.detach(), warn=False)

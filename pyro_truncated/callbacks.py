@@ -178,11 +178,11 @@ class SplitAndMerge:
 
     def __call__(self, training: Training) -> dict[str, float]:
         """Called after every step."""
-        moved = 0
+        num_moves = 0
         if not self.is_done and training.steps % self.every == 0:
-            moved = training.svi.model.split_and_merge(training.svi.guide, self.y, self.generator)
-            self.is_done = moved == 0
-        return {"moved": float(moved)}
+            num_moves = training.svi.model.split_and_merge(training.svi.guide, self.y, self.generator)
+            self.is_done = num_moves == 0
+        return {"moved": float(num_moves)}
 
 
 class RestartUnused:

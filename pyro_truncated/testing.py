@@ -20,6 +20,7 @@ from pyro_truncated.guide.product_posterior import ProductPosterior
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.supports import log_prob_on_support
+from pyro_truncated.utils.arrays import rounding_tolerance
 
 __all__ = ["check_guide", "enumerate_log_joint"]
 
@@ -96,8 +97,8 @@ def check_guide(guide: AutoTruncated, *args: Any, max_states: int = 1024, **kwar
         return
     log_joint = _scorer(guide, args, kwargs, None)
     population = guide.population(log_joint.indices)
-    repeated = population.find_duplicates()
-    assert not len(repeated), f"states repeat within {len(repeated)} data points (first: {int(repeated[0])})"
+    duplicates = population.find_duplicates()
+    assert not len(duplicates), f"states repeat within {len(duplicates)} data points (first: {int(duplicates[0])})"
 
     together, single = log_joint.score(population.words), _one_by_one(log_joint, population.words)
     _assert_equal(together, single)
@@ -105,11 +106,11 @@ def check_guide(guide: AutoTruncated, *args: Any, max_states: int = 1024, **kwar
         words = guide.space.enumerate(guide.words.device).expand(log_joint.num_data, -1, -1)
         evidence = _one_by_one(log_joint, words).double().logsumexp(-1)
         excess = together.double().logsumexp(-1) - evidence
-        assert bool((excess <= _tolerance(single)).all()), (
+        assert bool((excess <= rounding_tolerance(single)).all()), (
             f"the free energy of data point {int(excess.argmax())} of the batch exceeds its log evidence by {float(excess.max()):.3g}"
         )
 
-    _check_saving(guide)
+    _check_state_dict(guide)
 
 
 def _check_product(guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any], max_states: int) -> None:
@@ -123,10 +124,10 @@ def _check_product(guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[
         evidence = enumerate_log_joint(guide, *args, max_states=max_states, values=batch.scorer.values, **kwargs).double().logsumexp(-1)
         excess = float((ProductPosterior([batch]).free_energy() - evidence).max())
         assert excess <= 1e-6 * (1.0 + float(evidence.abs().max())), f"a free energy exceeds its log evidence by {excess:.3g}"
-    _check_saving(guide)
+    _check_state_dict(guide)
 
 
-def _check_saving(guide: AutoTruncated) -> None:
+def _check_state_dict(guide: AutoTruncated) -> None:
     fresh = AutoTruncated(guide.model, guide.num_states, max_count=guide.max_count)
     fresh.load_state_dict(guide.state_dict())
     for name, value in guide.state_dict().items():
@@ -155,13 +156,14 @@ def _one_by_one(log_joint: LogJoint, words: Tensor) -> Tensor:
     columns = []
     for column in layout.space.unpack(words).unbind(1):
         states = layout.site_values(column, log_joint.sizes, log_joint.dtypes)
-        states = {name: value for name, value in states.items() if name not in log_joint.observed}
+        states = {name: value for name, value in states.items() if name not in log_joint.observed_sites}
         # A state outside the support of an observation has probability zero: to the model it is no mistake.
         with poutine.block(), pyro.validation_enabled(False):
             trace = log_joint.call.with_program(poutine.condition(log_joint.call.model, data={**log_joint.values, **states})).trace()
         columns.append(_per_data_point(trace, log_joint))
     scores = torch.stack(columns, -1)
-    return scores if log_joint.known is None else scores.masked_fill(log_joint.known.contradicts(words), -torch.inf)
+    levels = log_joint.known_levels
+    return scores if levels is None else scores.masked_fill(levels.contradicts(words), -torch.inf)
 
 
 def _per_data_point(trace: poutine.Trace, log_joint: LogJoint) -> Tensor:
@@ -181,15 +183,9 @@ def _per_data_point(trace: poutine.Trace, log_joint: LogJoint) -> Tensor:
     return total
 
 
-def _tolerance(log_joint: Tensor) -> float:
-    """A thousand roundings of the largest log joint."""
-    largest = log_joint[log_joint.isfinite()].abs()
-    return 1e3 * torch.finfo(log_joint.dtype).eps * (1.0 + (float(largest.max()) if largest.numel() else 0.0))
-
-
 def _assert_equal(together: Tensor, single: Tensor) -> None:
     difference = torch.where(together == single, 0.0, together.double() - single.double()).abs()
-    wrong = (~(difference <= _tolerance(single))).nonzero()
+    wrong = (~(difference <= rounding_tolerance(single))).nonzero()
     if len(wrong):
         row, column = wrong[0].tolist()
         raise AssertionError(

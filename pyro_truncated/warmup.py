@@ -112,9 +112,9 @@ def _causes(kind: Callable[..., Any], *, missing: bool = True, binary: bool = Fa
 
     def task(dtype: torch.dtype) -> None:
         y = (_data(dtype) > 1.5).to(dtype) if binary else _data(dtype)
-        holed = y.clone()
-        holed[0, 0] = torch.nan
-        for data in (y, holed) if missing else (y,):
+        incomplete = y.clone()
+        incomplete[0, 0] = torch.nan
+        for data in (y, incomplete) if missing else (y,):
             model = kind(9, _LATENTS, dtype=dtype).initialize(y)
             _train(model, data, EvolutionarySearch(), closed_form=True)
             _train(model, data, EvolutionarySearch())

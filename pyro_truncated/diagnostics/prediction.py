@@ -23,8 +23,9 @@ from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.sites import sample_nodes
 from pyro_truncated.search import EvolutionarySearch, ExhaustiveSearch
 from pyro_truncated.utils import arviz_compat as compat
-from pyro_truncated.utils.arguments import check_count, check_counts, names_arguments
+from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, names_arguments
 from pyro_truncated.utils.arviz_compat import get_dataset, group_names
+from pyro_truncated.utils.constraints import first_invalid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +57,11 @@ class RestartComparison:
         """Returns best minus worst free energy per data point, in nats."""
         return float(self.free_energy.max() - self.free_energy.min()) / self.activation.shape[1]
 
-    def shared(self, threshold: float = 0.9) -> Tensor:
+    def match_rate(self, threshold: float = 0.9) -> Tensor:
         """Returns the share of the best restart's latents in each restart, ``(R,)``."""
         return (self.similarity >= threshold).double().mean(-1)
+
+    shared = Renamed("match_rate")
 
 
 @names_arguments
@@ -85,8 +88,9 @@ def match_latents(reference: Tensor, other: Tensor, *, centred: bool = True) -> 
     """
     if reference.dim() != 2 or reference.shape != other.shape:
         raise ValueError(f"reference and other must both have shape (L, F); got {tuple(reference.shape)} and {tuple(other.shape)}")
-    if not bool(reference.isfinite().all() and other.isfinite().all()):
-        raise ValueError("reference and other must be finite; got NaN or infinity")
+    for name, rows in (("reference", reference), ("other", other)):
+        if not bool(rows.isfinite().all()):
+            raise ValueError(f"reference and other must be finite; got {first_invalid(rows, rows.isfinite())} of {name}")
     table = _unit_rows(reference, centred) @ _unit_rows(other, centred).mT
     rows, columns = linear_sum_assignment(table.numpy(), maximize=True)
     return torch.as_tensor(columns), table[torch.as_tensor(rows), torch.as_tensor(columns)]
@@ -132,23 +136,24 @@ def compare_restarts(
     """
     if not guides:
         raise ValueError("guides must hold at least one guide; got none")
-    for name, given in (("components", components), ("stores", stores)):
-        if given is not None and len(given) != len(guides):
-            raise ValueError(f"{name} must hold one entry per guide; got {len(given)} for {len(guides)}")
+    for name, entries in (("components", components), ("stores", stores)):
+        if entries is not None and len(entries) != len(guides):
+            raise ValueError(f"{name} must hold one entry per guide; got {len(entries)} for {len(guides)}")
     populations = []
     for position, guide in enumerate(guides):
         with contextlib.nullcontext() if stores is None else pyro.get_param_store().scope(stores[position]):
             populations.append(score_populations(guide, args, kwargs)[2])
     if len({population.space for population in populations}) > 1:
-        raise ValueError("the restarts differ in their discrete latents; only fits of one model can be matched")
+        numbers = [population.space.num_latents for population in populations]
+        raise ValueError(f"all restarts must be fits of one model, with the same discrete latents; got {numbers} latents")
     activation = [plain(population.marginals()).double() for population in populations]
     free_energy = torch.stack([plain(population.free_energy()).sum() for population in populations])
     best = int(free_energy.argmax())
     features = [values.mT for values in activation] if components is None else [plain(part).mT for part in components]
     matches = [match_latents(features[best], own, centred=components is None) for own in features]
     order, similarity = torch.stack([order for order, _ in matches]), torch.stack([similar for _, similar in matches])
-    matched = torch.stack([values[:, own] for values, own in zip(activation, order, strict=True)])
-    return RestartComparison(free_energy, best, order, similarity, matched)
+    matched_activation = torch.stack([values[:, own] for values, own in zip(activation, order, strict=True)])
+    return RestartComparison(free_energy, best, order, similarity, matched_activation)
 
 
 Fit = Callable[..., Any]
@@ -212,11 +217,11 @@ def simulation_based_calibration(
         ValueError: if a count is below 1 or the model subsamples.
     """
     num_simulations, num_draws = check_counts(num_simulations=num_simulations, num_draws=num_draws)
-    collected: dict[str, list[Tensor]] = {}
+    transforms: dict[str, list[Tensor]] = {}
     for _ in range(num_simulations):
         for name, values in _simulate(model, args, kwargs, fit or fit_populations, num_draws).items():
-            collected.setdefault(name, []).append(values)
-    return Calibration({name: plain(torch.cat(values)) for name, values in collected.items()})
+            transforms.setdefault(name, []).append(values)
+    return Calibration({name: plain(torch.cat(values)) for name, values in transforms.items()})
 
 
 def fit_populations(
@@ -240,15 +245,15 @@ def _simulate(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
     with poutine.block():
         truth = sample_nodes(poutine.trace(free).get_trace(*args, **kwargs))
     data = {name: node["value"] for name, node in truth.items() if node["infer"].get("was_observed")}
-    simulated = poutine.condition(free, data=data)
+    conditioned_model = poutine.condition(free, data=data)
     with torch.enable_grad():
-        guide = fit(simulated, *args, **kwargs)
+        guide = fit(conditioned_model, *args, **kwargs)
     part = find_truncated_guide(guide)
     others = {name: truth[name]["value"] for name in part.layout.other_latents}
     with poutine.block():
         scorer = part.make_scorer(*args, values=others, **kwargs)
         if scorer.num_data != scorer.full_size:
-            raise ValueError("simulation-based calibration needs all data points at once; the model subsampled some of them")
+            raise ValueError(f"calibration needs all {scorer.full_size} data points at once; got a subsample of {scorer.num_data}")
         states = {name: truth[name]["value"] for name in part.layout.sites}
         words = part.space.pack(part.layout.encode_values(states, part.layout.full_sizes)).unsqueeze(1)
         draws = [_draw_companions(guide, args, kwargs) for _ in range(num_draws if others and part is not guide else 1)]
@@ -280,9 +285,9 @@ def _state_transforms(
         for name, (values, true) in statistics.items():
             # The same state scores the same only up to rounding.
             tolerance = 1e-5 * (1 + true.abs()) if true.is_floating_point() else 0
-            tied = (values - true).abs() <= tolerance
-            below[name] = below.get(name, 0.0) + (weights * ((values < true) & ~tied)).sum(-1) / len(draws)
-            equal[name] = equal.get(name, 0.0) + (weights * tied).sum(-1) / len(draws)
+            is_tie = (values - true).abs() <= tolerance
+            below[name] = below.get(name, 0.0) + (weights * ((values < true) & ~is_tie)).sum(-1) / len(draws)
+            equal[name] = equal.get(name, 0.0) + (weights * is_tie).sum(-1) / len(draws)
     return {name: below[name] + torch.rand_like(below[name]) * equal[name] for name in below}
 
 
@@ -292,8 +297,8 @@ def _global_transforms(scorer: LogJoint, others: Mapping[str, Tensor], draws: li
     for name, true in others.items():
         if scorer.is_inside(scorer.nodes[name]) or not all(name in draw for draw in draws):
             continue
-        drawn = torch.stack([draw[name].reshape(-1) for draw in draws]).double()
-        rank = (drawn < true.reshape(-1).double()).sum(0) + torch.rand(true.numel(), dtype=torch.float64)
+        samples = torch.stack([draw[name].reshape(-1) for draw in draws]).double()
+        rank = (samples < true.reshape(-1).double()).sum(0) + torch.rand(true.numel(), dtype=torch.float64)
         for position, value in enumerate(rank / (len(draws) + 1)):
             result[f"{name}[{position}]" if true.numel() > 1 else name] = value.reshape(1)
     return result
@@ -336,26 +341,28 @@ class CrossValidation:
     @property
     def caveats(self) -> list[str]:
         """What speaks against taking ``elpd`` at face value."""
-        found = []
+        caveats = []
         if self.is_plug_in:
-            found.append(
+            caveats.append(
                 "the parameters are point estimates, so the value is the log likelihood of training data, and favours large models. "
                 "Compare on held-out data (guide.infer), or give the parameters priors and a guide"
             )
         if self.num_restarts > 1:
-            found.append(f"it is that of the best of {self.num_restarts} restarts, whose point estimates are no draws from one posterior")
+            caveats.append(f"it is that of the best of {self.num_restarts} restarts, whose point estimates are no draws from one posterior")
         if self.conditional_on:
-            found.append(f"the latents {self.conditional_on} of data points are not summed out, which can be wrong by hundreds of nats")
+            caveats.append(f"the latents {self.conditional_on} of data points are not summed out, which can be wrong by hundreds of nats")
         share = float((~(self.pareto_k <= PARETO_LIMIT)).mean())
         if share > 0:
-            found.append(f"{share:.0%} of the tail indices exceed {PARETO_LIMIT}: leave these data points out in earnest")
-        return found
+            caveats.append(f"{share:.0%} of the tail indices exceed {PARETO_LIMIT}: leave these data points out in earnest")
+        return caveats
 
 
 def likelihood_name(idata: Any) -> str:
     """The variable of the group ``log_likelihood``."""
     if "log_likelihood" not in group_names(idata):
-        raise ValueError("the data have no group log_likelihood; to_arviz leaves it out where it does not exist")
+        raise ValueError(
+            f"the data have no group log_likelihood, which to_arviz leaves out where it does not exist, only {group_names(idata)}"
+        )
     names = list(get_dataset(idata, "log_likelihood").data_vars)
     if len(names) != 1:
         raise ValueError(f"log_likelihood holds the variables {names}; choose one with var_name")
@@ -390,14 +397,14 @@ def cross_validate(idata: Any, *, var_name: str | None = None) -> CrossValidatio
     # Of one guide all chains hold draws of the same posterior; restarts are one chain each.
     values = values.reshape(int(data.attrs.get("num_restarts", len(values))), -1, *values.shape[2:])
     values = values.reshape(*values.shape[:2], -1)
-    given, is_plug_in = str(data.attrs.get("conditional_on", "")), bool(data.attrs.get("point_estimates_only", 0))
+    conditional_on, is_plug_in = str(data.attrs.get("conditional_on", "")), bool(data.attrs.get("point_estimates_only", 0))
     # Ratios that do not vary need no importance sampling, and have no tail to be fitted.
-    if (is_plug_in and not given) or np.ptp(values, axis=1).max() <= 1e-9 * np.abs(values).max():
+    if (is_plug_in and not conditional_on) or np.ptp(values, axis=1).max() <= 1e-9 * np.abs(values).max():
         restarts = np.logaddexp.reduce(values, axis=1) - np.log(values.shape[1])
         pointwise = restarts[restarts.sum(1).argmax()]
         error = float(np.sqrt(len(pointwise) * pointwise.var()))
-        return CrossValidation(float(pointwise.sum()), error, 0.0, pointwise, np.zeros(len(pointwise)), True, given, len(values))
-    return CrossValidation(**vars(compat.loo(idata, name)), is_plug_in=is_plug_in, conditional_on=given)
+        return CrossValidation(float(pointwise.sum()), error, 0.0, pointwise, np.zeros(len(pointwise)), True, conditional_on, len(values))
+    return CrossValidation(**vars(compat.loo(idata, name)), is_plug_in=is_plug_in, conditional_on=conditional_on)
 
 
 @names_arguments
@@ -520,19 +527,19 @@ def loo_pit(idata: Any, *, name: str | None = None, seed: int = 0) -> np.ndarray
         raise ValueError("the data have no group marginal_predictive; call to_arviz with num_predictive > 0")
     name = name or observed_name(idata, group)
     observed = get_dataset(idata, "observed_data")[name].values
-    drawn = get_dataset(idata, group)[name].values
-    drawn = drawn.reshape(-1, *drawn.shape[2:])
+    samples = get_dataset(idata, group)[name].values
+    samples = samples.reshape(-1, *samples.shape[2:])
     likelihood = get_dataset(idata, "log_likelihood")[likelihood_name(idata)].values
     chains = len(likelihood)
     # The predictive draws go with the first draws of each chain.
-    likelihood = likelihood[:, : len(drawn) // chains].reshape(len(drawn), -1)
+    likelihood = likelihood[:, : len(samples) // chains].reshape(len(samples), -1)
     num_data = likelihood.shape[1]
-    observed, drawn = observed.reshape(num_data, -1), drawn.reshape(len(drawn), num_data, -1)
+    observed, samples = observed.reshape(num_data, -1), samples.reshape(len(samples), num_data, -1)
     weights = np.exp(compat.smoothed_weights(-likelihood.T)).T[..., None]
     weights /= weights.sum(0)
-    below, equal = (weights * (drawn < observed)).sum(0), (weights * (drawn == observed)).sum(0)
+    below, equal = (weights * (samples < observed)).sum(0), (weights * (samples == observed)).sum(0)
     # As a rank among the draws, so that a finite number of them does not spoil uniformity.
-    count, uniform = len(drawn), np.random.default_rng(seed).random(observed.shape)
+    count, uniform = len(samples), np.random.default_rng(seed).random(observed.shape)
     ranks = (count * below + uniform * (count * equal + 1)) / (count + 1)
     return np.asarray(np.where(np.isnan(observed), np.nan, ranks))
 
@@ -579,11 +586,11 @@ def predictive_p_values(
     """
     name = name or observed_name(idata, group)
     observed = get_dataset(idata, "observed_data")[name].values
-    is_seen = ~np.isnan(observed) if np.issubdtype(observed.dtype, np.floating) else np.ones(observed.shape, dtype=bool)
-    drawn = get_dataset(idata, group)[name].values
-    drawn = drawn.reshape(-1, *drawn.shape[2:])
+    is_observed = ~np.isnan(observed) if np.issubdtype(observed.dtype, np.floating) else np.ones(observed.shape, dtype=bool)
+    samples = get_dataset(idata, group)[name].values
+    samples = samples.reshape(-1, *samples.shape[2:])
     result = {}
     for label, statistic in (statistics or STATISTICS).items():
-        own, others = statistic(observed[is_seen]), np.array([statistic(values[is_seen]) for values in drawn])
+        own, others = statistic(observed[is_observed]), np.array([statistic(values[is_observed]) for values in samples])
         result[label] = float((others > own).mean() + 0.5 * (others == own).mean())
     return result

@@ -271,8 +271,8 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         if self.product is not None:
             self.batch(call, self.other_values(call)).rescore_()
             return self._product_posterior()
-        averaged = average_over_draws(self, call)
-        return self.batch(call).rescore_() if averaged is None else self.populations.store_averages_(averaged)
+        population = average_over_draws(self, call)
+        return self.batch(call).rescore_() if population is None else self.populations.store_averages_(population)
 
     def infer(
         self, data: Any, search: Search | None = None, steps: int = 10, *, num_states: int | None = None, init: Init = None, **kwargs: Any
@@ -360,10 +360,10 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
             batch = self.batch(call, values)
             assert isinstance(batch, (ProductBatch, ChainBatch))
             yield batch
-            following = self.other_values(call, subsamples=batch.scorer.subsamples)
-            if all(torch.equal(values[name], following[name]) for name in values):
+            next_values = self.other_values(call, subsamples=batch.scorer.subsamples)
+            if all(torch.equal(values[name], next_values[name]) for name in values):
                 return
-            values = following
+            values = next_values
 
     def _refuse_product(self) -> None:
         """Refuses to list whole states if each node has its own set.
@@ -465,9 +465,9 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
 
         Without the model's arguments, it is that of all data points when last scored.
         """
-        is_called = bool(call.args or call.kwargs) or self.prototype_trace is None
+        has_arguments = bool(call.args or call.kwargs) or self.prototype_trace is None
         stores = self.populations.stores
-        if not is_called and takes_arguments(self.model, otherwise=not any(bool(store.log_joint.isnan().any()) for store in stores)):
+        if not has_arguments and takes_arguments(self.model, otherwise=not any(bool(store.log_joint.isnan().any()) for store in stores)):
             return self.stored_posterior()
         with torch.no_grad():
             batch = self.batch(call, self.other_values(call, median=True))

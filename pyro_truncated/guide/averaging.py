@@ -22,6 +22,7 @@ from pyro_truncated.guide.batch import Batch
 from pyro_truncated.guide.truncated_guide import TruncatedGuide
 from pyro_truncated.program.call import Call
 from pyro_truncated.states.population import Population
+from pyro_truncated.utils.arrays import rounding_tolerance
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 
@@ -90,12 +91,12 @@ def average_over_draws(guide: TruncatedGuide, call: Call, subsamples: Mapping[st
             weights = weights + population.weights().double()
             free_energy = free_energy + population.free_energy()
             num_draws, subsamples = num_draws + 1, batch.scorer.subsamples
-            following = guide.other_values(call, subsamples=subsamples)
-            if all(torch.equal(values[name], following[name]) for name in values):
+            next_values = guide.other_values(call, subsamples=subsamples)
+            if all(torch.equal(values[name], next_values[name]) for name in values):
                 break
-            values = following
-        averaged = (weights / num_draws).log() + (free_energy / num_draws).unsqueeze(-1)
-    return dataclasses.replace(population, log_joint=averaged.to(population.log_joint.dtype))
+            values = next_values
+        log_joint = (weights / num_draws).log() + (free_energy / num_draws).unsqueeze(-1)
+    return dataclasses.replace(population, log_joint=log_joint.to(population.log_joint.dtype))
 
 
 def rescore_over_draws(guide: TruncatedGuide, batch: Batch) -> Population:
@@ -103,8 +104,8 @@ def rescore_over_draws(guide: TruncatedGuide, batch: Batch) -> Population:
 
     One draw is enough where they do not differ.
     """
-    averaged = _average_weights(guide, batch)
-    return batch.rescore() if averaged is None else averaged
+    population = _average_weights(guide, batch)
+    return batch.rescore() if population is None else population
 
 
 def _average_weights(guide: TruncatedGuide, batch: Batch) -> Population | None:
@@ -119,7 +120,8 @@ def _average_weights(guide: TruncatedGuide, batch: Batch) -> Population | None:
     population = batch.rescore()
     one, other = population.log_joint.double(), batch.rescore().log_joint.double()
     if guide.is_conditional_exact is None:
-        guide.is_conditional_exact = _are_equal(one, other, population.log_joint.dtype)
+        tolerance = rounding_tolerance(one, population.log_joint.dtype)
+        guide.is_conditional_exact = torch.allclose(one, other, rtol=0.0, atol=tolerance)
     if guide.is_conditional_exact:
         return None
     num_draws = 2
@@ -139,21 +141,14 @@ def _distance(one: Tensor, other: Tensor) -> float:
     return 0.5 * float((one.softmax(-1) - other.softmax(-1)).abs().sum(-1).nan_to_num(0.0).mean())
 
 
-def _are_equal(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
-    """Whether log joints of the same states differ by rounding only."""
-    possible = one > -math.inf
-    size = 1.0 + float(one[possible].abs().max()) if bool(possible.any()) else 1.0
-    return torch.allclose(one, other, rtol=0.0, atol=1e3 * torch.finfo(dtype).eps * size)
-
-
 def average_over_conditional_(guide: TruncatedGuide, call: Call) -> None:
     """Stores averages over the draws of an approximate conditional.
 
     They replace log joints given one draw.
     """
-    averaged = None if guide.conditional is None else average_over_draws(guide, call)
-    if averaged is not None:
-        guide.populations.store_averages_(averaged)
+    population = None if guide.conditional is None else average_over_draws(guide, call)
+    if population is not None:
+        guide.populations.store_averages_(population)
 
 
 @torch.no_grad()
@@ -176,23 +171,23 @@ def readable(guide: TruncatedGuide, indices: Tensor | None, call: Call | None) -
     if call is None or not bool(guide.populations.log_joint.isnan().all()):
         return average_populations(guide, guide.populations.scored_population(indices), call)
     population = guide.populations.population(indices)
-    return average_populations(guide, population, call) if _makes_draws(guide, call) else _rescore_now(guide, population, call)
+    return average_populations(guide, population, call) if _makes_draws(guide, call) else _rescore_all(guide, population, call)
 
 
-def _rescore_now(guide: TruncatedGuide, population: Population, call: Call) -> Population:
+def _rescore_all(guide: TruncatedGuide, population: Population, call: Call) -> Population:
     """Returns populations with log joints under the current model.
 
     They are NaN where the model's last call does not reach.
     """
     log_joint = guide.populations.log_joint.clone()
-    wanted = torch.arange(len(log_joint), device=log_joint.device) if population.indices is None else population.indices.long()
+    indices = torch.arange(len(log_joint), device=log_joint.device) if population.indices is None else population.indices.long()
     with spare_random_numbers(), poutine.block():
-        for subsamples in _batches(guide, call, wanted):
+        for subsamples in _batches(guide, call, indices):
             batch = guide.batch(call, subsamples).rescore()
             # Where nothing is stored, the store does not have the type of the model's numbers yet.
             log_joint = log_joint.to(batch.log_joint.dtype)
             log_joint[slice(None) if batch.indices is None else batch.indices] = batch.log_joint
-    return dataclasses.replace(population, log_joint=log_joint[wanted])
+    return dataclasses.replace(population, log_joint=log_joint[indices])
 
 
 @torch.no_grad()
@@ -211,25 +206,25 @@ def average_populations(guide: TruncatedGuide, population: Population, call: Cal
     """
     if not _makes_draws(guide, call):
         return population
-    done = guide.populations.are_averages.to(guide.populations.words.device)
-    wanted = torch.arange(len(done), device=done.device) if population.indices is None else population.indices.long()
-    if bool(done[wanted].all()):
+    is_done = guide.populations.average_mask.to(guide.populations.words.device)
+    indices = torch.arange(len(is_done), device=is_done.device) if population.indices is None else population.indices.long()
+    if bool(is_done[indices].all()):
         return population
     log_joint = guide.populations.log_joint.clone()
-    for batch in [] if call is None else _averaged_batches(guide, call, wanted):
+    for batch in [] if call is None else _averaged_batches(guide, call, indices):
         where = slice(None) if batch.indices is None else batch.indices
         log_joint = log_joint.to(batch.log_joint.dtype)
-        log_joint[where], done[where] = batch.log_joint, True
-    missed = int((~done[wanted]).sum())
-    if missed:
+        log_joint[where], is_done[where] = batch.log_joint, True
+    num_missed = int((~is_done[indices]).sum())
+    if num_missed:
         warnings.warn(
-            f"the posteriors of {missed} data points are those given one draw of the latents {guide.layout.other_latents}: "
+            f"the posteriors of {num_missed} data points are those given one draw of the latents {guide.layout.other_latents}: "
             "the last call of the model did not reach them. Call guide.refresh_(*args) with the arguments of each minibatch, which "
             "averages over draws.",
             OneDrawWarning,
             stacklevel=5,
         )
-    return dataclasses.replace(population, log_joint=log_joint[wanted])
+    return dataclasses.replace(population, log_joint=log_joint[indices])
 
 
 def _makes_draws(guide: TruncatedGuide, call: Call | None) -> bool:
@@ -247,31 +242,31 @@ def _makes_draws(guide: TruncatedGuide, call: Call | None) -> bool:
     return guide.conditional is not None and not guide.is_conditional_exact
 
 
-def _averaged_batches(guide: TruncatedGuide, call: Call, wanted: Tensor) -> Iterator[Population]:
+def _averaged_batches(guide: TruncatedGuide, call: Call, indices: Tensor) -> Iterator[Population]:
     """Returns averaged populations of wanted data points.
 
     Only those that a call of the model can reach are averaged.
     """
-    for subsamples in _batches(guide, call, wanted):
+    for subsamples in _batches(guide, call, indices):
         batch = average_over_draws(guide, call, subsamples)
         assert batch is not None
         yield batch
 
 
-def _batches(guide: TruncatedGuide, call: Call, wanted: Tensor) -> Iterator[dict[str, Tensor]]:
+def _batches(guide: TruncatedGuide, call: Call, indices: Tensor) -> Iterator[dict[str, Tensor]]:
     """Yields subsamples that together hold the wanted data points.
 
     Only those that a call of the model can reach are included.
     """
-    given = _GivenSubsamples()
+    handler = _GivenSubsamples()
     with spare_random_numbers(), poutine.block():
-        nodes = call.with_program(given(call.model)).trace().nodes
+        nodes = call.with_program(handler(call.model)).trace().nodes
     frames = {f.name: f for f in nodes[next(iter(guide.layout.sites))]["cond_indep_stack"] if f.name in guide.layout.plates}
     chunks: list[list[tuple[str, Tensor]]] = []
     for name, frame in frames.items():
-        if name not in given.names and frame.size != (frame.full_size or frame.size):
-            positions = wanted.unique() if len(frames) == 1 else torch.arange(int(frame.full_size or frame.size), device=wanted.device)
+        if name not in handler.names and frame.size != (frame.full_size or frame.size):
+            positions = indices.unique() if len(frames) == 1 else torch.arange(int(frame.full_size or frame.size), device=indices.device)
             # All as large as the model's own: the last is filled up with positions that have had their turn.
-            filled = positions[torch.arange(-(-len(positions) // frame.size) * frame.size, device=wanted.device) % len(positions)]
-            chunks.append([(name, chunk) for chunk in filled.split(frame.size)])
+            cycle = positions[torch.arange(-(-len(positions) // frame.size) * frame.size, device=indices.device) % len(positions)]
+            chunks.append([(name, chunk) for chunk in cycle.split(frame.size)])
     yield from (dict(combination) for combination in itertools.product(*chunks))

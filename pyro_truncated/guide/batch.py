@@ -94,11 +94,11 @@ class Batch(ProgramBatch[LogJoint]):
     Attributes:
         populations: where the populations of all data points are kept.
         scorer: scores states of the data points of this batch.
-        scored: the populations as this run has scored them, where it has.
+        scored_population: the populations as this run has scored them, where it has.
     """
 
     populations: PopulationStore
-    scored: Population | None = None
+    scored_population: Population | None = None
 
     def check(self) -> None:
         """Checks that the populations belong to these data and this device.
@@ -149,10 +149,10 @@ class Batch(ProgramBatch[LogJoint]):
 
     def population(self) -> Population:
         """Returns the stored populations with the model's observed states inserted."""
-        stored = self.populations.take(self.indices)
+        population = self.populations.take(self.indices)
         if self.is_idle:
-            return stored
-        return dataclasses.replace(stored, words=self.scorer.insert_observed_values(stored.words))
+            return population
+        return dataclasses.replace(population, words=self.scorer.insert_observed_values(population.words))
 
     def rescore(self) -> Population:
         """Returns the populations with log joints in this run.
@@ -171,7 +171,7 @@ class Batch(ProgramBatch[LogJoint]):
         return self._store_(population.log_joint, population.words)
 
     def _store_(self, log_joint: Tensor, words: Tensor) -> Population:
-        return self.populations.store_(log_joint, self.indices, words if self.scorer.known is not None else None)
+        return self.populations.store_(log_joint, self.indices, words if self.scorer.known_levels is not None else None)
 
     @torch.no_grad()
     def search_(self, search: Search, steps: int = 1, *, is_new: bool = False) -> Population:
@@ -198,34 +198,36 @@ class Batch(ProgramBatch[LogJoint]):
         keys["is_linear"] = self.scorer.packed_model is not None and self.scorer.packed_model.is_linear
         if search.learns and store.portion is not None:
             keys["is_met"] = True
-            search.meet(self._all_at_once(observations, {**keys, "random": random.again()}))
+            search.meet(self._make_search_batch(observations, {**keys, "random": random.again()}))
         if self.is_idle:
             return store.take(self.indices)
         with poutine.block(), memory_budget(self.scorer.memory_budget):
             for rows in blocks:
                 where = rows if self.indices is None else self.indices[rows]
-                shown = {name: value[rows] for name, value in observations.items()}
+                own_observations = {name: value[rows] for name, value in observations.items()}
                 with ops.defer_checks():
                     words = self.scorer.insert_observed_values(store.words[where])
                     score = self.scorer.scorer(rows)
                     log_joint, moments = score.with_moments(words) if search.takes_moments else (score(words), None)
-                    known = Population(store.space, words, log_joint, self._positions(rows))
-                    batch = SearchBatch(known, score, shown, mean_active=mean_active, random=random.again(), moments=moments, **keys)
-                    found = search.improve(batch, steps)
-                    store.keep_(found.log_joint, where, found.words)
+                    current = Population(store.space, words, log_joint, self._positions(rows))
+                    batch = SearchBatch(
+                        current, score, own_observations, mean_active=mean_active, random=random.again(), moments=moments, **keys
+                    )
+                    population = search.improve(batch, steps)
+                    store.keep_(population.log_joint, where, population.words)
                 if len(blocks) > 1:
                     # What is found for one block need not be held until all others have been searched.
                     ops.flush_checks()
-        return found if len(blocks) == 1 else store.take(self.indices)
+        return population if len(blocks) == 1 else store.take(self.indices)
 
     def after_search(self, search: Search, steps: int = 1) -> Batch:
         """Returns the batch with populations that a search has improved."""
-        return dataclasses.replace(self, scored=self.search_(search, steps))
+        return dataclasses.replace(self, scored_population=self.search_(search, steps))
 
-    def _all_at_once(self, observations: Mapping[str, Tensor], keys: Mapping[str, Any]) -> SearchBatch:
+    def _make_search_batch(self, observations: Mapping[str, Tensor], keys: Mapping[str, Any]) -> SearchBatch:
         population = self.rescore()
-        shown = {name: value[: len(population)] for name, value in observations.items()}
-        return SearchBatch(population, self.scorer.score, shown, **keys)
+        own_observations = {name: value[: len(population)] for name, value in observations.items()}
+        return SearchBatch(population, self.scorer.score, own_observations, **keys)
 
     def _mean_active(self) -> Tensor:
         """Returns mean probabilities ``(L,)`` that latents are active.
@@ -261,10 +263,10 @@ class Batch(ProgramBatch[LogJoint]):
     def redraw(self) -> Batch:
         """The same data points in another run of the model."""
         scorer = self.scorer
-        options = {name: getattr(scorer, name) for name in ("conditional", "memory_budget", "scoring")}
+        options = {name: getattr(scorer, name) for name in ("conditional", "memory_budget", "run_mode")}
         with torch.set_grad_enabled(scorer.takes_gradients):
             again = LogJoint(scorer.call, scorer.layout, values=scorer.subsamples, **options)
-        return dataclasses.replace(self, scorer=again, scored=None)
+        return dataclasses.replace(self, scorer=again, scored_population=None)
 
     def backward_(self, temperature: float = 1.0, particles: int = 1) -> float:
         r"""Accumulates the gradient of :math:`-\mathcal F`, stores the log joints, and returns :math:`-\mathcal F`.
@@ -290,7 +292,7 @@ class Batch(ProgramBatch[LogJoint]):
         scorer, outside = self.scorer, self.outside()
         _accumulate(-outside / particles)
         with torch.no_grad():
-            population = self.rescore() if self.scored is None else self.scored
+            population = self.rescore() if self.scored_population is None else self.scored_population
             words, weights = _without_negligible(population, (population.log_joint / temperature).softmax(-1))
             weights = (self.scale / particles) * weights
         blocks = list(scorer.gradient_blocks(words.shape[1]))

@@ -165,9 +165,9 @@ class ChainBatch(SetBatch[ChainScorer]):
         # Chains whose joint configurations are scored by runs of the model.
         blocks = BlockSearch(4, generator=generator)
         with poutine.block():
-            stored = self._take_populations()
-            is_scored = not bool(stored.log_joint.isnan().any())
-            posterior = self.posterior() if is_scored else self._posterior(stored.num_states)
+            populations = self._take_populations()
+            is_scored = not bool(populations.log_joint.isnan().any())
+            posterior = self.posterior() if is_scored else self._posterior(populations.num_states)
             for _ in range(steps):
                 posterior.improve_(2).search_(blocks)
                 if not isinstance(search, AutomaticSearch):
@@ -182,7 +182,7 @@ def _linear_steps(scorer: ChainScorer) -> LinearGaussianSteps | None:
     Its one observed site is a :class:`.LinearSuperposition` of the very chains; ``None`` stands for other programs.
     """
     site = scorer.product.site.name
-    names = (scorer.product.dependents - {site} - scorer.uncovered) & scorer.nodes.keys()
+    names = (scorer.product.dependents - {site} - scorer.uncovered_latents) & scorer.nodes.keys()
     if len(names) != 1:
         return None
     node = scorer.nodes[next(iter(names))]
@@ -227,7 +227,7 @@ class ChainReadings(SetReadings):
 
     def marginals(self) -> dict[str, Tensor]:
         """The probability that each chain is on, ``(*plates, T, M)``."""
-        return self._by_site(torch.stack([posterior.marginals() for posterior in self.posteriors]).mean(0))
+        return self._reshape_as_site(torch.stack([posterior.marginals() for posterior in self.posteriors]).mean(0))
 
     def pairwise_marginals(self, first: str, second: str) -> Tensor:
         """Refused by name: a site of chains is one site."""
@@ -241,7 +241,7 @@ class ChainReadings(SetReadings):
 
         Under several draws it is that of the first.
         """
-        return self._by_site(self.posteriors[0].mode())
+        return self._reshape_as_site(self.posteriors[0].mode())
 
     def median(self) -> dict[str, Tensor]:
         """The best path, shaped as the model's site."""
@@ -252,12 +252,12 @@ class ChainReadings(SetReadings):
     def sample(self, num_samples: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Independent paths, ``(num_samples, *plates, T, M)``."""
         number = check_count("num_samples", num_samples)
-        chosen = torch.randint(len(self.batches), (number,), generator=generator).bincount(minlength=len(self.batches))
-        pairs = zip(self.posteriors, chosen.tolist(), strict=True)
-        drawn = torch.cat([posterior.sample(count, generator) for posterior, count in pairs if count])
-        return self._by_site(drawn, 1)
+        counts = torch.randint(len(self.batches), (number,), generator=generator).bincount(minlength=len(self.batches))
+        pairs = zip(self.posteriors, counts.tolist(), strict=True)
+        paths = torch.cat([posterior.sample(count, generator) for posterior, count in pairs if count])
+        return self._reshape_as_site(paths, 1)
 
-    def _by_site(self, values: Tensor, start: int = 0) -> dict[str, Tensor]:
+    def _reshape_as_site(self, values: Tensor, start: int = 0) -> dict[str, Tensor]:
         scorer = self.batches[0].scorer
         site = scorer.product.site
         return {site.name: values.reshape(*values.shape[:start], *scorer.sizes, *values.shape[start + 1 :]).to(site.dtype)}
@@ -274,10 +274,10 @@ class ChainProgramRun(ProgramRun):
     def _sample_batch(self, batch: ChainBatch, plates: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Tensor]:
         layout, scorer = self._layout, batch.scorer
         site = scorer.product.site
-        asked = find_search_request(name=site.name)
+        request = find_search_request(name=site.name)
         with torch.no_grad():
-            if asked is not None:
-                batch.search_(asked.search, asked.steps)
+            if request is not None:
+                batch.search_(request.search, request.steps)
             posterior = batch.posterior()
             path, log_prob = posterior.draw_with_log_prob()
             excess = excess_density(posterior.free_energy(), [site.name])

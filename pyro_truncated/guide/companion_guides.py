@@ -63,15 +63,15 @@ class Companions:
             return model_plates(call, self.frames)
         if self.guide_list.prototype_trace is None:
             self.guide_list._setup_prototype(*call.args, **call.kwargs)
-        kept = getattr(self.guide_list, "plates", {})
+        list_plates = getattr(self.guide_list, "plates", {})
         try:
             return dict(self.guide_list._create_plates(*call.args, **call.kwargs))
         finally:
-            self.guide_list.plates = kept
+            self.guide_list.plates = list_plates
 
     def run(self, plates: Mapping[str, Any], call: Call) -> None:
         """Runs the earlier parts in the given plates."""
-        with self._entering(plates):
+        with self._enter_plates(plates):
             for part in self.earlier:
                 call.with_program(part)()
 
@@ -96,19 +96,19 @@ class Companions:
         """
         with poutine.block(), SparseSubsamples():
             plates = with_subsamples(self.plates(call), subsamples or {})
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         with poutine.block(), torch.no_grad():
             if median:
-                with self._entering(recreate_plates(plates)):
+                with self._enter_plates(recreate_plates(plates)):
                     for part in self.earlier:
-                        found.update(call.with_program(part.median)() or {})
-            if any(name not in found for name in names):
+                        values.update(call.with_program(part.median)() or {})
+            if any(name not in values for name in names):
                 with poutine.trace() as recorder:
                     self.run(recreate_plates(plates), call)
-                found = {name: node["value"] for name, node in sample_nodes(recorder.trace).items()} | found
-        self._refuse_late([name for name in names if name not in found])
-        wanted = {name: found[name] for name in names if name in found}
-        return wanted | plate_subsamples(plates) if wanted else {}
+                values = {name: node["value"] for name, node in sample_nodes(recorder.trace).items()} | values
+        self._refuse_late([name for name in names if name not in values])
+        named_values = {name: values[name] for name in names if name in values}
+        return named_values | plate_subsamples(plates) if named_values else {}
 
     def _refuse_late(self, missing: Sequence[str]) -> None:
         prototypes = [part.prototype_trace for part in self.later]
@@ -135,8 +135,8 @@ class Companions:
         guides = (part for part in self.guide_list.modules() if isinstance(part, AutoGuide) and part.prototype_trace is not None)
         # Pyro's automatic guides do not look at the model's arguments.
         own = [part for part in guides if type(part).forward.__module__.startswith("pyro.")]
-        fixed: list[Any] = [part for part in own if not isinstance(part, (AutoGuideList, AutoCallable))]
-        unknown = {name for name in local if any(name in part.prototype_trace for part in fixed)}
+        automatic: list[Any] = [part for part in own if not isinstance(part, (AutoGuideList, AutoCallable))]
+        unknown = {name for name in local if any(name in part.prototype_trace for part in automatic)}
         if unknown:
             raise ValueError(
                 f"infer() cannot know the latents {sorted(unknown)} of the new data points: their guide has parameters for each training "
@@ -144,24 +144,24 @@ class Companions:
             )
 
     @contextmanager
-    def _entering(self, plates: Mapping[str, Any]) -> Iterator[None]:
+    def _enter_plates(self, plates: Mapping[str, Any]) -> Iterator[None]:
         """Lets the parts enter these plates; restores their own plates afterwards."""
-        kept = getattr(self.guide_list, "plates", {})
+        list_plates = getattr(self.guide_list, "plates", {})
         self.guide_list.plates = dict(plates)
         try:
             yield
         finally:
-            self.guide_list.plates = kept
+            self.guide_list.plates = list_plates
 
 
-def share_plates(guide_list: AutoGuideList, truncated: Any) -> None:
+def share_plates(guide_list: AutoGuideList, truncated_guide: Any) -> None:
     """Lets guides in a list reuse the list's plates.
 
     Otherwise functions, above all, open plates of their own.
     """
     for part in flatten_guides(guide_list):
         opens_its_own = isinstance(part, AutoCallable) or not type(part).forward.__module__.startswith("pyro.")
-        if part is not truncated and opens_its_own and "forward" not in vars(part):
+        if part is not truncated_guide and opens_its_own and "forward" not in vars(part):
             part.forward = SharedPlates()(part.forward)
 
 

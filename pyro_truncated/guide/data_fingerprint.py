@@ -84,37 +84,38 @@ class SeenData:
             self._arguments = _identities(log_joint.call)
             self._round += 1
         where = slice(None) if log_joint.indices is None else log_joint.indices
-        chosen = slice(None) if log_joint.plate_indices is None else log_joint.plate_indices.cpu()
+        index = slice(None) if log_joint.plate_indices is None else log_joint.plate_indices.cpu()
         if self._last_round is None:
             with ordinary_tensors():
                 self._last_round = torch.zeros(log_joint.full_size, dtype=torch.int32, device="cpu")
-        if bool((self._last_round[chosen] == self._round).all()):
+        if bool((self._last_round[index] == self._round).all()):
             return
         self._observed.check(log_joint)
-        self._last_round[chosen] = self._round
-        changed = []
+        self._last_round[index] = self._round
+        names = []
         for name, new in _hash_data(log_joint, log_joint.nodes).items():
             with ordinary_tensors():
-                held = self._hashes[name] if name in self._hashes else new.new_zeros(log_joint.full_size)
-                self._hashes[name] = held = held.to(new.device)
-            old = held[where]
+                hashes = self._hashes[name] if name in self._hashes else new.new_zeros(log_joint.full_size)
+                self._hashes[name] = hashes = hashes.to(new.device)
+            old = hashes[where]
             if bool(((old != 0) & (old != new)).any()) and name not in self._computed_sites:
-                changed.append(name)
-            held[where] = new
-        self._warn([name for name in changed if not self._is_computed(name, log_joint)])
+                names.append(name)
+            hashes[where] = new
+        if names:
+            self._computed_sites |= self._find_computed_sites(names, log_joint)
+        self._warn([name for name in names if name not in self._computed_sites])
 
-    def _is_computed(self, name: str, log_joint: Probe) -> bool:
-        """Whether an observed value changes between runs with equal arguments."""
+    def _find_computed_sites(self, names: list[str], log_joint: Probe) -> set[str]:
+        """Returns which observed values change between runs with equal arguments."""
         with torch.no_grad(), spare_random_numbers():
             again = _hash_data(log_joint, sample_nodes(log_joint.run(log_joint.subsamples)))
-        if name not in again or not torch.equal(again[name], _hash_data(log_joint, log_joint.nodes)[name]):
-            self._computed_sites.add(name)
-        return name in self._computed_sites
+        first = _hash_data(log_joint, log_joint.nodes)
+        return {name for name in names if name not in again or not torch.equal(again[name], first[name])}
 
-    def _warn(self, changed: list[str]) -> None:
-        if changed:
+    def _warn(self, names: list[str]) -> None:
+        if names:
             warnings.warn(
-                f"the data observed at {changed} are not those that the populations were found for, so the bound may be loose. For new "
+                f"the data observed at {names} are not those that the populations were found for, so the bound may be loose. For new "
                 "data use guide.infer(new_data, search, steps); for minibatches pass pyro.plate(name, num_data, subsample=positions).",
                 ChangedDataWarning,
                 stacklevel=5,
@@ -140,21 +141,21 @@ def _identities(call: Call) -> list[Any] | None:
 
 def _hash_data(log_joint: Probe, nodes: Mapping[str, Any]) -> dict[str, Tensor]:
     """Hashes ``(N,)`` of the data points by observed site, never zero."""
-    found = {}
+    hashes = {}
     for name, value in log_joint.observations(nodes).items():
         node = nodes[name]
         others = [frame for frame in node["cond_indep_stack"] if frame.name not in log_joint.layout.plates]
         # Labels of a latent are put into the populations.
         is_label = name in log_joint.layout.sites
         if len(value) == log_joint.num_data and not any(map(is_subsampled, others)) and not is_label and family(node["fn"]) != "Delta":
-            found[name] = _hash_rows(value.detach().reshape(len(value), -1))
-    return found
+            hashes[name] = _hash_rows(value.detach().reshape(len(value), -1))
+    return hashes
 
 
 def _hash_rows(rows: Tensor) -> Tensor:
     if rows.is_complex():
         rows = torch.view_as_real(rows).flatten(1)
-    rows = rows[:, :: -(-rows.shape[1] // 32) or 1]
+    rows = rows[:, :: -(-rows.shape[1] // 32) or 1]  # at most 32 entries of each
     # In one type, so that the same data in another precision are the same; minus zero is zero.
     bits = (rows.to(torch.float32) + 0.0).contiguous().view(torch.int32).long()
     factors = (torch.arange(1, bits.shape[1] + 1, device=rows.device) * GOLDEN) | 1

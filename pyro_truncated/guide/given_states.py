@@ -47,7 +47,9 @@ def _check_within(words: Tensor, space: StateSpace) -> None:
         return
     for rows in words.split(rows_per_block(64 * words.shape[1] * space.num_latents)):
         if not torch.equal(space.pack(space.unpack(rows)), rows):
-            raise ValueError("states have bits set beyond the fields of their latents; they belong to another state space")
+            raise ValueError(
+                f"states have bits set beyond the fields of their {space.num_latents} latents; they belong to another state space"
+            )
 
 
 def hold_all(words: Tensor, cardinalities: Tensor | None, num_states: int) -> bool:
@@ -78,7 +80,9 @@ def given_levels(layout: Layout, init: States | Callable[[], States], num_states
         )
     if isinstance(states, Tensor):
         if len(layout.sites) != 1:
-            raise ValueError(f"init must be a dictionary of tensors by site name: the model has the discrete sites {list(layout.sites)}")
+            raise ValueError(
+                f"init must be a dictionary of tensors by site name: the model has the discrete sites {list(layout.sites)}; got one tensor"
+            )
         states = {next(iter(layout.sites)): states}
     levels = layout.encode(states)
     expected = (layout.num_data, num_states)
@@ -170,7 +174,7 @@ def check_positions(indices: Tensor | None, number: int) -> None:
     if indices is None:
         return
     if not isinstance(indices, Tensor) or indices.dim() != 1 or indices.dtype not in (torch.int64, torch.int32):
-        given = f"{indices.dtype} of shape {tuple(indices.shape)}" if isinstance(indices, Tensor) else type(indices).__name__
-        raise TypeError(f"indices of data points must be a tensor (n,) of integers; got {given}")
+        kind = f"{indices.dtype} of shape {tuple(indices.shape)}" if isinstance(indices, Tensor) else type(indices).__name__
+        raise TypeError(f"indices of data points must be a tensor (n,) of integers; got {kind}")
     if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < number:
         raise ValueError(f"subsample indices must lie in 0 .. {number - 1}; got {int(indices.min())} .. {int(indices.max())}")

@@ -37,18 +37,18 @@ class SharedPlates(Messenger):
     def _pyro_sample(self, msg: Any) -> None:
         if not site_is_subsample(msg):
             return
-        recorded = _record(msg)
-        if recorded is None:
+        subsample = _record(msg)
+        if subsample is None:
             return
-        if msg["value"] is not None and not torch.equal(torch.as_tensor(msg["value"]), torch.as_tensor(recorded)):
+        if msg["value"] is not None and not torch.equal(torch.as_tensor(msg["value"]), torch.as_tensor(subsample)):
             raise ValueError(f"plate '{msg['name']}' and the guide have different data points; give both the same subsample=...")
-        msg["value"], msg["done"], msg["stop"] = recorded, True, True
+        msg["value"], msg["done"], msg["stop"] = subsample, True, True
 
 
 def recorded_subsamples(names: Iterable[str]) -> dict[str, Tensor]:
     """Subsamples of the named plates that surrounding traces have recorded."""
-    found = {name: _record({"type": "sample", "name": name, "is_observed": False, "infer": {}, "value": None}) for name in names}
-    return {name: value for name, value in found.items() if value is not None}
+    subsamples = {name: _record({"type": "sample", "name": name, "is_observed": False, "infer": {}, "value": None}) for name in names}
+    return {name: value for name, value in subsamples.items() if value is not None}
 
 
 def _record(msg: Any) -> Tensor | None:
@@ -72,11 +72,11 @@ def open_plates(dims: Mapping[str, int]) -> dict[str, Any]:
     Raises:
         ValueError: if a plate is open at another dimension.
     """
-    found = {plate.name: plate for plate in _PYRO_STACK if isinstance(plate, pyro.plate) and plate.name in dims}
-    for name, plate in found.items():
+    plates = {plate.name: plate for plate in _PYRO_STACK if isinstance(plate, pyro.plate) and plate.name in dims}
+    for name, plate in plates.items():
         if plate.dim != dims[name]:
             raise ValueError(f"AutoTruncated was called in plate '{name}' at dimension {plate.dim}; the model has it at {dims[name]}")
-    return found
+    return plates
 
 
 class _AllOpenError(Exception):
@@ -117,12 +117,12 @@ def model_plates(call: Call, frames: Mapping[str, Any]) -> dict[str, Any]:
         call: the model and its arguments.
         frames: plates of an earlier run, by name.
     """
-    opened = _OpenedPlates(frames)
+    recorder = _OpenedPlates(frames)
     if not frames:
         return {}
-    with spare_random_numbers(), torch.no_grad(), poutine.block(), free_plate_dims(), suppress(_AllOpenError), opened:
+    with spare_random_numbers(), torch.no_grad(), poutine.block(), free_plate_dims(), suppress(_AllOpenError), recorder:
         call()
-    return {name: pyro.plate(name, dim=frames[name].dim, **request) for name, request in opened.requests.items()}
+    return {name: pyro.plate(name, dim=frames[name].dim, **request) for name, request in recorder.requests.items()}
 
 
 def recreate_plates(plates: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,12 +132,12 @@ def recreate_plates(plates: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_subsamples(plates: Mapping[str, Any], subsamples: Mapping[str, Tensor]) -> dict[str, Any]:
     """The plates, some of them with other subsamples."""
-    replaced = {
+    new_plates = {
         name: pyro.plate(name, plate.size, subsample=subsamples[name], dim=plate.dim)
         for name, plate in plates.items()
         if name in subsamples
     }
-    return {**plates, **replaced}
+    return {**plates, **new_plates}
 
 
 def plate_subsamples(plates: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,21 +145,21 @@ def plate_subsamples(plates: Mapping[str, Any]) -> dict[str, Any]:
     return {name: plate.indices for name, plate in plates.items()}
 
 
-def refuse_other_size(held: int, size: int, plates: Iterable[str]) -> None:
+def refuse_other_size(num_populations: int, size: int, plates: Iterable[str]) -> None:
     """Checks that data are as many as those that populations are of.
 
     Args:
-        held: number of data points that the populations are of.
+        num_populations: number of data points that the populations are of.
         size: number of data points that the model has now.
         plates: names of its data plates.
 
     Raises:
         ValueError: if they are not.
     """
-    if held != size:
+    if num_populations != size:
         raise ValueError(
-            f"the guide holds populations of {held} data points, but the model's data plate {list(plates)} now has {size}. For other data "
-            "use guide.infer(new_data, search, steps); for minibatches pass pyro.plate(name, num_data, subsample=positions)."
+            f"the guide holds populations of {num_populations} data points, but the model's data plate {list(plates)} now has {size}. "
+            "For other data use guide.infer(new_data, search, steps); for minibatches pass pyro.plate(name, num_data, subsample=positions)."
         )
 
 

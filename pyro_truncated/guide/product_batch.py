@@ -125,8 +125,8 @@ class ProductBatch(SetBatch[ProductScorer]):
 
     def sets(self) -> list[Tensor]:
         """The words ``(rows, S, num_words)`` of each group, with what is known put in."""
-        stored = self._take_populations()
-        return [self.scorer.insert_known_values(population.words, number) for number, population in enumerate(stored)]
+        populations = self._take_populations()
+        return [self.scorer.insert_known_values(population.words, number) for number, population in enumerate(populations)]
 
     def _take_populations(self) -> list[Population]:
         return [store.take(self.scorer.population_rows(number)) for number, store in enumerate(self.populations.stores)]
@@ -151,11 +151,11 @@ class ProductBatch(SetBatch[ProductScorer]):
             log_q = belief + messages.weights[node] - evidence
             # A node that is the last of its component has the evidence of that.
             log_joint[node] = (log_q + evidence if roots[node] == node else log_q).masked_fill(log_q < IMPOSSIBLE / 2, -math.inf)
-        found = []
+        populations = []
         for number, (population, words) in enumerate(zip(self._take_populations(), sets, strict=True)):
             rows = product.group_rows(number, log_joint, scorer.plate_sizes(product.groups[number].nodes[0]))
-            found.append(dataclasses.replace(population, words=words, log_joint=rows))
-        return found
+            populations.append(dataclasses.replace(population, words=words, log_joint=rows))
+        return populations
 
     # --- the free energy and its gradient ---
 
@@ -207,8 +207,8 @@ class ProductBatch(SetBatch[ProductScorer]):
         check_search(search)
         self.populations.seen.is_new |= is_new
         with poutine.block():
-            found = self.set_search(is_new=is_new).improve(self.sets(), search, steps)
-            populations = self._populations(found.sets, found.messages)
+            scored_sets = self.set_search(is_new=is_new).improve(self.sets(), search, steps)
+            populations = self._populations(scored_sets.sets, scored_sets.messages)
             self.populations.store_(populations)
         return populations
 
@@ -224,6 +224,6 @@ class ProductBatch(SetBatch[ProductScorer]):
         if not self.populations.is_part:
             return SetSearch(self.scorer, random, is_new)
         every = [store.global_rows(torch.arange(len(store.words), device=self.scorer.device)) for store in self.populations.stores]
-        chosen = [self.scorer.population_rows(number) for number in range(len(every))]
-        positions = [rows if own is None else rows[own] for rows, own in zip(every, chosen, strict=True)]
+        selections = [self.scorer.population_rows(number) for number in range(len(every))]
+        positions = [rows if own is None else rows[own] for rows, own in zip(every, selections, strict=True)]
         return SetSearch(self.scorer, random, is_new, positions)

@@ -85,11 +85,11 @@ class ProductPosterior(SetReadings):
 
         At Boolean sites it is that of 1, ``(N, *site shape)``, at others that of each value, ``(N, *site shape, V)``.
         """
-        found = {}
-        for name, site, table in self._by_site(lambda population: population.value_probabilities()):
+        marginals = {}
+        for name, site, table in self._read_by_site(lambda population: population.value_probabilities()):
             own = table[..., : max(site.cardinalities)]
-            found[name] = self._by_data(name, own[..., 1] if site.kind == "boolean" else own)
-        return found
+            marginals[name] = self._flatten_data(name, own[..., 1] if site.kind == "boolean" else own)
+        return marginals
 
     def pairwise_marginals(self, first: str, second: str) -> Tensor:
         """Joint marginals of two sites, see :meth:`AutoTruncated.pairwise_marginals`."""
@@ -107,25 +107,25 @@ class ProductPosterior(SetReadings):
 
         It has shape ``(N, *site shape)``; under several draws it is that of the first.
         """
-        return {name: self._by_data(name, value) for name, value in self._best().items()}
+        return {name: self._flatten_data(name, value) for name, value in self._find_mode().items()}
 
-    def _best(self) -> dict[str, Tensor]:
+    def _find_mode(self) -> dict[str, Tensor]:
         return {name: value.squeeze(0) for name, value in self._states(_messages(self.batch, maximum=True).draw(None)).items()}
 
     def median(self) -> dict[str, Tensor]:
         """The most probable joint state, shaped as the model's sites."""
-        return self._as_model(self._best())
+        return self._as_model(self._find_mode())
 
     def sample(self, num_samples: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Independent draws, ``(num_samples, N, *site shape)``."""
         number = check_count("num_samples", num_samples)
-        chosen = torch.randint(len(self.batches), (number,), generator=generator).bincount(minlength=len(self.batches))
-        drawn = [
+        counts = torch.randint(len(self.batches), (number,), generator=generator).bincount(minlength=len(self.batches))
+        parts = [
             self._states(_messages(batch).draw(count, generator))
-            for batch, count in zip(self.batches, chosen.tolist(), strict=True)
+            for batch, count in zip(self.batches, counts.tolist(), strict=True)
             if count
         ]
-        return {name: self._by_data(name, torch.cat([states[name] for states in drawn]), 1) for name in drawn[0]}
+        return {name: self._flatten_data(name, torch.cat([states[name] for states in parts]), 1) for name in parts[0]}
 
     def quantiles(self, quantiles: Sequence[float] | Tensor) -> dict[str, Tensor]:
         r"""Returns quantiles, shaped ``(Q, ...)`` as the model's sites.
@@ -136,21 +136,21 @@ class ProductPosterior(SetReadings):
             ValueError: if a number does not lie in 0 .. 1.
             NotImplementedError: for one-hot sites, whose values have no order.
         """
-        wanted = check_quantiles(quantiles)
-        found: dict[str, list[Tensor]] = {}
-        for name, site, table in self._by_site(lambda population: population.value_probabilities()):
+        shares = check_quantiles(quantiles)
+        quantile_values: dict[str, list[Tensor]] = {}
+        for name, site, table in self._read_by_site(lambda population: population.value_probabilities()):
             if site.kind == "one_hot":
                 raise NotImplementedError(f"the values of the one-hot site '{name}' have no order; use mode(), median() or marginals()")
-            levels = quantile_levels(table, wanted, max(site.cardinalities))
-            found[name] = [self._as_model({name: site.to_values(level)})[name] for level in levels]
-        return {name: torch.stack(values) for name, values in found.items()}
+            levels = quantile_levels(table, shares, max(site.cardinalities))
+            quantile_values[name] = [self._as_model({name: site.to_values(level)})[name] for level in levels]
+        return {name: torch.stack(values) for name, values in quantile_values.items()}
 
     # --- from rows to sites ---
 
-    def _by_site(self, read: Callable[[Population], Tensor]) -> list[tuple[str, Any, Tensor]]:
+    def _read_by_site(self, read: Callable[[Population], Tensor]) -> list[tuple[str, Any, Tensor]]:
         """What is read from populations, ``(rows, L, ...)``, by site: ``(*plates, *event, ...)``."""
         product, scorer = self.batch.scorer.product, self.batch.scorer
-        found: dict[str, tuple[str, Any, Tensor]] = {}
+        tables: dict[str, tuple[str, Any, Tensor]] = {}
         for number, (group, population) in enumerate(zip(product.groups, self.populations, strict=True)):
             for node, rows in zip(group.nodes, scorer.split_nodes(read(population), number), strict=True):
                 own, start = product.node_layouts[node], 0
@@ -158,23 +158,23 @@ class ProductPosterior(SetReadings):
                     part = rows[:, start : start + site.num_latents]
                     start += site.num_latents
                     table = part.reshape(*scorer.plate_sizes(node), *site.shape, *part.shape[2:])
-                    found[name] = name, site, _in_order(table, own.dims, [dim for dim, _ in site.plates])
-        return [found[name] for name in self.batch.scorer.layout.sites]
+                    tables[name] = name, site, _in_order(table, own.dims, [dim for dim, _ in site.plates])
+        return [tables[name] for name in self.batch.scorer.layout.sites]
 
-    def _states(self, drawn: dict[int, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    def _states(self, draws: dict[int, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
         product, scorer = self.batch.scorer.product, self.batch.scorer
-        found = {}
+        values = {}
         for number, (group, population) in enumerate(zip(product.groups, self.populations, strict=True)):
             for node, words in zip(group.nodes, scorer.split_nodes(population.words, number), strict=True):
                 own, sizes = product.node_layouts[node], scorer.plate_sizes(node)
-                position = torch.stack([product.rows(node, draw, sizes).squeeze(-1) for draw in drawn[node][0]])
+                position = torch.stack([product.rows(node, draw, sizes).squeeze(-1) for draw in draws[node][0]])
                 for name, value in own.split(own.space.unpack(pick(words, position))).items():
                     site = own.sites[name]
                     value = value.reshape(len(position), *sizes, *value.shape[2:])
-                    found[name] = _in_order(value, own.dims, [dim for dim, _ in site.plates], 1)
-        return {name: found[name] for name in scorer.layout.sites}
+                    values[name] = _in_order(value, own.dims, [dim for dim, _ in site.plates], 1)
+        return {name: values[name] for name in scorer.layout.sites}
 
-    def _by_data(self, name: str, table: Tensor, start: int = 0) -> Tensor:
+    def _flatten_data(self, name: str, table: Tensor, start: int = 0) -> Tensor:
         """Returns a tensor with data points as one dimension.
 
         It is given with a site's plates by dimension; data points are the plates that all nodes share.
@@ -191,15 +191,15 @@ class ProductPosterior(SetReadings):
 
         They are given as ``(*plates, *event)``; the result has ones where no plate is.
         """
-        found = {}
+        result = {}
         for name, value in values.items():
             site = self.batch.scorer.layout.sites[name]
             dims = {frame.dim for frame in site.frames if frame.vectorized}
             for dim in range(-1, -site.depth - 1, -1):
                 if dim not in dims:
                     value = value.unsqueeze(dim - site.event_dim)
-            found[name] = value
-        return found
+            result[name] = value
+        return result
 
 
 @torch.no_grad()
@@ -259,28 +259,28 @@ class ProductProgramRun(ProgramRun):
 
     def _sample_batch(self, batch: ProductBatch, plates: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Tensor]:
         layout, scorer, product = self._layout, batch.scorer, batch.scorer.product
-        asked = find_search_request(name=next(iter(layout.sites)))
+        request = find_search_request(name=next(iter(layout.sites)))
         with torch.no_grad():
-            if asked is not None:
-                batch.search_(asked.search, asked.steps)
+            if request is not None:
+                batch.search_(request.search, request.steps)
             sets = batch.sets()
             particles = [f for f in inspection.plates_around(self._guide.frames, self._guide.index_name) if f.size > 1]
             count = math.prod(frame.size for frame in particles)
             tables = scorer.tables(sets)
             messages = product.tree.collect(tables.parts, scorer.weights(sets))
-            drawn = messages.draw(count)
+            draws = messages.draw(count)
             if messages.may_be_impossible:
                 for root, evidence in zip(product.roots, scorer.evidence(messages), strict=True):
                     excess = excess_density(evidence.unsqueeze(-1), list(layout.sites))
-                    position, log_prob = drawn[root]
-                    drawn[root] = position, log_prob + product.spread(root, excess, scorer.plate_sizes(root))
+                    position, log_prob = draws[root]
+                    draws[root] = position, log_prob + product.spread(root, excess, scorer.plate_sizes(root))
             dtype = tables.dtype
         result: dict[str, Tensor] = {name: values[name] for name in layout.other_latents if name in values}
         states: dict[str, Tensor] = {}
         for number, group in enumerate(product.groups):
             for node, words in zip(group.nodes, scorer.split_nodes(sets[number], number), strict=True):
                 own, sizes = product.node_layouts[node], scorer.plate_sizes(node)
-                position, log_prob = (self._rows(product, node, table, sizes) for table in drawn[node])
+                position, log_prob = (self._rows(product, node, table, sizes) for table in draws[node])
                 levels = own.space.unpack(pick(words, position))
                 shape = _draw_shape(particles, layout.depth)
                 batch_shape = (*shape, *own.spread(sizes, layout.depth))
@@ -289,7 +289,7 @@ class ProductProgramRun(ProgramRun):
         hidden = scorer.hidden_log_probs(states)
         for own in product.node_layouts:
             for name, site in own.sites.items():
-                if name not in scorer.observed:
+                if name not in scorer.observed_sites:
                     result[name] = self._sample_delta(site, states[name], plates, scorer, hidden.get(name, torch.zeros((), dtype=dtype)))
         return result
 
@@ -320,7 +320,7 @@ class ProductProgramRun(ProgramRun):
             stack.enter_context(poutine.scale(scale=scorer.scale_beyond_subsamples(site.name)))
             value = trim(value, site.event_dim, site.depth)
             density = -hidden.to(value.device).expand(value.shape[: value.dim() - site.event_dim])
-            stack.enter_context(self._layout.room_for(site, density.dim()))
+            stack.enter_context(self._layout.extra_plates_for(site, density.dim()))
             return pyro.sample(site.name, dist.Delta(value, log_density=density, event_dim=site.event_dim))
 
 

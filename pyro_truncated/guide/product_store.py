@@ -103,19 +103,14 @@ class ProductStore(torch.nn.Module):
         self.portion = portion
         if portion is not None:
             self.seed_()
-        given: Sequence[Tensor | None] = [None] * len(self.groups)
-        if isinstance(product, ProductLayout) and init is not None and not self.is_filled:
-            given = product.pack(given_levels(product.layout, init, self.num_states))
+        first_words: Sequence[Tensor | None] = [None] * len(self.groups)
+        if isinstance(product, ProductLayout) and init is not None and not all(store.is_filled for store in self.stores):
+            first_words = product.pack(given_levels(product.layout, init, self.num_states))
         groups: Sequence[Any] = product.groups
         for number, (store, group) in enumerate(zip(self.stores, groups, strict=True)):
             store.num_states = min(store.num_states, group.space.size)
             own = None if portion is None else portion.times(product.count_inner(number))
-            store.start_(group, given[number], device, own)
-
-    @property
-    def is_filled(self) -> bool:
-        """Whether there are populations."""
-        return all(store.is_filled for store in self.stores)
+            store.start_(group, first_words[number], device, own)
 
     def populations(self) -> list[Population]:
         """The populations of all groups, which must have been scored.

@@ -64,8 +64,8 @@ def recorded_values(guide: TruncatedGuide) -> dict[str, Any]:
     They come with the subsamples of plates that they are for.
     """
     names = guide.layout.other_latents
-    found = inspection.recorded_values(names, guide.frames, guide.layout.depth) if names else {}
-    return found | recorded_subsamples(guide.frames) if found else {}
+    values = inspection.recorded_values(names, guide.frames, guide.layout.depth) if names else {}
+    return values | recorded_subsamples(guide.frames) if values else {}
 
 
 class ProgramRun:
@@ -103,10 +103,10 @@ class ProgramRun:
     def _sample_batch(self, batch: Any, plates: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Tensor]:
         """Samples the states of a batch in the given plates."""
         with torch.no_grad():
-            found = self._improve(batch)
-            population, excess = found.without_impossible(), None
-            if population is not found or found.log_joint.dim() != 2:
-                excess = excess_density(found.log_joint.amax(-1), list(self._layout.sites))
+            full_population = self._improve(batch)
+            population, excess = full_population.without_impossible(), None
+            if population is not full_population or full_population.log_joint.dim() != 2:
+                excess = excess_density(full_population.log_joint.amax(-1), list(self._layout.sites))
         scorer = batch.scorer
         hidden = scorer.hidden_log_probs(population.words)
         # The draws that the states were scored with go with them: outside of a trace they are not the ones the list has just made.
@@ -115,7 +115,8 @@ class ProgramRun:
             for name in self._layout.plates:
                 enter(stack, plates[name])
             states = self._sample_states(population, excess, hidden, scorer, plates)
-            return result | states | self._sample_conditional({name: scorer.nodes[name]["value"] for name in scorer.observed} | states)
+            labels = {name: scorer.nodes[name]["value"] for name in scorer.observed_sites}
+            return result | states | self._sample_conditional(labels | states)
 
     def _improve(self, batch: Batch) -> Population:
         """Returns the populations with log joints.
@@ -123,9 +124,9 @@ class ProgramRun:
         They are improved first where an ELBO asks for it.
         """
         # Under the name of a site, the message passes whatever lets that site pass.
-        asked = find_search_request(name=next(iter(self._layout.sites)))
-        if asked is not None:
-            population = batch.search_(asked.search, asked.steps)
+        request = find_search_request(name=next(iter(self._layout.sites)))
+        if request is not None:
+            population = batch.search_(request.search, request.steps)
             if not batch.scorer.is_vectorized:
                 return population
         return batch.rescore()
@@ -184,17 +185,17 @@ class ProgramRun:
         this one that has the plates already decides.
         """
         frames = {frame.name: frame for site in self._layout.sites.values() for frame in site.frames if frame.vectorized}
-        opened = open_plates({name: frame.dim for name, frame in frames.items()})
-        known = recorded_subsamples(frames) | plate_subsamples(opened)
-        batch = self._guide.batch(self._call, {**values, **known})
-        drawn = batch.scorer.values
+        outer_plates = open_plates({name: frame.dim for name, frame in frames.items()})
+        subsamples = recorded_subsamples(frames) | plate_subsamples(outer_plates)
+        batch = self._guide.batch(self._call, {**values, **subsamples})
+        run_values = batch.scorer.values
         frames = {f.name: f for site in self._layout.sites for f in batch.scorer.nodes[site]["cond_indep_stack"] if f.vectorized}
         with SharedPlates():
             self._guide.plates = plates = {
-                name: opened.get(name) or pyro.plate(name, frame.full_size or frame.size, subsample=drawn[name], dim=frame.dim)
+                name: outer_plates.get(name) or pyro.plate(name, frame.full_size or frame.size, subsample=run_values[name], dim=frame.dim)
                 for name, frame in frames.items()
             }
-        if any(plate.indices is not drawn[name] for name, plate in plates.items()):
+        if any(plate.indices is not run_values[name] for name, plate in plates.items()):
             batch = self._guide.batch(self._call, {**values, **plate_subsamples(plates)})
         return plates, batch
 
@@ -221,7 +222,7 @@ class ProgramRun:
             # The guide's density gives back what a mask takes away from the model's, see LogJoint.
             densities = {name: -Vindex(value.movedim(0, -1))[..., index] for name, value in hidden.items()}
             zero = logits.new_zeros(())
-            latent = {name: value for name, value in values.items() if name not in scorer.observed}
+            latent = {name: value for name, value in values.items() if name not in scorer.observed_sites}
             if excess is not None:
                 first = next(iter(latent))
                 densities[first] = densities.get(first, zero) + excess.reshape(shape)
@@ -253,5 +254,5 @@ class ProgramRun:
             # Given always: with integer values the default would bring a float32 density into a float64 model.
             log_density = log_density.expand(torch.broadcast_shapes(shape, log_density.shape))
             value = value.expand((*log_density.shape, *value.shape[len(shape) :]))
-            stack.enter_context(self._layout.room_for(site, log_density.dim()))
+            stack.enter_context(self._layout.extra_plates_for(site, log_density.dim()))
             return pyro.sample(name, dist.Delta(value, log_density=log_density, event_dim=site.event_dim))

@@ -95,12 +95,12 @@ class ScoredSets:
     def _entries(self, table: Tensor, positions: Mapping[int, Tensor]) -> Tensor:
         """The entries of a table at positions of states, by node."""
         tree = self.scorer.product.tree
-        found = {tree.dim(node): own for node, own in positions.items() if table.shape[tree.dim(node)] > 1}
-        if not found:
+        index = {tree.dim(node): own for node, own in positions.items() if table.shape[tree.dim(node)] > 1}
+        if not index:
             return table
         dims = range(-tree.num_dims, 0)
         every = (torch.arange(table.shape[dim], device=table.device).view(-1, *(1,) * (-1 - dim)) for dim in dims)
-        return table[tuple(found.get(dim, own) for dim, own in zip(dims, every, strict=True))]
+        return table[tuple(index.get(dim, own) for dim, own in zip(dims, every, strict=True))]
 
     def _place(self, number: int) -> tuple[int, set[int]]:
         nodes = self.scorer.product.groups[number].nodes
@@ -148,60 +148,60 @@ class SetSearch:
 
         Those that hold all states stay as they are.
         """
-        scored = ScoredSets.from_scorer(self.scorer, sets)
+        current = ScoredSets.from_scorer(self.scorer, sets)
         groups = self.scorer.product.groups
-        open_ = [number for number, group in enumerate(groups) if scored.sets[number].shape[1] < group.space.size]
+        open_ = [number for number, group in enumerate(groups) if current.sets[number].shape[1] < group.space.size]
         spaces = {groups[number].space for number in open_}
         # Two in a step; where all states are proposed at once a second time changes nothing.
         blocks = min(len(spaces), 1) if all(map(self._is_small, spaces)) else 2
         for _ in range(steps):
             for number in open_:
-                scored = self._search_group(search, scored, number)
+                current = self._search_group(search, current, number)
             for _ in range(blocks):
-                scored = self._search_block(scored, spaces, open_)
-        return scored
+                current = self._search_block(current, spaces, open_)
+        return current
 
     # --- proposals for one group ---
 
-    def _search_group(self, search: Search, scored: ScoredSets, number: int) -> ScoredSets:
-        scorer, messages = self.scorer, scored.messages
+    def _search_group(self, search: Search, current: ScoredSets, number: int) -> ScoredSets:
+        scorer, messages = self.scorer, current.messages
         beliefs = messages.beliefs()
         # What is impossible adds nothing.
-        adds = scored.rows({node: beliefs[node] + messages.weights[node] for node in scorer.product.groups[number].nodes}, number)
+        adds = current.rows({node: beliefs[node] + messages.weights[node] for node in scorer.product.groups[number].nodes}, number)
         rows = scorer.population_rows(number) if self.positions is None else self.positions[number]
-        known = Population(scorer.product.groups[number].space, scored.sets[number], adds, rows)
-        scores, keys = NodeScores(scored, number), dict[str, Any](is_new=self.is_new, random=self.random)
+        population = Population(scorer.product.groups[number].space, current.sets[number], adds, rows)
+        scores, keys = NodeScores(current, number), dict[str, Any](is_new=self.is_new, random=self.random)
         if self.positions is not None:
-            keys |= {"is_spread": True, "mean_active": _mean_active(known) if search.takes_activity else None}
-        proposed = search.propose(SearchBatch(known, scores, {}, **keys))
-        places, is_free = _best_new(known, proposed)
+            keys |= {"is_spread": True, "mean_active": _mean_active(population) if search.takes_activity else None}
+        proposals = search.propose(SearchBatch(population, scores, {}, **keys))
+        places, is_free = _select_new(population, proposals)
         if not bool(is_free.any()):
-            return scored
-        chosen = {number: _beside(scored.sets[number], is_free)}
-        return self._exchange(scored, scored.join(scores.take(proposed.words, places), number), chosen)
+            return current
+        choices = {number: _append_candidates(current.sets[number], is_free)}
+        return self._exchange(current, current.join(scores.take(proposals.words, places), number), choices)
 
     # --- proposals that are coherent over many nodes ---
 
-    def _search_block(self, scored: ScoredSets, spaces: Collection[StateSpace], open_: Sequence[int]) -> ScoredSets:
+    def _search_block(self, current: ScoredSets, spaces: Collection[StateSpace], open_: Sequence[int]) -> ScoredSets:
         scorer, product = self.scorer, self.scorer.product
-        best = scored.collect(scorer.weights(scored.sets), maximum=True).draw(None)
-        joined, choices = list(scored.sets), {}
+        best = current.collect(scorer.weights(current.sets), maximum=True).draw(None)
+        union, choices = list(current.sets), {}
         for space in spaces:
             block, values = self._draw_block(space)
             for number in open_:
                 if product.groups[number].space != space:
                     continue
-                own = scored.sets[number]
+                own = current.sets[number]
                 if len(values) == space.size:
                     # In the same order for all members of the plates: the model is run on them once.
-                    joined[number] = space.enumerate(own.device).expand(len(own), -1, -1)
+                    union[number] = space.enumerate(own.device).expand(len(own), -1, -1)
                     choices[number] = _Choice(space.positions(own), None)
                 else:
-                    place = scored.rows({node: best[node][0][0] for node in product.groups[number].nodes}, number)
+                    place = current.rows({node: best[node][0][0] for node in product.groups[number].nodes}, number)
                     words = _with_block(space, ops.gather_states(own, place).squeeze(1), block, values)
-                    joined[number] = torch.cat([own, words], 1)
-                    choices[number] = _beside(own, ~ops.find_duplicates(joined[number])[:, own.shape[1] :])
-        return self._exchange(scored, ScoredSets.from_scorer(scorer, joined), choices, look_ahead=True)
+                    union[number] = torch.cat([own, words], 1)
+                    choices[number] = _append_candidates(own, ~ops.find_duplicates(union[number])[:, own.shape[1] :])
+        return self._exchange(current, ScoredSets.from_scorer(scorer, union), choices, look_ahead=True)
 
     def _is_small(self, space: StateSpace) -> bool:
         """Whether all states of a space are proposed at once."""
@@ -231,57 +231,57 @@ class SetSearch:
 
     # --- selection ---
 
-    def _exchange(self, scored: ScoredSets, joined: ScoredSets, choices: Mapping[int, _Choice], *, look_ahead: bool = False) -> ScoredSets:
+    def _exchange(self, current: ScoredSets, union: ScoredSets, choices: Mapping[int, _Choice], *, look_ahead: bool = False) -> ScoredSets:
         """Returns the best of old and new states.
 
         They are chosen for one node after the other, of each component that does not lose by it.
 
         Args:
-            scored: the sets as they are.
-            joined: the sets with candidates.
+            current: the sets as they are.
+            union: the sets with candidates.
             choices: by group, where the old states are, and which may be chosen.
             look_ahead: whether later nodes count with their candidates.
         """
         scorer, product = self.scorer, self.scorer.product
-        weights, limits = scorer.weights(joined.sets), {}
+        weights, limits = scorer.weights(union.sets), {}
         for number, choice in choices.items():
-            allowed = joined.log_weights(number)
+            log_weights = union.log_weights(number)
             if choice.is_free is not None:
-                allowed.masked_fill_(~choice.is_free, -math.inf)
-            start = allowed.clamp(min=IMPOSSIBLE) if look_ahead else _only(choice.old, allowed)
-            parts = (scorer.split_nodes(rows, number) for rows in (allowed, start))
+                log_weights.masked_fill_(~choice.is_free, -math.inf)
+            start = log_weights.clamp(min=IMPOSSIBLE) if look_ahead else _exclude_others(choice.old, log_weights)
+            parts = (scorer.split_nodes(rows, number) for rows in (log_weights, start))
             for node, limit, own in zip(product.groups[number].nodes, *parts, strict=True):
                 limits[node] = limit
                 weights[node] = product.spread(node, own, scorer.plate_sizes(node))
-        messages = joined.collect(weights)
-        chosen: dict[int, Tensor] = {}
+        messages = union.collect(weights)
+        best: dict[int, Tensor] = {}
 
         def choose(node: int, belief: Tensor) -> Tensor | None:
             if node not in limits:
                 return None
-            size = scored.sets[product.place[node][0]].shape[1]
+            size = current.sets[product.place[node][0]].shape[1]
             scores = product.rows(node, belief, scorer.plate_sizes(node)) + limits[node]
-            chosen[node] = scores.topk(size, -1).indices
-            return product.spread(node, _only(chosen[node], limits[node]), scorer.plate_sizes(node))
+            best[node] = scores.topk(size, -1).indices
+            return product.spread(node, _exclude_others(best[node], limits[node]), scorer.plate_sizes(node))
 
         messages.select(choose)
-        positions = {number: torch.cat([chosen[node] for node in product.groups[number].nodes]) for number in choices}
-        return self._accept(scored, joined, positions, choices)
+        positions = {number: torch.cat([best[node] for node in product.groups[number].nodes]) for number in choices}
+        return self._accept(current, union, positions, choices)
 
-    def _accept(self, scored: ScoredSets, joined: ScoredSets, positions: dict[int, Tensor], choices: Mapping[int, _Choice]) -> ScoredSets:
+    def _accept(self, current: ScoredSets, union: ScoredSets, positions: dict[int, Tensor], choices: Mapping[int, _Choice]) -> ScoredSets:
         """Returns the new sets where the evidence does not fall.
 
         It might fall where members of one plate change together.
         """
-        product, found = self.scorer.product, joined.take(positions)
-        old, new = product.evidence_by_node(scored.messages), product.evidence_by_node(found.messages)
-        losing = {node: (new[node] < old[node] - _ROUNDING * old[node].abs().clamp(min=1.0)).double() for node in product.tree.order}
+        product, result = self.scorer.product, union.take(positions)
+        old, new = product.evidence_by_node(current.messages), product.evidence_by_node(result.messages)
+        falls = {node: (new[node] < old[node] - _ROUNDING * old[node].abs().clamp(min=1.0)).double() for node in product.tree.order}
         is_worse = False
         for number, own in positions.items():
-            loses = scored.rows({node: losing[node] for node in product.groups[number].nodes}, number) > 0
-            is_worse |= bool(loses.any())
-            positions[number] = torch.where(loses, choices[number].old, own)
-        return joined.take(positions) if is_worse else found
+            is_worse_row = current.rows({node: falls[node] for node in product.groups[number].nodes}, number) > 0
+            is_worse |= bool(is_worse_row.any())
+            positions[number] = torch.where(is_worse_row, choices[number].old, own)
+        return union.take(positions) if is_worse else result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,16 +297,16 @@ class _Choice:
     is_free: Tensor | None
 
 
-def _beside(own: Tensor, is_new: Tensor) -> _Choice:
+def _append_candidates(own: Tensor, is_new: Tensor) -> _Choice:
     """The choice between states and candidates that stand behind them."""
     old = torch.arange(own.shape[1], device=own.device).expand(own.shape[:2])
     return _Choice(old, torch.cat([torch.ones_like(old, dtype=torch.bool), is_new], 1))
 
 
-def _only(positions: Tensor, log_weights: Tensor) -> Tensor:
+def _exclude_others(positions: Tensor, log_weights: Tensor) -> Tensor:
     """Log weights of the states at some positions; all others are impossible."""
-    kept = log_weights.gather(1, positions).clamp(min=IMPOSSIBLE)
-    return torch.full_like(log_weights, IMPOSSIBLE).scatter(1, positions, kept)
+    own_weights = log_weights.gather(1, positions).clamp(min=IMPOSSIBLE)
+    return torch.full_like(log_weights, IMPOSSIBLE).scatter(1, positions, own_weights)
 
 
 class NodeScores:
@@ -319,24 +319,24 @@ class NodeScores:
         number: the group.
     """
 
-    def __init__(self, scored: ScoredSets, number: int) -> None:
-        self._scored, self._number = scored, number
+    def __init__(self, current: ScoredSets, number: int) -> None:
+        self._current, self._number = current, number
         self._runs: list[ScoredSets] = []
 
     def __call__(self, words: Tensor) -> Tensor:
         """What candidates ``(rows, C, num_words)`` add to the evidence of their component, ``(rows, C)``."""
-        scored, number, tree = self._scored, self._number, self._scored.scorer.product.tree
+        current, number, tree = self._current, self._number, self._current.scorer.product.tree
         candidates = self._run(words)
         self._runs.append(candidates)
-        joined = scored.join(candidates, number)
-        weights, size = scored.scorer.weights(joined.sets), scored.sets[number].shape[1]
-        for node in scored.scorer.product.groups[number].nodes:
-            is_member = torch.arange(joined.sets[number].shape[1], device=words.device) < size
+        union = current.join(candidates, number)
+        weights, size = current.scorer.weights(union.sets), current.sets[number].shape[1]
+        for node in current.scorer.product.groups[number].nodes:
+            is_member = torch.arange(union.sets[number].shape[1], device=words.device) < size
             shape = [1] * tree.num_dims
             shape[tree.dim(node)] = len(is_member)
             weights[node] = torch.where(is_member.view(shape), weights[node], IMPOSSIBLE)
-        scores = scored.rows(joined.collect(weights).beliefs(), number)
-        return scores[:, size:] + joined.log_weights(number)[:, size:]
+        scores = current.rows(union.collect(weights).beliefs(), number)
+        return scores[:, size:] + union.log_weights(number)[:, size:]
 
     def take(self, words: Tensor, places: Tensor) -> ScoredSets:
         """Returns some of the candidates, scored as in their run.
@@ -352,26 +352,26 @@ class NodeScores:
         return self._run(ops.gather_states(words, places))
 
     def _run(self, words: Tensor) -> ScoredSets:
-        sets = list(self._scored.sets)
+        sets = list(self._current.sets)
         sets[self._number] = words
-        return ScoredSets.from_scorer(self._scored.scorer, sets)
+        return ScoredSets.from_scorer(self._current.scorer, sets)
 
 
-def _mean_active(known: Population) -> Tensor:
+def _mean_active(population: Population) -> Tensor:
     """Mean probabilities ``(L,)`` that latents are active, in rows of all processes."""
-    sums, number = collectives.add([known.marginals().sum(0), torch.tensor(float(len(known)))])
+    sums, number = collectives.add([population.marginals().sum(0), torch.tensor(float(len(population)))])
     return sums / number
 
 
-def _best_new(known: Population, proposed: Population) -> tuple[Tensor, Tensor]:
+def _select_new(population: Population, proposals: Population) -> tuple[Tensor, Tensor]:
     """Returns the positions of the best proposals of each row.
 
     There are at most as many as the row has states. A mask tells which are neither members nor repetitions.
     """
-    every = torch.cat([known.words, proposed.words], 1)
-    is_new = ~ops.find_duplicates(every)[:, known.num_states :]
-    scores = proposed.log_joint.masked_fill(~is_new, -math.inf)
-    best = scores.topk(min(known.num_states, scores.shape[1]), -1).indices
+    every = torch.cat([population.words, proposals.words], 1)
+    is_new = ~ops.find_duplicates(every)[:, population.num_states :]
+    scores = proposals.log_joint.masked_fill(~is_new, -math.inf)
+    best = scores.topk(min(population.num_states, scores.shape[1]), -1).indices
     return best, is_new.gather(1, best)
 
 

@@ -40,15 +40,15 @@ def save_portion(portion: Portion | None, destination: Any, prefix: str) -> None
 
 def load_portion(state_dict: Mapping[str, Any], prefix: str) -> Portion | None:
     """What :func:`save_portion` has noted."""
-    saved = state_dict.get(prefix + PORTION)
-    return None if saved is None else Portion(*saved.tolist())
+    numbers = state_dict.get(prefix + PORTION)
+    return None if numbers is None else Portion(*numbers.tolist())
 
 
-def other_rows(saved: Portion | None, here: Portion | None) -> str | None:
+def other_rows(stored: Portion | None, here: Portion | None) -> str | None:
     """Returns why saved populations belong to other data points, if known."""
-    if saved is None or here is None or saved == here:
+    if stored is None or here is None or stored == here:
         return None
-    ranges = [f"{portion.first} .. {portion.first + portion.size - 1} of {portion.total}" for portion in (saved, here)]
+    ranges = [f"{portion.first} .. {portion.first + portion.size - 1} of {portion.total}" for portion in (stored, here)]
     return (
         f"the saved populations are those of data points {ranges[0]}, here are {ranges[1]}; checkpoints of fit hold those of all "
         "processes, whatever their number"
@@ -146,8 +146,8 @@ class PopulationStore(torch.nn.Module):
         """Returns where rows are among those of all processes."""
         # The rows of a guide on sets are those of several nodes, one after the other.
         portion = self.portion
-        skipped = 0 if portion is None else rows // portion.size * (portion.total - portion.size)
-        return self.first_position + rows + skipped
+        num_skipped = 0 if portion is None else rows // portion.size * (portion.total - portion.size)
+        return self.first_position + rows + num_skipped
 
     def start_(self, layout: Layout | NodeGroup, init: Init, device: torch.device, portion: Portion | None = None) -> None:
         """Creates populations for a model's sites, or checks loaded ones.
@@ -162,7 +162,7 @@ class PopulationStore(torch.nn.Module):
         if not self.is_filled:
             self._create(layout, init, device)
         elif self._space is None:  # loaded before they met the model
-            self.bring_(device)
+            self.move_(device)
         if problem := other_rows(self._loaded_portion, self.portion) or self._problem(self.words, self.cardinalities, layout.space):
             raise ValueError(problem)
         self._space, self._sites = layout.space, list(layout.sites)
@@ -171,8 +171,8 @@ class PopulationStore(torch.nn.Module):
         size = min(self.num_states, layout.space.size)
         words, log_joint = self.first_states(layout, init, size, device)
         if size < self.num_states:
-            states, asked = "the only state" if size == 1 else f"all {size} joint states", f"num_states={self.num_states}"
-            note_once(f"AutoTruncated keeps {states} of {list(layout.sites)} (fewer than {asked}): nothing is truncated")
+            states, option = "the only state" if size == 1 else f"all {size} joint states", f"num_states={self.num_states}"
+            note_once(f"AutoTruncated keeps {states} of {list(layout.sites)} (fewer than {option}): nothing is truncated")
             self.num_states = size
         self.register_buffer("words", words)
         self.register_buffer("log_joint", log_joint)
@@ -193,7 +193,7 @@ class PopulationStore(torch.nn.Module):
                 words = ops.gather_states(words, ops.find_duplicates(words).byte().argsort(dim=1, stable=True)[:, :size])
         return words, torch.full(words.shape[:2], math.nan, device=device)
 
-    def bring_(self, device: torch.device) -> None:
+    def move_(self, device: torch.device) -> None:
         """Brings populations to where their model is."""
         self.to(device)
 
@@ -203,7 +203,7 @@ class PopulationStore(torch.nn.Module):
         In memory, all are initialised.
         """
 
-    def room(self, name: str, like: Tensor) -> Tensor:
+    def allocate(self, name: str, like: Tensor) -> Tensor:
         """Allocates a buffer of that name, like the loaded one."""
         return torch.empty_like(like)
 
@@ -223,8 +223,8 @@ class PopulationStore(torch.nn.Module):
             save_portion(self.portion, destination, prefix)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        saved = {name: state_dict.get(prefix + name) for name in self.STORED}
-        if problem := self.mismatch(state_dict, prefix) or flaw(**saved):
+        tensors = {name: state_dict.get(prefix + name) for name in self.STORED}
+        if problem := self.mismatch(state_dict, prefix) or flaw(**tensors):
             args[-1].append(problem)
             return
         stream = state_dict.get(prefix + _STREAM)
@@ -233,19 +233,19 @@ class PopulationStore(torch.nn.Module):
         self._loaded_portion = load_portion(state_dict, prefix)
         state_dict = {name: value for name, value in state_dict.items() if name not in (prefix + _STREAM, prefix + PORTION)}
         strict, missing_keys = args[1], args[2]
-        missing = [prefix + name for name, value in saved.items() if value is None and name not in self._buffers]
-        if strict and len(missing) < len(saved):
+        missing = [prefix + name for name, value in tensors.items() if value is None and name not in self._buffers]
+        if strict and len(missing) < len(tensors):
             missing_keys.extend(missing)
         # A fresh guide has no buffers yet: make them in the shapes that come in.
-        for name, value in saved.items():
-            held = self._buffers.get(name)
-            if value is not None and (held is None or held.shape != value.shape or held.dtype != value.dtype):
-                value = value if held is None else value.to(held.device)
-                self.register_buffer(name, torch.empty_like(value) if name == "cardinalities" else self.room(name, value))
+        for name, value in tensors.items():
+            buffer = self._buffers.get(name)
+            if value is not None and (buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype):
+                value = value if buffer is None else value.to(buffer.device)
+                self.register_buffer(name, torch.empty_like(value) if name == "cardinalities" else self.allocate(name, value))
             if value is not None:
                 state_dict[prefix + name] = self.fill_(name, value)
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self.num_states = self.num_states if saved["words"] is None else saved["words"].shape[1]
+        self.num_states = self.num_states if tensors["words"] is None else tensors["words"].shape[1]
         self.revision += 1
         # Populations that were saved may be of other data than the last ones here.
         self.seen = SeenData(is_new=stream is not None and len(stream) > 2)
@@ -305,10 +305,10 @@ class PopulationStore(torch.nn.Module):
             RuntimeError: if some of them never were.
         """
         population = self.population(indices)
-        if bool(population.log_joint.isnan().any()):
+        if number := int(population.log_joint.isnan().any(-1).sum()):
             raise RuntimeError(
-                "some of these populations have never been scored under the model: train first, or call guide.refresh_(*args) with "
-                "the model's arguments"
+                f"{number} of {len(population)} populations have never been scored under the model: train first, or call "
+                "guide.refresh_(*args) with the model's arguments"
             )
         return population
 
@@ -341,19 +341,19 @@ class PopulationStore(torch.nn.Module):
         check_possible(log_joint, self._sites)
         ops.on_success(lambda: self._write_(log_joint, where, words))
 
-    def _write_(self, log_joint: Tensor, where: slice | Tensor, words: Tensor | None) -> None:
+    def _write_(self, log_joint: Tensor, index: slice | Tensor, words: Tensor | None) -> None:
         if self.log_joint.dtype != log_joint.dtype:
             with ordinary_tensors():
                 self.change_type_(log_joint.dtype)
-        self.log_joint[where] = log_joint
+        self.log_joint[index] = log_joint
         if words is not None:
-            self.words[where] = words
+            self.words[index] = words
         self.revision += 1
 
     # --- averages over draws of other guides ---
 
     @property
-    def are_averages(self) -> Tensor:
+    def average_mask(self) -> Tensor:
         """Returns whose stored log joints are averages over draws, ``(N,)``.
 
         Draws are those of other guides.
@@ -362,12 +362,12 @@ class PopulationStore(torch.nn.Module):
             return torch.zeros(len(self.words), dtype=torch.bool)
         return self._averages[1].clone()
 
-    def store_averages_(self, averaged: Population) -> Population:
+    def store_averages_(self, averages: Population) -> Population:
         """Keeps averaged log joints, and remembers that they are."""
-        known = self.are_averages
-        known[slice(None) if averaged.indices is None else averaged.indices.to(known.device)] = True
-        population = self.store_(averaged.log_joint, averaged.indices)
-        self._averages = self.revision, known
+        mask = self.average_mask
+        mask[slice(None) if averages.indices is None else averages.indices.to(mask.device)] = True
+        population = self.store_(averages.log_joint, averages.indices)
+        self._averages = self.revision, mask
         return population
 
 
@@ -391,14 +391,14 @@ class FileStore(PopulationStore):
         super().__init__(num_states)
         self.folder = Path(folder)
         # Which populations have begun; ``None`` if all have.
-        self._has_begun: Tensor | None = None
+        self._is_started: Tensor | None = None
         self._files: dict[str, mmap.mmap] = {}
-        self._num_touched = 0
+        self._num_rows_in_memory = 0
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_files": {}}
 
-    def room(self, name: str, like: Tensor, *, shape: tuple[int, ...] | None = None) -> Tensor:
+    def allocate(self, name: str, like: Tensor, *, shape: tuple[int, ...] | None = None) -> Tensor:
         """Creates a new file.
 
         Whoever has an old one of that name open keeps it.
@@ -435,12 +435,12 @@ class FileStore(PopulationStore):
         """
         if init is not None:
             raise ValueError("a guide with a store takes no init: populations in files start from random states")
-        self._has_begun = torch.zeros(layout.num_data, dtype=torch.bool)
+        self._is_started = torch.zeros(layout.num_data, dtype=torch.bool)
         shape = layout.num_data, size, layout.space.num_words
-        words = self.room("words", torch.empty(0, dtype=torch.int64, device=device), shape=shape)
-        return words, self.room("log_joint", torch.empty(0, dtype=torch.float32, device=device), shape=shape[:2])
+        words = self.allocate("words", torch.empty(0, dtype=torch.int64, device=device), shape=shape)
+        return words, self.allocate("log_joint", torch.empty(0, dtype=torch.float32, device=device), shape=shape[:2])
 
-    def bring_(self, device: torch.device) -> None:
+    def move_(self, device: torch.device) -> None:
         """Files stay where they are.
 
         Raises:
@@ -451,31 +451,31 @@ class FileStore(PopulationStore):
     def begin_(self, indices: Tensor | None = None) -> None:
         """Initialises populations of all or the given data points if needed."""
         self._let_go(len(self.words) if indices is None else len(indices))
-        if self._has_begun is None:
+        if self._is_started is None:
             return
-        new = (~self._has_begun).nonzero().squeeze(-1) if indices is None else indices[~self._has_begun[indices]].unique()
+        new = (~self._is_started).nonzero().squeeze(-1) if indices is None else indices[~self._is_started[indices]].unique()
         for rows in new.split(rows_per_block(32 * self.words[0].numel())):
             self.words[rows] = initial_population(self.space, len(rows), self.num_states, self.stream(0), rows=self.global_rows(rows))
             self.log_joint[rows] = math.nan
-            self._has_begun[rows] = True
+            self._is_started[rows] = True
 
     def _let_go(self, number: int) -> None:
         """Frees the memory of earlier minibatches' populations, from 128 MiB on.
 
         Files keep them.
         """
-        self._num_touched += number
-        if self._num_touched * self.words[0].nbytes > 2**27:
-            self._num_touched = 0
+        self._num_rows_in_memory += number
+        if self._num_rows_in_memory * self.words[0].nbytes > 2**27:
+            self._num_rows_in_memory = 0
             for memory in self._files.values():
                 release(memory)
 
     def change_type_(self, dtype: torch.dtype) -> None:
         """Keeps the log joints in another type from now on."""
         old = self.log_joint
-        self.log_joint = self.room("log_joint", old.new_empty(0, dtype=dtype), shape=tuple(old.shape))
-        begun = torch.arange(len(old)) if self._has_begun is None else self._has_begun.nonzero().squeeze(-1)
-        for rows in begun.split(rows_per_block(16 * self.num_states)):
+        self.log_joint = self.allocate("log_joint", old.new_empty(0, dtype=dtype), shape=tuple(old.shape))
+        positions = torch.arange(len(old)) if self._is_started is None else self._is_started.nonzero().squeeze(-1)
+        for rows in positions.split(rows_per_block(16 * self.num_states)):
             self.log_joint[rows] = old[rows].to(dtype)
 
     def _save_to_state_dict(self, *args: Any) -> None:
@@ -485,7 +485,7 @@ class FileStore(PopulationStore):
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
         if self.is_filled:
-            self._has_begun = None
+            self._is_started = None
 
 
 def _refuse_elsewhere(device: torch.device) -> None:

@@ -61,7 +61,7 @@ def find_layout(
     refuse_changing_sites(call, trace, dependencies)
     layout = Layout(trace, max_count, dependencies)
     # Where all states are kept the prior of what is masked adds up to one.
-    layout.idle_where_masked = frozenset() if layout.space.size <= num_states else find_idle(call, trace, layout)
+    layout.idle_sites = frozenset() if layout.space.size <= num_states else find_idle(call, trace, layout)
     if not any(node["is_observed"] for node in trace.nodes.values() if node["type"] == "sample"):
         warnings.warn(
             "AutoTruncated sees no observed site: its posterior would be the prior. "
@@ -98,12 +98,12 @@ def find_product(
     for own in product.node_layouts:
         refuse_partial_plates(own.sites.values(), own.plates)
     exact = {name for own in product.node_layouts if own.space.size <= num_states for name in own.sites}
-    layout.idle_where_masked -= exact
+    layout.idle_sites -= exact
     with spare_random_numbers(), torch.no_grad():
         scorer = ProductScorer(call, product)
         if scorer.takes_sets():
             product.shares_sets = True
-            product.shares_sets = scorer.takes_sets(shared=True)
+            product.shares_sets = scorer.takes_sets(share_sets=True)
             return product
     note_once(
         f"the model's factor graph has {len(graph.nodes)} nodes, but the model takes no sets of states in dimensions left of its "
@@ -189,7 +189,7 @@ def refuse_other_structure(product: ProductLayout | ChainLayout | None) -> None:
         )
 
 
-def are_all_observed(call: Call, layout: Layout) -> bool:
+def observes_all(call: Call, layout: Layout) -> bool:
     """Whether the model observes all discrete sites in a call."""
     with spare_random_numbers(), torch.no_grad(), isolate():
         nodes = sample_nodes(call.trace())
@@ -245,17 +245,17 @@ def _find_shape_mismatches(call: Call) -> list[str]:
 
     There are none if the model does not run then either.
     """
-    held = {name: value.shape for name, value in pyro.get_param_store().items()}
-    if not held:
+    shapes = {name: value.shape for name, value in pyro.get_param_store().items()}
+    if not shapes:
         return []
     try:
         with empty_store(), poutine.block(), torch.no_grad(), spare_random_numbers():
             call.trace()
-            wanted = {name: value.shape for name, value in pyro.get_param_store().items()}
+            first_shapes = {name: value.shape for name, value in pyro.get_param_store().items()}
     except Exception:
         return []
     return [
-        f"'{name}' of shape {tuple(held[name])} in the place of {tuple(shape)}"
-        for name, shape in wanted.items()
-        if held.get(name, shape) != shape
+        f"'{name}' of shape {tuple(shapes[name])} in the place of {tuple(shape)}"
+        for name, shape in first_shapes.items()
+        if shapes.get(name, shape) != shape
     ]

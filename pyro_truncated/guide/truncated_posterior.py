@@ -69,12 +69,12 @@ class TruncatedPosterior:
             ValueError: if a number does not lie in 0 .. 1.
             NotImplementedError: for one-hot sites, whose values have no order.
         """
-        wanted = check_quantiles(quantiles)
+        shares = check_quantiles(quantiles)
         one_hot = [name for name, site in self.layout.sites.items() if site.kind == "one_hot"]
         if one_hot:
             raise NotImplementedError(f"the values of the one-hot sites {one_hot} have no order; use mode(), median() or marginals()")
         probabilities = self.population.value_probabilities()
-        levels = quantile_levels(probabilities, wanted, probabilities.shape[-1])
+        levels = quantile_levels(probabilities, shares, probabilities.shape[-1])
         values = [self.layout.site_values(level, self.sizes) for level in levels]
         return {name: torch.stack([value[name] for value in values]) for name in self.layout.sites}
 
@@ -92,19 +92,19 @@ class TruncatedPosterior:
 
 def check_quantiles(quantiles: Sequence[float] | Tensor) -> list[float]:
     """Returns numbers that must lie in 0 .. 1."""
-    wanted: list[float] = torch.as_tensor(quantiles, dtype=torch.float64).flatten().tolist()
-    if not all(0 <= q <= 1 for q in wanted):
-        raise ValueError(f"quantiles must lie in 0 .. 1; got {wanted}")
-    return wanted
+    shares: list[float] = torch.as_tensor(quantiles, dtype=torch.float64).flatten().tolist()
+    if not all(0 <= q <= 1 for q in shares):
+        raise ValueError(f"quantiles must lie in 0 .. 1; got {shares}")
+    return shares
 
 
-def quantile_levels(probabilities: Tensor, quantiles: Sequence[float], num_values: int, rounding: float = 1e-6) -> list[Tensor]:
+def quantile_levels(probabilities: Tensor, quantiles: Sequence[float], num_values: int, tolerance: float = 1e-6) -> list[Tensor]:
     """Returns the levels that the quantiles reach, of probabilities ``(..., V)``.
 
     A value counts as reached in spite of rounding, and the smallest one only if it has any probability.
     """
     below = probabilities.double().cumsum(-1)
-    return [(below < max(q - rounding, rounding)).sum(-1).clamp(max=num_values - 1) for q in quantiles]
+    return [(below < max(q - tolerance, tolerance)).sum(-1).clamp(max=num_values - 1) for q in quantiles]
 
 
 def population_pairs(population: Population, layout: SiteLayout, first: str, second: str) -> Tensor:
@@ -205,18 +205,18 @@ def _indicators(layout: SiteLayout, name: str, words: Tensor) -> Tensor:
 
 def _with_plates(layout: SiteLayout, name: str, words: Tensor, sizes: Sequence[int]) -> Tensor:
     """Returns the same with rows as plates, ``(S, *plates, E, V)``."""
-    found = _indicators(layout, name, words)
+    indicators = _indicators(layout, name, words)
     depth, plates = layout.depth, layout.spread(sizes, layout.depth)
-    found = found.reshape(*plates, *found.shape[1:]).movedim(depth, 0)
-    paired = [1 + place for slot in range(depth) for place in (slot, depth + slot)]
-    merged = [own * inner for own, inner in zip(plates, found.shape[1 + depth : 1 + 2 * depth], strict=True)]
-    return found.permute(0, *paired, -2, -1).reshape(found.shape[0], *merged, *found.shape[-2:])
+    indicators = indicators.reshape(*plates, *indicators.shape[1:]).movedim(depth, 0)
+    order = [1 + place for slot in range(depth) for place in (slot, depth + slot)]
+    plate_sizes = [own * inner for own, inner in zip(plates, indicators.shape[1 + depth : 1 + 2 * depth], strict=True)]
+    return indicators.permute(0, *order, -2, -1).reshape(indicators.shape[0], *plate_sizes, *indicators.shape[-2:])
 
 
 def _restore_shapes(layout: SiteLayout, first: str, second: str, table: Tensor) -> Tensor:
     """Drops plates without the sites; restores the shapes of events."""
     sites = layout.sites[first], layout.sites[second]
     plates = {dim for site in sites for dim, _ in site.plates}
-    kept = [table.shape[1 + slot] for slot in range(layout.depth) if slot - layout.depth in plates]
+    plate_sizes = [table.shape[1 + slot] for slot in range(layout.depth) if slot - layout.depth in plates]
     events = [size for site in sites for size in site.event_shape]
-    return table.reshape(table.shape[0], *kept, *events, *table.shape[-2:])
+    return table.reshape(table.shape[0], *plate_sizes, *events, *table.shape[-2:])

@@ -19,17 +19,17 @@ from torch import Tensor
 from pyro_truncated.guide.companion_guides import Companions, refuse_subsampled_latents, share_plates
 from pyro_truncated.guide.plates import SharedPlates, model_plates, plate_subsamples, refuse_other_size
 from pyro_truncated.guide.structure import (
-    are_all_observed,
     find_layout,
     find_product,
     first_run,
     latent_plates,
     note_whole_states,
+    observes_all,
     set_up_in_minibatch,
     without_states,
 )
 from pyro_truncated.program.call import Call
-from pyro_truncated.program.candidate_runs import Conditional, Scoring
+from pyro_truncated.program.candidate_runs import Conditional, RunMode
 from pyro_truncated.program.chain_scorer import ChainLayout, ChainScorer
 from pyro_truncated.program.discovery import refuse_partial_plates
 from pyro_truncated.program.inspection import ordinary_tensors
@@ -38,7 +38,7 @@ from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.product_layout import ProductLayout
 from pyro_truncated.program.product_scorer import ProductScorer
 from pyro_truncated.program.subsampling import SparseSubsamples
-from pyro_truncated.program.vectorization import check_choice, scoring_for
+from pyro_truncated.program.vectorization import check_choice, run_mode_for
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import check_count, check_kinds
 from pyro_truncated.utils.parameter_store import free_plate_dims, spare_random_numbers
@@ -90,7 +90,7 @@ class WholeModelGuide(AutoGuide):
         self._conditional = (conditional,)
         self._layout: Layout | None = None
         self._product: ProductLayout | ChainLayout | None = None
-        self._scoring: Scoring = "together"
+        self._run_mode: RunMode = "together"
         self.is_enumerable = True
         self._inherited_companions: Companions | None = None
 
@@ -181,9 +181,9 @@ class WholeModelGuide(AutoGuide):
                     self._prototype_frames = latent_plates(trace)
                 self._device = without_states(self.prototype_trace, self._layout)
                 if self._product is not None:
-                    self._scoring, self.is_enumerable = "together", False
+                    self._run_mode, self.is_enumerable = "together", False
                     return
-                self._scoring, self.is_enumerable = scoring_for(
+                self._run_mode, self.is_enumerable = run_mode_for(
                     self.vectorize, call, self._layout, conditional=self.conditional, memory_budget=self.memory_budget
                 )
 
@@ -218,10 +218,10 @@ class WholeModelGuide(AutoGuide):
                 "AutoTruncated cannot be traced by torch.jit: its states change while it trains. Use TraceEnum_ELBO, not JitTraceEnum_ELBO."
             )
         self.setup(*call.args, **call.kwargs)
-        uncovered = [name for name in self.layout.other_latents if name not in (values or {})]
-        if uncovered and self.conditional is None:
+        names = [name for name in self.layout.other_latents if name not in (values or {})]
+        if names and self.conditional is None:
             warnings.warn(
-                f"no guide covers the latents {uncovered}: they are drawn from the prior. Combine AutoTruncated with another guide in an "
+                f"no guide covers the latents {names}: they are drawn from the prior. Combine AutoTruncated with another guide in an "
                 "AutoGuideList, or give it a conditional.",
                 stacklevel=3,
             )
@@ -235,7 +235,7 @@ class WholeModelGuide(AutoGuide):
             values=values,
             conditional=self.conditional,
             memory_budget=self.memory_budget,
-            scoring=self._scoring,
+            run_mode=self._run_mode,
         )
 
     # --- the guides beside this one, and the plates that they share ---
@@ -296,10 +296,10 @@ class WholeModelGuide(AutoGuide):
         if self.master is None and self.create_plates is None:
             return None
         with SharedPlates():
-            created: dict[str, Any] = self._create_plates(*call.args, **call.kwargs)  # type: ignore[no-untyped-call]
+            plates: dict[str, Any] = self._create_plates(*call.args, **call.kwargs)  # type: ignore[no-untyped-call]
         if self.master is not None:
-            refuse_subsampled_latents(self.master(), {name: created[name] for name in self.layout.plates})
-        return created
+            refuse_subsampled_latents(self.master(), {name: plates[name] for name in self.layout.plates})
+        return plates
 
     def fresh_subsamples(self, call: Call) -> dict[str, Tensor]:
         """Returns fresh subsamples of the plates that ``create_plates`` makes.
@@ -338,13 +338,13 @@ class WholeModelGuide(AutoGuide):
         """
         guide_list, call = self.master(), Call(self.model, args, kwargs)  # type: ignore[misc]
         share_plates(guide_list, self)
-        found = model_plates(call, guide_list._prototype_frames)
+        plates = model_plates(call, guide_list._prototype_frames)
         if self._layout is not None:
-            size = math.prod(found[name].size for name in self.layout.plates if name in found)
-            if size != self.layout.num_data and not are_all_observed(call, self._layout):
+            size = math.prod(plates[name].size for name in self.layout.plates if name in plates)
+            if size != self.layout.num_data and not observes_all(call, self._layout):
                 refuse_other_size(self.layout.num_data, size, self.layout.plates)
-            refuse_subsampled_latents(guide_list, {name: found[name] for name in self.layout.plates if name in found})
-        return list(found.values())
+            refuse_subsampled_latents(guide_list, {name: plates[name] for name in self.layout.plates if name in plates})
+        return list(plates.values())
 
     # --- copies ---
 

@@ -70,15 +70,15 @@ def best_start(
         raise TypeError(f"best_start needs a model with the method initialize; {type(model).__name__} has none")
     part = drawn_rows(check_one_array(y), num_data, generator)
     profile = profile_model(model, part, search, num_states=num_states, generator=generator)
-    if profile.is_by_gradients:
+    if profile.optimizer == "gradients":
         raise TypeError(f"best_start needs a model with closed-form M-steps (ClosedFormModel); {type(model).__name__} has none")
-    reached: list[float] = []
+    energies: list[float] = []
     with restore_driver(model):
         for _ in range(num_starts):
             model.initialize(part, generator)
-            reached.append(train(Trainer(profile, temperature), Schedule(steps, steps)).free_energy)
-            if reached[-1] == max(reached):
+            energies.append(train(Trainer(profile, temperature), Schedule(steps, steps)).free_energy)
+            if energies[-1] == max(energies):
                 best = snapshot(model, part)
         load_snapshot(model, part, best)
     search.forget()
-    return reached
+    return energies

@@ -15,6 +15,7 @@ from pyro_truncated.em.variable_projection import Decoder, fit_unit_by_unit, mak
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.sites import is_masked
+from pyro_truncated.program.supports import get_support
 from pyro_truncated.utils.parameter_store import load_snapshot, snapshot, spare_random_numbers
 
 Call = tuple[torch.nn.Module, Any, Any]
@@ -30,7 +31,10 @@ def observed_numbers(model: Any, y: Tensor, layout: Layout) -> tuple[Any, dict[s
     if len(observed) != 1:
         return None
     fn, mask, value = (observed[0][key] for key in ("fn", "mask", "value"))
-    if not (mask is None or mask is True) or is_masked(fn) or not _is_real(fn):
+    support = get_support(fn)
+    while hasattr(support, "base_constraint"):
+        support = support.base_constraint
+    if not (mask is None or mask is True) or is_masked(fn) or support is not constraints.real:
         return None
     return (trace.nodes, observed[0]) if value.dim() > 1 and len(value) == len(y) and bool(value.isfinite().all()) else None
 
@@ -59,20 +63,25 @@ def fit_decoder(model: Any, y: Tensor, guide: AutoTruncated) -> bool:
     calls: list[Call] = []
     handle = register_module_forward_hook(lambda module, arguments, result: calls.append((module, arguments, result)))
     try:
-        found = observed_numbers(model, y, layout)
+        run = observed_numbers(model, y, layout)
     finally:
         handle.remove()
-    if found is None or not _has_one_scale(found[1]):
+    if run is None:
         return False
-    nodes, observed = found
-    (state,), mean, value = (nodes[name]["value"] for name in layout.sites), observed["fn"].mean, observed["value"]
-    for position, (network, arguments, decoded) in enumerate(calls):
-        if not _is_decoded(arguments, decoded, state, mean):
+    nodes, site = run
+    base = site["fn"]
+    while hasattr(base, "base_dist") and not isinstance(base, torch.distributions.TransformedDistribution):
+        base = base.base_dist
+    # Squared errors are the likelihood of normal data with one deviation.
+    has_one_scale = isinstance(base, torch.distributions.Normal) and float(base.scale.min()) == float(base.scale.max())
+    if not has_one_scale or torch.as_tensor(site["scale"]).numel() != 1:
+        return False
+    (state,), mean, value = (nodes[name]["value"] for name in layout.sites), site["fn"].mean, site["value"]
+    for position, (network, arguments, output) in enumerate(calls):
+        decoder = _find_decoder(calls[: position + 1], state, mean)
+        if decoder is None or not (unit := _output_scale(mean, output)) or not _decodes_rows_alone(network, arguments[0], output):
             continue
-        decoder = _decoder_in(network, decoded, calls[:position])
-        if decoder is None or not (unit := _output_scale(mean, decoded)) or not _are_apart(network, arguments[0], decoded):
-            continue
-        means = (value.as_subclass(Tensor).double() - (mean - unit * decoded).double().mean(0)) / unit
+        means = (value.as_subclass(Tensor).double() - (mean - unit * output).double().mean(0)) / unit
         before, energy = snapshot(network.parameters()), _rescore(guide, y)
         if not fit_unit_by_unit(decoder, make_targets(guide.population(), means, arguments[0].dtype)):
             return False
@@ -92,59 +101,40 @@ def _rescore(guide: AutoTruncated, y: Tensor) -> float:
         return float(guide.population().free_energy().sum())
 
 
-def _decoder_in(network: torch.nn.Module, decoded: Tensor, calls: list[Call]) -> Decoder | None:
-    """Finds a network that ends in two learned linear layers."""
+def _find_decoder(calls: list[Call], state: Tensor, mean: Tensor) -> Decoder | None:
+    """Returns the network of the last call, if it decodes states alone.
+
+    It must end in two trainable linear layers, and its output must have the shape of the observed means.
+    """
+    *earlier, (network, arguments, output) = calls
+    if len(arguments) != 1 or not isinstance(arguments[0], Tensor) or not isinstance(output, Tensor) or output.dim() != 2:
+        return None
+    states = arguments[0]
+    if not states.is_floating_point() or output.shape != mean.shape or not torch.equal(states, state.to(states)):
+        return None
     own = set(network.modules())
-    layers = [(part, result) for part, _, result in calls if part in own and isinstance(part, torch.nn.Linear)]
-    if len(layers) < 2 or not torch.equal(layers[-1][1], decoded):
+    layers = [(part, result) for part, _, result in earlier if part in own and isinstance(part, torch.nn.Linear)]
+    if len(layers) < 2 or not torch.equal(layers[-1][1], output):
         return None
     (hidden, _), (last, _) = layers[-2:]
-    are_learned = all(value.requires_grad for layer in (hidden, last) for value in layer.parameters(recurse=False)) and not any(
+    are_trainable = all(value.requires_grad for layer in (hidden, last) for value in layer.parameters(recurse=False)) and not any(
         is_parametrized(layer) for layer in (hidden, last)
     )
     fits = hidden.out_features == last.in_features and [part for part, _ in layers].count(last) == 1
-    return Decoder(network, hidden, last) if are_learned and fits else None
+    return Decoder(network, hidden, last) if are_trainable and fits else None
 
 
-def _is_decoded(arguments: Any, decoded: Any, state: Tensor, mean: Tensor) -> bool:
-    """Whether a call decoded states alone into the observed means."""
-    if len(arguments) != 1 or not isinstance(arguments[0], Tensor) or not isinstance(decoded, Tensor) or decoded.dim() != 2:
-        return False
-    given = arguments[0]
-    return given.is_floating_point() and given.shape == state.shape and decoded.shape == mean.shape and torch.equal(given, state.to(given))
-
-
-def _output_scale(mean: Tensor, decoded: Tensor) -> float:
+def _output_scale(mean: Tensor, output: Tensor) -> float:
     """Returns the factor ``b`` of means ``a + b f(s)``, else zero."""
-    parts = decoded - decoded.mean(0), mean - mean.mean(0)
+    parts = output - output.mean(0), mean - mean.mean(0)
     square = float(parts[0].square().sum())
     unit = float((parts[0] * parts[1]).sum()) / square if square > 0 else 0.0
     return unit if float((parts[1] - unit * parts[0]).square().sum()) <= _OUTPUT_RTOL**2 * unit**2 * square else 0.0
 
 
 @torch.no_grad()
-def _are_apart(network: torch.nn.Module, states: Tensor, decoded: Tensor) -> bool:
+def _decodes_rows_alone(network: torch.nn.Module, states: Tensor, output: Tensor) -> bool:
     """Whether a network decodes each state alone: no dropout, no batch normalisation."""
     half = len(states) // 2
     with spare_random_numbers():
-        return torch.allclose(network(states[:half]), decoded[:half], rtol=_OUTPUT_RTOL, atol=_OUTPUT_RTOL * float(decoded.abs().max()))
-
-
-def _has_one_scale(site: dict[str, Any]) -> bool:
-    """Whether data are normal about their means with one deviation."""
-    base = site["fn"]
-    while hasattr(base, "base_dist") and not isinstance(base, torch.distributions.TransformedDistribution):
-        base = base.base_dist
-    is_normal = isinstance(base, torch.distributions.Normal) and float(base.scale.min()) == float(base.scale.max())
-    return is_normal and torch.as_tensor(site["scale"]).numel() == 1
-
-
-def _is_real(fn: Any) -> bool:
-    """Whether a distribution says that it is one of real numbers."""
-    try:
-        support = fn.support
-    except NotImplementedError:
-        return False
-    while hasattr(support, "base_constraint"):
-        support = support.base_constraint
-    return support is constraints.real
+        return torch.allclose(network(states[:half]), output[:half], rtol=_OUTPUT_RTOL, atol=_OUTPUT_RTOL * float(output.abs().max()))

@@ -6,6 +6,8 @@ import dataclasses
 import math
 from typing import Any
 
+from pyro_truncated.utils.arguments import Renamed
+
 
 class MoveCounts(dict[str, tuple[int, int]]):
     """How often each kind of move was tried, and how often accepted."""
@@ -53,7 +55,7 @@ class LearnReport:
         reason: why no further restart was made.
         disagreement: why the best may be a local optimum; ``None`` if two restarts agree.
         steps: training steps on all data.
-        remaining: what more of them are expected to gain per data point; infinity if they were too few to tell. Zero where training
+        remaining_gain: what more of them are expected to gain per data point; infinity if they were too few to tell. Zero where training
             ends by another rule.
         optimizer: how parameters were changed.
         settings: what was chosen, by the names of the arguments.
@@ -64,9 +66,11 @@ class LearnReport:
     reason: str
     disagreement: str | None
     steps: int
-    remaining: float
+    remaining_gain: float
     optimizer: str
     settings: dict[str, Any]
+
+    remaining = Renamed("remaining_gain")
 
     def __str__(self) -> str:
         """The table."""
@@ -80,7 +84,7 @@ class LearnReport:
         lines.append(f"end of restarts: {self.reason}")
         if self.disagreement is not None:
             lines.append(f"disagreement: {self.disagreement}")
-        expected = "" if self.remaining == 0.0 or math.isinf(self.remaining) else f", more may gain {self.remaining:.2g}"
+        expected = "" if self.remaining_gain == 0.0 or math.isinf(self.remaining_gain) else f", more may gain {self.remaining_gain:.2g}"
         lines.append(f"training: {self.steps} steps{expected}; {self.optimizer}")
         lines.append("settings: " + ", ".join(f"{name}={value}" for name, value in self.settings.items()))
         return "\n".join(lines)

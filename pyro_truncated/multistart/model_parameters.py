@@ -62,10 +62,10 @@ def layer_parameters(model: Any, y: Tensor) -> set[str]:
     return names
 
 
-def is_a_network(model: Any, y: Tensor) -> bool:
-    """Whether two or more of torch's layers hold weights."""
+def num_weights(model: Any, y: Tensor) -> int:
+    """How many matrices of weights torch's own layers hold."""
     tensors = learned_tensors(model, y)
-    return sum(tensors[name].dim() > 1 for name in layer_parameters(model, y)) > 1
+    return sum(tensors[name].dim() > 1 for name in layer_parameters(model, y))
 
 
 def snapshot(model: Any, y: Tensor) -> dict[str, Tensor]:
@@ -81,17 +81,17 @@ def load_snapshot(model: Any, y: Tensor, state: dict[str, Tensor]) -> None:
 
 
 @torch.no_grad()
-def disturb(model: Any, y: Tensor, reached: dict[str, Tensor], generator: torch.Generator | None) -> None:
+def disturb(model: Any, y: Tensor, other_parameters: dict[str, Tensor], generator: torch.Generator | None) -> None:
     """Adds noise of their root mean square to unconstrained parameters.
 
     Args:
         model: the model.
         y: its data.
-        reached: what its parameters were elsewhere: where these are larger, their root mean square counts.
+        other_parameters: what its parameters were elsewhere: where these are larger, their root mean square counts.
         generator: source of randomness.
     """
     for name, value in learned_parameters(model, y).items():
-        size = max(_size(value), _size(reached[name]))
+        size = max(_size(value), _size(other_parameters[name]))
         noise = torch.randn(value.shape, generator=generator, dtype=value.dtype, device=generator_device(generator))
         value.add_((size or 1.0) * noise.to(value.device))
 
@@ -197,13 +197,13 @@ def prior_draw(site: dict[str, Any]) -> Tensor:
     infinitely distant end of the support. Here a feasible point replaces such draws; of a simplex the draw is averaged with equal shares.
     """
     fn = site["fn"]
-    drawn: Tensor = init_to_sample(site)
+    value: Tensor = init_to_sample(site)
     support = fn.support
     while isinstance(support, constraints.independent):
         support = support.base_constraint
     if support is constraints.simplex:
         # In place: Pyro's draws carry a mark for its reparametrisations.
-        drawn.mul_(1 - _UNIFORM_SHARE).add_(_UNIFORM_SHARE / drawn.shape[-1])
-    if not fn.support.is_discrete and not bool(torch.isfinite(biject_to(fn.support).inv(drawn)).all()):
+        value.mul_(1 - _UNIFORM_SHARE).add_(_UNIFORM_SHARE / value.shape[-1])
+    if not fn.support.is_discrete and not bool(torch.isfinite(biject_to(fn.support).inv(value)).all()):
         return torch.as_tensor(init_to_feasible(site))
-    return drawn
+    return value

@@ -15,9 +15,9 @@ from torch import Tensor
 from pyro_truncated.multistart.learn_report import MoveCounts
 from pyro_truncated.multistart.model_parameters import Medians, forgetting_guides, learned_parameters, load_snapshot
 from pyro_truncated.multistart.profile import Profile
-from pyro_truncated.multistart.pruning import deletion_losses, is_redundant, value_deletion_losses
-from pyro_truncated.multistart.solution import ROUNDING, FreeEnergyEstimate, Solution, are_shared, match_latents
-from pyro_truncated.multistart.trainer import FixedStates, Trainer, by_gradients, copy_population, fit_states, train, trainer_at
+from pyro_truncated.multistart.pruning import deletion_losses, redundant_mask, value_deletion_losses
+from pyro_truncated.multistart.solution import ROUNDING, FreeEnergyEstimate, Solution, match_latents, shared_mask
+from pyro_truncated.multistart.trainer import FixedStates, Trainer, copy_population, fit_states, gradient_schedule, make_trainer, train
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.search.base import Search
 from pyro_truncated.states.population import Population
@@ -73,10 +73,10 @@ def improve(best: Solution, move: Move, refine: Callable[[Solution], Solution], 
     proposals = move.propose(best)
     proposal = next(proposals, None)
     while proposal is not None:
-        refined = refine(proposal)
-        is_better = refined.free_energy > best.free_energy + min_gain
+        solution = refine(proposal)
+        is_better = solution.free_energy > best.free_energy + min_gain
         counts.count(move.name, is_better)
-        best = refined if is_better else best
+        best = solution if is_better else best
         try:
             proposal = proposals.send(best)
         except StopIteration:
@@ -102,30 +102,30 @@ class Exchangeable(NamedTuple):
     axes: dict[str, int]
     num_values: int = 0
 
-    def replace_latents(self, state: dict[str, Tensor], here: Tensor, other: dict[str, Tensor], there: Tensor) -> dict[str, Tensor]:
-        """Returns parameters with latents ``here`` replaced by ``there`` of ``other``."""
-        moved = {}
+    def replace_latents(self, state: dict[str, Tensor], index: Tensor, other: dict[str, Tensor], other_index: Tensor) -> dict[str, Tensor]:
+        """Returns parameters with latents ``index`` replaced by ``other_index`` of ``other``."""
+        updates = {}
         for name, axis in self.axes.items():
-            to, origin = (index.to(state[name].device) for index in (here, there))
-            moved[name] = state[name].index_copy(axis, to, other[name].index_select(axis, origin))
-        return {**state, **moved}
+            to, origin = (part.to(state[name].device) for part in (index, other_index))
+            updates[name] = state[name].index_copy(axis, to, other[name].index_select(axis, origin))
+        return {**state, **updates}
 
-    def perturb(self, state: dict[str, Tensor], here: Tensor, size: float, generator: torch.Generator | None) -> dict[str, Tensor]:
-        """Adds noise, relative to whole parameters, to latents ``here``."""
-        moved = {}
+    def perturb(self, state: dict[str, Tensor], index: Tensor, size: float, generator: torch.Generator | None) -> dict[str, Tensor]:
+        """Adds noise, relative to whole parameters, to latents ``index``."""
+        updates = {}
         for name, axis in self.axes.items():
-            value, to = state[name], here.to(state[name].device)
-            chosen = value.index_select(axis, to)
-            noise = torch.randn(chosen.shape, generator=generator, dtype=value.dtype, device=generator_device(generator)).to(value.device)
-            moved[name] = value.index_copy(axis, to, chosen + size * value.square().mean().sqrt() * noise)
-        return {**state, **moved}
+            value, to = state[name], index.to(state[name].device)
+            part = value.index_select(axis, to)
+            noise = torch.randn(part.shape, generator=generator, dtype=value.dtype, device=generator_device(generator)).to(value.device)
+            updates[name] = value.index_copy(axis, to, part + size * value.square().mean().sqrt() * noise)
+        return {**state, **updates}
 
     def permute(self, levels: Tensor, order: Tensor) -> Tensor:
         """Permutes latents or values of unpacked states ``(..., L)`` by ``order``."""
-        moved = levels.clone()
-        chosen = levels[..., self.latents]
-        moved[..., self.latents] = order.argsort()[chosen] if self.num_values else chosen[..., order]
-        return moved
+        permutation = levels.clone()
+        own = levels[..., self.latents]
+        permutation[..., self.latents] = order.argsort()[own] if self.num_values else own[..., order]
+        return permutation
 
     def probabilities(self, population: Population) -> Tensor:
         """Returns posterior probabilities of latents or values, ``(N, H)``."""
@@ -133,16 +133,16 @@ class Exchangeable(NamedTuple):
             return population.value_probabilities()[:, self.latents.start, : self.num_values]
         return population.marginals()[:, self.latents]
 
-    def distances(self, one: dict[str, Tensor], other: dict[str, Tensor], there: Tensor) -> Tensor:
-        """Returns relative distances ``(H,)`` of parameters to those of ``there`` in ``other``.
+    def distances(self, one: dict[str, Tensor], other: dict[str, Tensor], other_index: Tensor) -> Tensor:
+        """Returns relative distances ``(H,)`` of parameters to those of ``other_index`` in ``other``.
 
         They are root mean squares, of the parameter that differs most.
         """
         differences = []
         for name, axis in self.axes.items():
-            value = one[name].movedim(axis, 0).reshape(len(there), -1)
+            value = one[name].movedim(axis, 0).reshape(len(other_index), -1)
             unit = value.square().mean().clamp(min=torch.finfo(value.dtype).tiny).sqrt()
-            difference = value - other[name].movedim(axis, 0).reshape(value.shape)[there]
+            difference = value - other[name].movedim(axis, 0).reshape(value.shape)[other_index]
             differences.append(difference.square().mean(1).sqrt() / unit)
         return torch.stack([value.double() for value in differences]).amax(0)
 
@@ -186,24 +186,24 @@ def _exchangeable(medians: Medians, state: dict[str, Tensor], latents: slice, nu
     if not bool(expected.isfinite().all()):
         return None
 
-    def is_same(group: Exchangeable, order: Tensor) -> bool:
-        """Whether permuted latents and parameters have the same log joints."""
-        permuted = medians.scorer(group.replace_latents(state, torch.arange(len(order)), state, order))
-        return torch.allclose(permuted.score(space.pack(group.permute(levels, order))), expected, rtol=_SCORE_RTOL, atol=_SCORE_ATOL)
-
     number = num_values or latents.stop - latents.start
     positions = torch.arange(number)
     # A cycle and a transposition generate all permutations.
     orders = positions.roll(1), torch.cat([positions[:2].flip(0), positions[2:]])
-    groups = (Exchangeable(latents, axes, num_values) for axes in _possible_axes(medians.exchangeable_part(state), number))
-    return next((group for group in groups if all(is_same(group, order) for order in orders)), None)
+    for axes in _possible_axes(medians.exchangeable_part(state), number):
+        group = Exchangeable(latents, axes, num_values)
+        scorers = (medians.scorer(group.replace_latents(state, torch.arange(len(order)), state, order)) for order in orders)
+        scores = (scorer.score(space.pack(group.permute(levels, order))) for scorer, order in zip(scorers, orders, strict=True))
+        if all(torch.allclose(score, expected, rtol=_SCORE_RTOL, atol=_SCORE_ATOL) for score in scores):
+            return group
+    return None
 
 
 def _possible_axes(parameters: dict[str, Tensor], number: int) -> Iterator[dict[str, int]]:
     """Yields axes by name, as many as possible first."""
     choices = [[axis for axis, size in enumerate(value.shape) if size == number] + [None] for value in parameters.values()]
-    for chosen in itertools.islice(itertools.product(*choices), _MAX_PERMUTATIONS):
-        axes = {name: axis for name, axis in zip(parameters, chosen, strict=True) if axis is not None}
+    for combination in itertools.islice(itertools.product(*choices), _MAX_PERMUTATIONS):
+        axes = {name: axis for name, axis in zip(parameters, combination, strict=True) if axis is not None}
         if axes:
             yield axes
 
@@ -231,23 +231,24 @@ class Recombination:
         self.latents, self.tolerance = latents, tolerance
         self._first_words, self.space = medians.guide.words.clone(), medians.guide.space
 
-    def populate(self, found: Solution, near: Solution | None = None) -> Solution:
+    def populate(self, solution: Solution, near: Solution | None = None) -> Solution:
         """Returns a solution with populations, begun from a near one if given.
 
         Beside continuous latents their spread gives the free energy that was reached.
         """
-        solution = (
-            self._adapt(found.parameters, self._first_words, _POPULATE_STEPS) if near is None else self._change(near, found.parameters)
-        )
-        if not found.companion:
-            return solution
-        return solution.replace(companion=found.companion, spread=found.free_energy - solution.estimate.free_energy)
+        if near is None:
+            result = self._adapt(solution.parameters, self._first_words, _POPULATE_STEPS)
+        else:
+            result = self._change(near, solution.parameters)
+        if not solution.companion:
+            return result
+        return result.replace(companion=solution.companion, spread=solution.free_energy - result.estimate.free_energy)
 
     def cross(self, one: Solution, other: Solution) -> Solution:
         """Returns the better model with gainful latents of the other, or itself."""
         better, other = sorted((one, other), key=lambda member: member.free_energy, reverse=True)
         correlation, partner = match_latents(self._marginals(better), self._marginals(other))
-        partner = self._pair_unmatched(better, other, correlation, partner)
+        partner = self._pair_rest(better, other, correlation, partner)
         differs = self.latents.distances(better.parameters, other.parameters, partner) > _DUPLICATE_RTOL
         gains = {}
         for block in _blocks(correlation[:, partner]):
@@ -256,31 +257,31 @@ class Recombination:
         best = better
         for block in sorted(gains, key=lambda one: gains[one], reverse=True):
             if gains[block] > self.tolerance:
-                changed = self._exchange(best, other, block, partner)
-                best = changed if changed.free_energy > best.free_energy + self.tolerance else best
+                proposal = self._exchange(best, other, block, partner)
+                best = proposal if proposal.free_energy > best.free_energy + self.tolerance else best
         return best
 
     def reinitialize(self, member: Solution, spare: int, other: int, generator: torch.Generator | None) -> Solution:
         """Re-initialises one latent near another one, with noise."""
         here, there = torch.tensor([spare]), torch.tensor([other])
-        moved = self.latents.replace_latents(member.parameters, here, member.parameters, there)
-        return self._change(member, self.latents.perturb(moved, here, _PERTURBATION_SCALE, generator))
+        parameters = self.latents.replace_latents(member.parameters, here, member.parameters, there)
+        return self._change(member, self.latents.perturb(parameters, here, _PERTURBATION_SCALE, generator))
 
-    def find_mostly_active(self, member: Solution, known: Sequence[Tensor] = ()) -> dict[int, Tensor]:
+    def find_mostly_active(self, member: Solution, exclude: Sequence[Tensor] = ()) -> dict[int, Tensor]:
         """Returns up to ten binary latents active in most data points.
 
-        The most frequent come first, with their probabilities ``(N,)``. What is on for the same data points as a known one is left out.
+        The most frequent come first, with their probabilities ``(N,)``. Those that are inactive for nearly the same data points as one of
+        the excluded are left out.
         """
         if self.latents.num_values or self.space.cardinalities[self.latents.latents.start] != 2:
             return {}
-        each = self._marginals(member)
-
-        def is_known(share: Tensor) -> bool:
-            """Whether a known latent is inactive for nearly the same data points."""
-            return any(bool((share - other).abs().mean() <= _DUPLICATE_RTOL * (1 - share).mean() + ROUNDING) for other in known)
-
-        often = [latent for latent in each.mean(0).argsort(descending=True).tolist() if float(each[:, latent].mean()) > 0.5]
-        return {latent: each[:, latent] for latent in [one for one in often if not is_known(each[:, one])][:_MAX_COMPLEMENTED]}
+        each, active = self._marginals(member), {}
+        for latent in each.mean(0).argsort(descending=True).tolist():
+            share = each[:, latent]
+            most_apart = _DUPLICATE_RTOL * (1 - share).mean() + ROUNDING
+            if float(share.mean()) > 0.5 and not any(bool((share - other).abs().mean() <= most_apart) for other in exclude):
+                active[latent] = share
+        return dict(itertools.islice(active.items(), _MAX_COMPLEMENTED))
 
     def complement(self, member: Solution, latent: int) -> Solution:
         """Returns a model with a latent complemented in all states."""
@@ -293,29 +294,30 @@ class Recombination:
         share, each = self._marginals(member), _population(member).free_energy().cpu()
         return each.mean() - share.mT @ each / share.sum(0).clamp(min=ROUNDING)
 
-    def are_shared(self, one: Solution, other: Solution) -> Tensor:
+    def shared_mask(self, one: Solution, other: Solution) -> Tensor:
         """Whether each latent has a partner in the other model, ``(H,)``."""
-        return are_shared(self._marginals(one), self._marginals(other))
+        return shared_mask(self._marginals(one), self._marginals(other))
 
     def find_redundant(self, member: Solution) -> Tensor:
         """Whether latents are redundant by the Bayesian information criterion, ``(H,)``."""
         values = [(member.parameters[name], axis) for name, axis in self.latents.axes.items()]
         num_parameters = sum(value.numel() // value.shape[axis] for value, axis in values)
-        return is_redundant(self._losses(member).cpu(), num_parameters, self._guide.layout.num_data)
+        return redundant_mask(self._losses(member).cpu(), num_parameters, self._guide.layout.num_data)
 
     def _losses(self, member: Solution) -> Tensor:
         if self.latents.num_values:
             return value_deletion_losses(_population(member), self.latents.latents.start, self.latents.num_values)
         return deletion_losses(_population(member), self._medians.scorer(member.parameters))[0][self.latents.latents]
 
-    def _pair_unmatched(self, one: Solution, other: Solution, correlation: Tensor, partner: Tensor) -> Tensor:
+    def _pair_rest(self, one: Solution, other: Solution, correlation: Tensor, partner: Tensor) -> Tensor:
         """Re-pairs unmatched latents: the least needed with the most needed."""
-        is_left = correlation.gather(1, partner.unsqueeze(1)).squeeze(1) < 0.5
-        here, there = is_left.nonzero().squeeze(1), partner[is_left]
+        # What correlates by less than a half stands for something else.
+        is_unmatched = correlation.gather(1, partner.unsqueeze(1)).squeeze(1) < 0.5
+        here, there = is_unmatched.nonzero().squeeze(1), partner[is_unmatched]
         if len(here) < 2:
             return partner
-        needed, needed_there = self._losses(one).cpu()[here], self._losses(other).cpu()[there]
-        return partner.index_copy(0, here[needed.argsort()], there[needed_there.argsort(descending=True)])
+        losses, other_losses = self._losses(one).cpu()[here], self._losses(other).cpu()[there]
+        return partner.index_copy(0, here[losses.argsort()], there[other_losses.argsort(descending=True)])
 
     def _marginals(self, member: Solution) -> Tensor:
         return self.latents.probabilities(_population(member)).double().cpu()
@@ -331,8 +333,8 @@ class Recombination:
 
     def _change(self, member: Solution, parameters: dict[str, Tensor], others: Tensor | None = None) -> Solution:
         """Returns a model with changed parameters, and populations adapted to them."""
-        adapted = self._adapt(parameters, _population(member).words, _ADAPT_STEPS, others)
-        return adapted.replace(companion=member.companion, spread=member.spread)
+        solution = self._adapt(parameters, _population(member).words, _ADAPT_STEPS, others)
+        return solution.replace(companion=member.companion, spread=member.spread)
 
     @torch.no_grad()
     def _adapt(self, parameters: dict[str, Tensor], words: Tensor, steps: int, others: Tensor | None = None) -> Solution:
@@ -378,13 +380,13 @@ def build_recombinations(profile: Profile, tolerance: float, state: dict[str, Te
 
 def _blocks(correlation: Tensor) -> list[tuple[int, ...]]:
     """Returns single pairs, and components correlated by several thresholds."""
-    linked = torch.maximum(correlation, correlation.mT)
-    found: dict[tuple[int, ...], None] = {(position,): None for position in range(len(linked))}
+    similarity = torch.maximum(correlation, correlation.mT)
+    blocks: dict[tuple[int, ...], None] = {(position,): None for position in range(len(similarity))}
     for least in _MIN_CORRELATIONS:
-        number, labels = connected_components((linked > least).numpy(), directed=False)
+        number, labels = connected_components((similarity > least).numpy(), directed=False)
         for label in range(number):
-            found[tuple((labels == label).nonzero()[0].tolist())] = None
-    return [block for block in found if len(block) < len(linked)]
+            blocks[tuple((labels == label).nonzero()[0].tolist())] = None
+    return [block for block in blocks if len(block) < len(similarity)]
 
 
 # --- moves ---
@@ -421,18 +423,18 @@ class Complement:
 
     def __init__(self, groups: Sequence[Recombination], fit: Callable[[Solution], Solution]) -> None:
         self._groups, self._fit = groups, fit
-        self._failed: list[list[Tensor]] = [[] for _ in groups]
+        self._failures: list[list[Tensor]] = [[] for _ in groups]
 
     def propose(self, best: Solution) -> Proposals:
         """Yields a solution for each such latent."""
         first = best
-        for group, failed in zip(self._groups, self._failed, strict=True):
-            for latent, share in group.find_mostly_active(first, failed).items():
+        for group, failures in zip(self._groups, self._failures, strict=True):
+            for latent, share in group.find_mostly_active(first, failures).items():
                 before, best = best, (yield self._fit(group.complement(best, latent)))
                 if best is before:
-                    failed.append(share)
+                    failures.append(share)
                 else:
-                    failed.clear()
+                    failures.clear()
 
 
 class RedundantLatents:
@@ -495,7 +497,7 @@ class DeadLatents:
             trainer = Trainer(self._profile)
             trainer.insert_states(child.states)
             trainer.find_states()
-            return trainer.record(train(trainer, by_gradients(trainer, self._profile.config.restart_steps)))
+            return trainer.record(train(trainer, gradient_schedule(trainer, self._profile.config.restart_steps)))
 
     def _fit_alive(self, solution: Solution, dead: Tensor) -> Solution:
         """Fits parameters to the likeliest states, with dead latents added in turn."""
@@ -524,16 +526,16 @@ def dead_latents(profile: Profile, solution: Solution, max_bytes: int = 2**28) -
     given memory, one for each, hold.
     """
     with forgetting_guides(profile.model, profile.y):
-        trainer = trainer_at(profile, solution)
+        trainer = make_trainer(profile, solution)
         trainer.insert_states(solution.states)
         trainer.step()
-        assert trainer.truncated is not None
-        population = trainer.truncated.population()
+        assert trainer.truncated_guide is not None
+        population = trainer.truncated_guide.population()
         is_off = (population.marginals().amax(0) < _DEAD_PROBABILITY).cpu()
         latents: Tensor = (is_off & (population.space.cardinality.cpu() == 2)).nonzero().squeeze(1)
         parameters = learned_parameters(profile.model, profile.y)
-        moved = [(value.detach() - solution.parameters[name]).abs() for name, value in parameters.items()]
-    if all(bool((step.max() > 0) & (step >= step.max() / 2).all()) for step in moved):
+        steps = [(value.detach() - solution.parameters[name]).abs() for name, value in parameters.items()]
+    if all(bool((step.max() > 0) & (step >= step.max() / 2).all()) for step in steps):
         return latents[:0]
     states = solution.states[:, 0]
     most = min(_MAX_REVIVED, rows_per_block(states.numel() * states.element_size(), max_bytes))

@@ -1,18 +1,22 @@
-"""Restarts until two agree, the best of them, and the stop rule."""
+"""learn: restarts until two agree, and training from the best of them."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from functools import partial
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyro_truncated.distributed.shards import own_rows
 from pyro_truncated.em.closed_form import restore_driver
-from pyro_truncated.multistart.learn_report import MoveCounts, Restart
+from pyro_truncated.multistart.config import LearnConfig
+from pyro_truncated.multistart.learn_report import LearnReport, MoveCounts, Restart
 from pyro_truncated.multistart.model_parameters import disturb, load_snapshot, snapshot
 from pyro_truncated.multistart.moves import (
     Complement,
@@ -24,22 +28,24 @@ from pyro_truncated.multistart.moves import (
     build_recombinations,
     improve,
 )
-from pyro_truncated.multistart.profile import Profile, profile_model
+from pyro_truncated.multistart.profile import Profile, check_one_array, profile_model
 from pyro_truncated.multistart.pruning import start_overcomplete
 from pyro_truncated.multistart.solution import (
     NOTHING,
     FreeEnergyEstimate,
     Solution,
-    are_alike,
-    are_shared,
     best_two,
-    have_agreed,
+    energies_agree,
+    explain_equally,
     is_gain_below_error,
     share_most,
+    shared_mask,
     vary,
 )
-from pyro_truncated.multistart.trainer import converge, fit_likeliest_states, run_restart, settle
-from pyro_truncated.multistart.warm_start import LinearCauses, decoded_values, likeliest_states, shuffle, teach
+from pyro_truncated.multistart.trainer import LAST_RATE, Trainer, converge, finish, fit_likeliest_states, run_restart, settle
+from pyro_truncated.multistart.warm_start import LinearCauses, decoder_targets, likeliest_states, shuffle, teach
+from pyro_truncated.search.base import Search
+from pyro_truncated.utils.arguments import check_count, check_kinds
 from pyro_truncated.utils.console import ProgressBar, progress_bar
 
 Refine = Callable[[Profile, Solution], Solution]
@@ -58,10 +64,10 @@ class SolutionPool:
 
     Attributes:
         best: the one with the highest free energy, with what others have added to it.
-        found: what independent restarts have found, without parameters and states: those from one place agree in poor optima.
+        solutions: what independent restarts have found, without parameters and states: those from one place agree in poor optima.
         groups: exchange latents between restarts; none where these exchange nothing.
         is_network: whether restarts exchange nothing, as weights of networks mean nothing in another network.
-        decoded: the values that a network decodes states into, if a linear model can warm-start it.
+        targets: the values that a network decodes states into, if a linear model can warm-start it.
         restarts: what each was.
         moves: what was tried beyond restarts.
     """
@@ -69,16 +75,16 @@ class SolutionPool:
     def __init__(self, profile: Profile, refine: Refine = settle, fit: Refine = fit_likeliest_states) -> None:
         self._profile, self._refine, self._fit = profile, refine, fit
         self.best = NOTHING
-        self.found: list[Solution] = []
+        self.solutions: list[Solution] = []
         self.groups: list[Recombination] = []
         self.is_network = profile.initialization == "draw_start"
-        self.decoded: Tensor | None = None
+        self.targets: Tensor | None = None
         self.restarts: list[Restart] = []
         self.moves = MoveCounts()
         # All restarts and the best one, with populations; and, by name of a move, the one that it gained nothing from.
         self._members: list[Solution] = []
         self._best = NOTHING
-        self._failed: dict[str, Solution] = {}
+        self._failures: dict[str, Solution] = {}
 
     @property
     def energies(self) -> list[float]:
@@ -88,18 +94,18 @@ class SolutionPool:
     @property
     def estimates(self) -> list[FreeEnergyEstimate]:
         """What each restart has reached."""
-        return [found.estimate for found in self.found]
+        return [solution.estimate for solution in self.solutions]
 
-    def add(self, found: Solution, restart: Restart) -> None:
+    def add(self, solution: Solution, restart: Restart) -> None:
         """Adds a restart."""
         self.restarts.append(restart)
-        code = found.probabilities
-        if self._profile.is_matched and found.population is not None:
-            code = found.population.marginals().double().cpu()
-        self.found.append(found.replace(parameters={}, population=None, companion={}, probabilities=code))
+        code = solution.probabilities
+        if self._profile.learns_causes and solution.population is not None:
+            code = solution.population.marginals().double().cpu()
+        self.solutions.append(solution.replace(parameters={}, population=None, companion={}, probabilities=code))
         if self.groups:
-            self._join(found)
-        self._take_best(self._best if self.groups else found)
+            self._join(solution)
+        self._take_best(self._best if self.groups else solution)
 
     def exchange(self, groups: list[Recombination]) -> None:
         """Lets restarts exchange latents, from the best one on."""
@@ -126,17 +132,17 @@ class SolutionPool:
         number = 0
         for group in self.groups:
             singletons, redundant = self._find_singletons(group), group.find_redundant(self._best)
-            is_excused = int(redundant.sum()) <= int((~singletons & ~redundant).sum())
-            number += int((singletons & ~redundant if is_excused else singletons).sum())
+            is_minority = int(redundant.sum()) <= int((~singletons & ~redundant).sum())
+            number += int((singletons & ~redundant if is_minority else singletons).sum())
         return number
 
     def share_chains(self) -> bool:
         """Whether each chain of the best was found by another restart, too."""
-        best, *others = [one.probabilities for one in sorted(self.found, key=lambda one: -one.free_energy)]
+        best, *others = [one.probabilities for one in sorted(self.solutions, key=lambda one: -one.free_energy)]
         if best is None or not others:
             return False
-        is_found = torch.stack([are_shared(best, other) for other in others if other is not None]).any(0)
-        return not bool((vary(best) & ~is_found).any())
+        is_shared = torch.stack([shared_mask(best, other) for other in others if other is not None]).any(0)
+        return not bool((vary(best) & ~is_shared).any())
 
     def use_redundant_latents(self) -> bool:
         """Whether the best gains by its own redundant latents.
@@ -148,23 +154,23 @@ class SolutionPool:
         self._take_best(self._best)
         return True
 
-    def _take_best(self, found: Solution) -> None:
+    def _take_best(self, solution: Solution) -> None:
         """Takes the better one."""
         # After exchanges without its few states: training finds them anew.
-        found = found.replace(population=None) if self.groups else found
-        candidates = [self.best, found] if self.best.parameters else [found]
+        solution = solution.replace(population=None) if self.groups else solution
+        candidates = [self.best, solution] if self.best.parameters else [solution]
         self.best = max(candidates, key=lambda one: one.free_energy if math.isfinite(one.free_energy) else -math.inf)
 
-    def _join(self, found: Solution) -> None:
+    def _join(self, solution: Solution) -> None:
         """Adds latents of a restart to the best, then of others."""
         before = self._best
-        self._members.append(self.groups[0].populate(found))
-        waiting = [self._members[-1]]
-        while waiting:
-            other = waiting.pop()
+        self._members.append(self.groups[0].populate(solution))
+        queue = [self._members[-1]]
+        while queue:
+            other = queue.pop()
             has_gained = self._cross(other)
             if self._improve(self._complement) or has_gained:
-                waiting = [member for member in self._members if member is not other]
+                queue = [member for member in self._members if member is not other]
         if self._best is before:
             self._improve(self._redundant)
 
@@ -181,9 +187,9 @@ class SolutionPool:
     def _improve(self, move: Move) -> bool:
         """Whether a move improves the best; it is not repeated on it."""
         before = self._best
-        if before is self._failed.get(move.name):
+        if before is self._failures.get(move.name):
             return False
-        self._best = self._failed[move.name] = self._apply(before, move)
+        self._best = self._failures[move.name] = self._apply(before, move)
         return self._best is not before
 
     def _apply(self, best: Solution, move: Move) -> Solution:
@@ -195,14 +201,14 @@ class SolutionPool:
         Beside continuous latents the free energy of an untrained child is an estimate with the parent's spread. There only trained
         children count.
         """
-        settled = self._populate(self._refine(self._profile, child), child)
-        return settled if child.companion else max(child, settled, key=attrgetter("free_energy"))
+        solution = self._populate(self._refine(self._profile, child), child)
+        return solution if child.companion else max(child, solution, key=attrgetter("free_energy"))
 
-    def _populate(self, found: Solution, near: Solution) -> Solution:
-        return self.groups[0].populate(found, near)
+    def _populate(self, solution: Solution, near: Solution) -> Solution:
+        return self.groups[0].populate(solution, near)
 
     def _find_singletons(self, group: Recombination) -> Tensor:
-        return torch.stack([group.are_shared(self._best, member) for member in self._members]).sum(0) < 2
+        return torch.stack([group.shared_mask(self._best, member) for member in self._members]).sum(0) < 2
 
 
 class MultiStart:
@@ -241,14 +247,14 @@ class MultiStart:
             number, before = len(self.pool.restarts), self._num_steps
             bar.set_description_str(f"restart {number + 1}")
             name = self._initialize(number)
-            found = self._restart()
+            solution = self._restart()
             steps = self._num_steps - before
-            if profile.is_shared:
+            if profile.shares_latents:
                 revival = DeadLatents(profile)
-                found = improve(found, revival, revival.search_and_train, profile.tolerance, counts)
+                solution = improve(solution, revival, revival.search_and_train, profile.tolerance, counts)
             for move in profile.config.moves:
-                found = improve(found, move, partial(converge, profile), profile.tolerance, counts)
-            self.pool.add(found, Restart(name, steps, found.free_energy))
+                solution = improve(solution, move, partial(converge, profile), profile.tolerance, counts)
+            self.pool.add(solution, Restart(name, steps, solution.free_energy))
             self.reason = self.rule.reason(self.pool)
 
     def _initialize(self, number: int) -> str:
@@ -261,7 +267,7 @@ class MultiStart:
         if number == 1 and not profile.is_product:
             self._prepare_exchange(self._first)
         load_snapshot(profile.model, profile.y, self._first)
-        if self.pool.decoded is not None:
+        if self.pool.targets is not None:
             shuffle(profile)
             return "linear model"
         disturb(profile.model, profile.y, self.pool.best.parameters, profile.generator)
@@ -273,9 +279,9 @@ class MultiStart:
             return self._make_restart(profile)
         if profile.is_resizable:
             return start_overcomplete(profile)
-        if self.pool.decoded is None:
+        if self.pool.targets is None:
             return run_restart(profile, profile.temperature)
-        states = linear_code(profile, self.pool.decoded)
+        states = linear_code(profile, self.pool.targets)
         teach(profile, states)
         return run_restart(profile, 1.0, states)
 
@@ -288,19 +294,19 @@ class MultiStart:
         state = {**pool.best.parameters, **snapshot(profile.model, profile.y)}
         pool.exchange(build_recombinations(profile, profile.tolerance, state))
         pool.is_network = not pool.groups and bool(profile.layers)
-        pool.decoded = decoded_values(profile) if pool.is_network else None
+        pool.targets = decoder_targets(profile) if pool.is_network else None
 
 
-def linear_code(profile: Profile, decoded: Tensor) -> Tensor:
+def linear_code(profile: Profile, targets: Tensor) -> Tensor:
     """Returns states ``(N, H)`` of a linear model of the decoded values."""
     assert profile.space is not None
-    linear = LinearCauses(decoded.shape[1], profile.space.num_latents).to(decoded.device)
+    linear = LinearCauses(targets.shape[1], profile.space.num_latents).to(targets.device)
     config = dataclasses.replace(profile.config, initializer=None, moves=(), temperature=None, tolerance=None, lr=None)
-    found = profile_model(linear, decoded, generator=profile.generator, config=config)
-    multi_start = MultiStart(found)
+    linear_profile = profile_model(linear, targets, generator=profile.generator, config=config)
+    multi_start = MultiStart(linear_profile)
     with restore_driver(linear), progress_bar(False) as bar:
         multi_start.run(bar)
-    return likeliest_states(found, multi_start.pool.best)
+    return likeliest_states(linear_profile, multi_start.pool.best)
 
 
 class StopRule:
@@ -312,13 +318,13 @@ class StopRule:
 
     def __init__(self, profile: Profile) -> None:
         self._profile, self._config = profile, profile.config
-        self._are_by_gradients = profile.is_by_gradients and not profile.is_resizable
+        self._are_by_gradients = profile.optimizer == "gradients" and not profile.is_resizable
 
     @property
     def min_restarts(self) -> int:
         """The least number of restarts: more where these easily agree by chance."""
         profile, config = self._profile, self._config
-        is_doubtful = profile.is_shared or profile.has_companion
+        is_doubtful = profile.shares_latents or profile.has_companion
         if profile.space is not None and profile.is_mixture:
             is_doubtful |= profile.y.numel() * profile.space.size <= config.small_mixture
         elif profile.space is not None and self._are_by_gradients and not profile.is_product:
@@ -337,12 +343,12 @@ class StopRule:
         """Why no further restart is made, ``None`` if one is."""
         number = len(pool.energies)
         if number >= self.min_restarts:
-            is_early = pool.decoded is not None and number < self._config.min_warm_restarts
-            if (self._profile.is_matched or pool.is_network) and not is_early and is_gain_below_error(pool.estimates):
+            is_early = pool.targets is not None and number < self._config.min_warm_restarts
+            if (self._profile.learns_causes or pool.is_network) and not is_early and is_gain_below_error(pool.estimates):
                 return "another restart is expected to gain less than chance or more steps"
             if pool.groups and pool.is_complete():
                 return "each latent of the best was found by two restarts"
-            if self._have_agreed(pool) and not pool.use_redundant_latents():
+            if self._agree(pool) and not pool.use_redundant_latents():
                 return "two restarts agree"
         if number < self.max_restarts(pool):
             return None
@@ -352,54 +358,54 @@ class StopRule:
     def disagreement(self, pool: SolutionPool) -> str | None:
         """Why the best restart may be a local optimum, if it may."""
         number = len(pool.energies)
-        if number == 1 or self._have_agreed(pool):
+        if number == 1 or self._agree(pool):
             return None
         if pool.groups:
             number_alone = pool.num_singletons
             return f"{number_alone} latents of the best of {number} restarts were found by at most one of them" if number_alone else None
         if self._profile.is_chain and self._config.tolerance is None and pool.share_chains():
             return None
-        ordered = ", ".join(f"{value:.2f}" for value in sorted(pool.energies, reverse=True))
-        unit = "per posterior" if self._profile.is_shared else "per data point"
+        energies = ", ".join(f"{value:.2f}" for value in sorted(pool.energies, reverse=True))
+        unit = "per posterior" if self._profile.shares_latents else "per data point"
         if self._profile.is_mixture:
-            return f"{number} restarts reached different free energies {unit} ({ordered}), and another one may reach more"
-        if self._are_equal(pool, must_be_alike=False):
-            return f"no two of {number} restarts that reached the same free energy {unit} ({ordered}) found the same latents"
-        if pool.is_network and self._have_same_code(pool, math.inf):
-            return f"restarts found the same latents, but free energies {unit} ({ordered}) differ: some networks have not converged"
-        remaining = max(one.remaining for one in best_two(pool.estimates))
-        if remaining > self._profile.tolerance:
-            return f"the best two of {number} restarts have not converged: free energies {unit} ({ordered}) may rise by {remaining:.2g}"
-        return f"no two of {number} restarts reached the same free energy {unit} ({ordered})"
+            return f"{number} restarts reached different free energies {unit} ({energies}), and another one may reach more"
+        if self._reach_equal_energies(pool, must_be_alike=False):
+            return f"no two of {number} restarts that reached the same free energy {unit} ({energies}) found the same latents"
+        if pool.is_network and self._share_code(pool, math.inf):
+            return f"restarts found the same latents, but free energies {unit} ({energies}) differ: some networks have not converged"
+        gain = max(one.remaining_gain for one in best_two(pool.estimates))
+        if gain > self._profile.tolerance:
+            return f"the best two of {number} restarts have not converged: free energies {unit} ({energies}) may rise by {gain:.2g}"
+        return f"no two of {number} restarts reached the same free energy {unit} ({energies})"
 
-    def _have_agreed(self, pool: SolutionPool) -> bool:
+    def _agree(self, pool: SolutionPool) -> bool:
         """Whether two restarts reached the best free energy by the same latents.
 
         The same latents are active for the same data points, or explain these equally well. Of networks that have found the same latents
         none need have reached just what the other has: their weights differ everywhere.
         """
         if self._config.tolerance is not None:
-            return self._are_equal(pool, must_be_alike=False)
+            return self._reach_equal_energies(pool, must_be_alike=False)
         if self._profile.is_chain:
-            return self._are_equal(pool, self._are_by_gradients)
+            return self._reach_equal_energies(pool, self._are_by_gradients)
         gap = self._profile.tolerance
         if pool.is_network:
             # Covariates do not count.
-            size = (self._profile.y if pool.decoded is None else pool.decoded)[0].numel()
+            size = (self._profile.y if pool.targets is None else pool.targets)[0].numel()
             gap = max(gap, self._config.network_gap * size)
-        return self._have_same_code(pool, gap) or self._are_equal(pool, self._are_by_gradients or self._profile.is_matched)
+        return self._share_code(pool, gap) or self._reach_equal_energies(pool, self._are_by_gradients or self._profile.learns_causes)
 
-    def _have_same_code(self, pool: SolutionPool, gap: float) -> bool:
+    def _share_code(self, pool: SolutionPool, gap: float) -> bool:
         """Whether another restart has the latents of the best one.
 
         Its free energy must not be lower by more than the gap.
         """
-        codes = [(one.free_energy, one.probabilities) for one in pool.found if one.probabilities is not None]
+        codes = [(one.free_energy, one.probabilities) for one in pool.solutions if one.probabilities is not None]
         codes.sort(key=lambda one: -one[0])
         most = self._config.max_unmatched if pool.is_network else 0.0
         return any(codes[0][0] - energy <= gap and share_most(codes[0][1], code, most) for energy, code in codes[1:])
 
-    def _are_equal(self, pool: SolutionPool, must_be_alike: bool) -> bool:
+    def _reach_equal_energies(self, pool: SolutionPool, must_be_alike: bool) -> bool:
         """Whether two independent restarts have equal free energies everywhere.
 
         They must be those of the same data points, and none may be higher.
@@ -409,6 +415,173 @@ class StopRule:
         best, *others = sorted(pool.estimates, key=lambda one: one.free_energy, reverse=True)
         # How far apart the best two may be.
         lead = self._profile.tolerance * (min(len(pool.estimates) / 2, self._config.max_lead) if self._profile.is_mixture else 1)
-        near = [other for other in others if have_agreed([best, other], lead)]
-        is_met = any(not must_be_alike or are_alike(best, other, self._profile.tolerance) for other in near)
-        return is_met and pool.best.free_energy <= best.free_energy + lead
+        near = [other for other in others if energies_agree([best, other], lead)]
+        is_reached = any(not must_be_alike or explain_equally(best, other, self._profile.tolerance) for other in near)
+        return is_reached and pool.best.free_energy <= best.free_energy + lead
+
+
+class DisagreeingStartsWarning(UserWarning):
+    """No two restarts agree: the best one may be a local optimum.
+
+    Example:
+        >>> y = linear_bars(100, 3, mean_active=2.0).data
+        >>> config = LearnConfig(tolerance=10.0)
+        >>> with warnings.catch_warnings(action="error", category=DisagreeingStartsWarning):  # a run that may be stuck is an error
+        ...     guide = learn(BinarySparseCoding(9, 6), y, steps=10, num_states=16, config=config, progress=False)
+    """
+
+
+class ConvergenceWarning(UserWarning):
+    """The training has ended before it has converged.
+
+    Example:
+        >>> def model(y):
+        ...     loc = pyro.sample("loc", dist.Normal(0.0, 9.0).expand([2]).to_event(1))
+        ...     with pyro.plate("data", len(y)):
+        ...         z = pyro.sample("z", dist.Categorical(torch.ones(2)))
+        ...         pyro.sample("y", dist.Normal(loc[z], 1.0), obs=y)
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     guide = learn(model, torch.randn(20), restarts=1, steps=5, config=LearnConfig(restart_steps=5), progress=False)
+        >>> [warning.category.__name__ for warning in caught]
+        ['ConvergenceWarning']
+    """
+
+
+@torch.inference_mode(False)
+def learn(
+    model: Any,
+    y: Tensor,
+    search: Search | None = None,
+    *,
+    num_states: int | None = None,
+    steps: int | None = None,
+    restarts: int | None = None,
+    max_count: int | Mapping[str, int] | None = None,
+    config: LearnConfig | None = None,
+    generator: torch.Generator | None = None,
+    progress: bool | None = None,
+    **former: Any,
+) -> Any:
+    """Trains a model from random restarts with annealing, until two agree.
+
+    Example::
+
+        from pyro_truncated.models import BinarySparseCoding
+
+        model = BinarySparseCoding(100, 20)
+        guide = learn(model, y)
+        guide.marginals()["s"]
+
+    Restarts are annealed (:func:`cooling`) and exchange latents. The best one is trained on all data.
+    Agreement, exchange and defaults: :doc:`/explanation/learn`.
+
+    Args:
+        model: called with the data, changed in place; optional methods: :doc:`/how-to/models`.
+        y: data, ``(N, ...)``. Join several arrays: ``torch.cat([x, y], 1)``.
+        search: default: the model's own, else one that fits its states.
+        num_states: states per data point. Default: 64, or 16 for more than 64 mixture components.
+        steps: training steps on all data. Default: 100. A maximum with closed-form M-steps, and beside continuous latents
+            (default there: 2000).
+        restarts: most restarts. Default: 8, 16 with exchange of latents, 2 for more than 256 binary latents.
+        max_count: largest value of count sites, for all or by name.
+        config: all else: steps of a restart, temperature, tolerance, learning rate, initialiser and moves of your own.
+        generator: source of randomness. Default: torch's global one.
+        progress: whether to show a progress bar. Default: in a terminal.
+        **former: arguments of version 0.2 that are called otherwise, or are fields of ``config``; they warn.
+
+    Returns:
+        The trained guide; beside continuous latents an ``AutoGuideList``, whose last guide is truncated.
+        Its ``learn_report`` is a :class:`~pyro_truncated.multistart.LearnReport`, ``starts`` are the
+        restarts' free energies per data point, ``steps`` the training steps.
+
+    Warns:
+        DisagreeingStartsWarning: if no two restarts agree.
+        ConvergenceWarning: if training beside continuous latents has not converged.
+
+    Raises:
+        ValueError: if a number is out of range, a count has no bound, or the search does not fit.
+        TypeError: if ``search`` is none, such as a second array.
+    """
+    check_kinds(learn, config=config, max_count=max_count, generator=generator, progress=progress)
+    config, restarts = _with_former_arguments(config or LearnConfig(), restarts, former)
+    steps = None if steps is None else check_count("steps", steps)
+    num_states = None if num_states is None else check_count("num_states", num_states)
+    restarts = None if restarts is None else check_count("restarts", restarts)
+    settings: dict[str, Any] = {"max_restarts": restarts, "max_count": max_count, "generator": generator, "config": config}
+    profile = profile_model(model, check_one_array(y), search, num_states=num_states, **settings)
+    steps = steps or (profile.config.companion_steps if profile.has_companion else profile.config.steps)
+    restart = profile.for_restarts()
+    with restore_driver(model), progress_bar(progress, unit="step") as bar:
+
+        def watch(free_energy: float) -> None:
+            bar.set_postfix(free_energy=f"{free_energy:.2f}", refresh=False)
+            bar.update()
+
+        multi_start = MultiStart(restart.replace(watch=watch))
+        multi_start.run(bar)
+        disagreement = multi_start.rule.disagreement(multi_start.pool)
+        bar.total = bar.n + steps
+        best = multi_start.pool.best if restart.num_data == profile.num_data else multi_start.pool.best.replace(population=None)
+        load_snapshot(restart.model, profile.y, best.parameters)
+        if restart.model is not model:
+            model.load_simplified(restart.model)
+        trainer, last = _train(profile.replace(watch=watch), best, steps, bar)
+    guide, pool = trainer.guide, multi_start.pool
+    if disagreement is not None:
+        advice = "Try more restarts, more restart_steps or a higher temperature (LearnConfig)."
+        warnings.warn(f"{disagreement}: the best may be a local optimum. {advice}", DisagreeingStartsWarning, stacklevel=3)
+    if last.remaining_gain > profile.tolerance:
+        gain = "" if math.isinf(last.remaining_gain) else f": more may raise the free energy per data point by {last.remaining_gain:.2g}"
+        advice = "Try more steps, or LearnConfig(lr=...) with a larger one."
+        warnings.warn(f"training has not converged in {last.steps} steps{gain}. {advice}", ConvergenceWarning, stacklevel=3)
+    guide.steps, guide.starts = last.steps, pool.energies
+    values = {
+        "search": type(trainer.elbo.search).__name__,
+        "num_states": profile.num_states,
+        "temperature": profile.temperature(0),
+    }
+    values |= {"tolerance": profile.tolerance, "lr": profile.lr, "num_data": restart.num_data}
+    outcome = disagreement, last.steps, last.remaining_gain, profile.optimizer
+    guide.learn_report = LearnReport(tuple(pool.restarts), dict(pool.moves), multi_start.reason or "", *outcome, values)
+    return guide
+
+
+# Arguments of version 0.2 that are fields of the configuration, and their names there.
+_FORMER = {"short_steps": "restart_steps", "temperature": "temperature", "tolerance": "tolerance", "lr": "lr"}
+
+
+def _with_former_arguments(config: LearnConfig, restarts: int | None, former: Mapping[str, Any]) -> tuple[LearnConfig, int | None]:
+    """Returns the configuration and the number of restarts with arguments of version 0.2.
+
+    Raises:
+        TypeError: if an argument was none.
+
+    Warns:
+        DeprecationWarning: for each of them.
+    """
+    for name, value in former.items():
+        if name == "starts":
+            advice, restarts = "restarts=...", value
+        elif name in _FORMER:
+            advice, config = f"config=LearnConfig({_FORMER[name]}=...)", dataclasses.replace(config, **{_FORMER[name]: value})
+        else:
+            raise TypeError(f"learn() got an unexpected keyword argument {name!r}")
+        warnings.warn(f"{name} of learn has a new name: use {advice}", DeprecationWarning, stacklevel=4)
+    return config, restarts
+
+
+def _train(profile: Profile, best: Solution, steps: int, bar: ProgressBar) -> tuple[Trainer, FreeEnergyEstimate]:
+    """Trains on all data from the best restart."""
+    trainer = Trainer(profile if profile.has_companion else profile.with_decay(steps, LAST_RATE))
+    trainer.take_over(best.companion)
+    if best.population is not None:
+        trainer.insert_states(own_rows(best.states, profile.y))
+    else:
+        bar.set_description_str("search for states")
+        trainer.find_states()
+    bar.set_description_str("training")
+    # Gibbs chains and continuous latents make the free energy noisy.
+    min_gain = profile.config.final_gain if profile.optimizer == "closed-form M-steps" and not profile.has_companion else -math.inf
+    # Of an informed initialisation half the gain of its last steps counts.
+    return trainer, finish(trainer, steps, best.estimate.noise / 2 if profile.is_informed else min_gain)

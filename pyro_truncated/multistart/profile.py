@@ -16,7 +16,7 @@ from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.em.gibbs import GibbsModel
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.multistart.config import Initializer, LearnConfig
-from pyro_truncated.multistart.model_parameters import is_a_network, layer_parameters, learned_parameters
+from pyro_truncated.multistart.model_parameters import layer_parameters, learned_parameters, num_weights
 from pyro_truncated.program.candidate_runs import Conditional
 from pyro_truncated.program.chain_scorer import ChainLayout
 from pyro_truncated.program.sites import is_subsampled
@@ -151,17 +151,12 @@ class Profile:
     watch: Callable[[float], None] = lambda free_energy: None
 
     @property
-    def is_by_gradients(self) -> bool:
-        """Whether the model has no M-steps of its own."""
-        return self.optimizer == "gradients"
-
-    @property
     def num_data(self) -> int:
         """How many rows the data of all processes have."""
         return total_rows(self.y)
 
     @property
-    def is_shared(self) -> bool:
+    def shares_latents(self) -> bool:
         """Whether rows of data share latents."""
         return self.num_posteriors < self.num_data and not self.is_product
 
@@ -171,14 +166,14 @@ class Profile:
         return self.space is not None and has_many_latents(self.space)
 
     @property
-    def is_matched(self) -> bool:
+    def learns_causes(self) -> bool:
         """Whether closed-form M-steps learn causes that are off at zero."""
         return self.is_resizable and self.optimizer == "closed-form M-steps"
 
     @property
     def has_decoder(self) -> bool:
         """Whether gradients train a network with a posterior for each row."""
-        return self.is_network and self.is_by_gradients and not self.is_shared and not self.is_product
+        return self.is_network and self.optimizer == "gradients" and not self.shares_latents and not self.is_product
 
     def initialize(self) -> None:
         """Goes where a restart begins, if an initialiser draws it."""
@@ -201,12 +196,12 @@ class Profile:
         """What fills populations if no search was named."""
         if isinstance(self.model, SearchedModel) and not self.is_product:
             return self.model.default_search(self.num_states)
-        is_combined = 2 * space.cardinalities.count(2) > space.num_latents or self.is_resizable
-        if self.is_product or not is_combined or space.size <= self.num_states or has_many_latents(space):
+        is_crossed = 2 * space.cardinalities.count(2) > space.num_latents or self.is_resizable
+        if self.is_product or not is_crossed or space.size <= self.num_states or has_many_latents(space):
             return AutomaticSearch()
         # Under user-defined models scores dominate the cost: one generation of 30 children reached as much as two,
         # and as the 56 of eight parents. Four parents once ended in a worse optimum.
-        return EvolutionarySearch(6, generations=1, crossover=True) if self.is_by_gradients else EvolutionarySearch(crossover=True)
+        return EvolutionarySearch(6, generations=1, crossover=True) if self.optimizer == "gradients" else EvolutionarySearch(crossover=True)
 
     def replace(self, **fields: Any) -> Profile:
         """Returns a profile with other fields."""
@@ -230,7 +225,7 @@ class Profile:
         if self.is_mixture:
             num_parameters = sum(value.numel() for value in learned_parameters(self.model, self.y).values())
             number = max(number, config.mixture_min_data, config.mixture_data_per_parameter * num_parameters)
-        is_all = self.is_shared or self.is_product or self.num_data <= number
+        is_all = self.shares_latents or self.is_product or self.num_data <= number
         part = some_rows(self.y, self.num_data) if is_all else drawn_rows(self.y, number, self.generator)
         is_full = self.max_restarts == 1 or self.is_product or (self.initializer is not None and not self.is_informed)
         has_all_states = is_full or space is None or space.size <= self.num_states
@@ -262,12 +257,12 @@ def profile_model(
         TypeError: if the search is none.
     """
     config = LearnConfig() if config is None else config
-    is_sampled: bool = isinstance(model, GibbsModel)
+    is_gibbs: bool = isinstance(model, GibbsModel)
     is_conditional: bool = isinstance(model, ConditionalModel)
     has_closed_form: bool = isinstance(model, ClosedFormModel)
-    _check_arguments(model, search, is_sampled, max_count)
+    _check_arguments(model, search, is_gibbs, max_count)
     lr = (config.conditional_lr if is_conditional else config.gradient_lr) if config.lr is None else config.lr
-    optimizer: Optimizer = "Gibbs sampling" if is_sampled else "closed-form M-steps" if has_closed_form else "gradients"
+    optimizer: Optimizer = "Gibbs sampling" if is_gibbs else "closed-form M-steps" if has_closed_form else "gradients"
     starts = _find_initializer(model, config.initializer)
     profile = Profile(model, y, search, num_states or 1, lr, optimizer, *starts, None, total_rows(y), lambda step: 1.0, 0.0, config)
     profile = profile.replace(
@@ -276,19 +271,19 @@ def profile_model(
         is_conditional=is_conditional,
         # The first steps of an optimiser may lose more than they gain in the end.
         is_informed=optimizer != "gradients" and config.initializer is None and bool(getattr(model, "has_informed_init", False)),
-        is_resizable=isinstance(model, ResizableModel) and not is_sampled and starts[1] is not None,
+        is_resizable=isinstance(model, ResizableModel) and not is_gibbs and starts[1] is not None,
         max_restarts=max_restarts,
     )
-    if not is_sampled:
+    if not is_gibbs:
         profile = _with_latents(profile)
     first, tolerance = _annealing(profile)
-    falling = cooling(first if config.temperature is None else config.temperature, config.restart_steps)
+    temperature = cooling(first if config.temperature is None else config.temperature, config.restart_steps)
     is_many = profile.is_mixture and profile.space is not None and profile.space.size > config.num_states
     num_states = num_states or (config.mixture_num_states if is_many else config.num_states)
     if search is not None and profile.space is not None and profile.space.size > num_states:
         search.check_space(profile.space)
     tolerance = max(tolerance, config.total_tolerance / profile.num_posteriors) if config.tolerance is None else config.tolerance
-    return profile.replace(num_states=num_states, temperature=falling, tolerance=tolerance)
+    return profile.replace(num_states=num_states, temperature=temperature, tolerance=tolerance)
 
 
 _SIDE_BY_SIDE = (
@@ -311,25 +306,25 @@ def check_one_array(y: Any) -> Tensor:
     return rows
 
 
-def _check_arguments(model: Any, search: Any, is_sampled: bool, max_count: Any) -> None:
+def _check_arguments(model: Any, search: Any, is_gibbs: bool, max_count: Any) -> None:
     if isinstance(model, (type, AutoGuide)) or not callable(model):
-        given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
-        raise TypeError(f"model must be a Pyro model: a function, or an instance of a class that can be called; got {given}")
+        kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"model must be a Pyro model: a function, or an instance of a class that can be called; got {kind}")
     if isinstance(search, Tensor) or is_array(search):
         raise TypeError(f"learn takes one array of data, and the argument after it is a search. {_SIDE_BY_SIDE}")
-    if search is not None and not isinstance(search, Preselection if is_sampled else Search):
+    if search is not None and not isinstance(search, Preselection if is_gibbs else Search):
         raise TypeError(
             "search must be one of pyro_truncated.search, such as EvolutionarySearch(), and for a Gibbs sampler one that selects latents, "
             f"such as GPSelect(5); got {search!r}"
         )
-    if max_count is not None and is_sampled:
+    if max_count is not None and is_gibbs:
         raise ValueError("max_count bounds count sites, and a Gibbs sampler has none: leave it out")
 
 
-def _find_initializer(model: Any, given: Initializer | None) -> tuple[str, Initializer | None]:
+def _find_initializer(model: Any, initializer: Initializer | None) -> tuple[str, Initializer | None]:
     """Returns an initialiser and its name, the given one first."""
-    if given is not None:
-        return getattr(given, "__name__", type(given).__name__), given
+    if initializer is not None:
+        return getattr(initializer, "__name__", type(initializer).__name__), initializer
     if isinstance(model, StartingModel):
         return "draw_start", lambda model, y, generator: model.draw_start(y, generator)
     if not hasattr(model, "initialize"):
@@ -359,8 +354,8 @@ def _with_latents(profile: Profile) -> Profile:
         is_product=guide.product is not None,
         is_chain=chain is not None,
         # Models of a single binary cause have no search of their own.
-        is_mixture=has_one and not profile.is_by_gradients and isinstance(model, SearchedModel) and not profile.is_informed,
-        is_network=is_a_network(model, y),
+        is_mixture=has_one and profile.optimizer != "gradients" and isinstance(model, SearchedModel) and not profile.is_informed,
+        is_network=num_weights(model, y) > 1,
         layers=frozenset(layer_parameters(model, y)),
         has_companion=bool(guide.layout.other_latents) and not profile.is_conditional,
     )

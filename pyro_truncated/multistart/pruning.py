@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_truncated.multistart.model_parameters import learned_tensors, load_snapshot, snapshot
 from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.multistart.solution import NOTHING, Solution
-from pyro_truncated.multistart.trainer import Trainer, to_convergence, train
+from pyro_truncated.multistart.trainer import Trainer, convergence_schedule, train
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.search.conditional import Moves, single_changes
 from pyro_truncated.states.population import Population
@@ -52,23 +52,23 @@ def deletion_losses(population: Population, log_joint: LogJoint, depth: int = 2)
     words, top = population.mode(), population.log_joint.amax(-1).double()
     row, latent = (space.unpack(words) > 0).nonzero().unbind(1)
     states = space.pack(space.unpack(words[row]).scatter_(1, latent.unsqueeze(1), 0))
-    reached = torch.empty(len(row), dtype=torch.float64, device=words.device)
+    scores = torch.empty(len(row), dtype=torch.float64, device=words.device)
     for rows, places, counts in _blocks(log_joint, row, 1):
-        reached[places[counts]] = log_joint.score(states[places], rows).double()[counts]
+        scores[places[counts]] = log_joint.score(states[places], rows).double()[counts]
     may_rise, changes = torch.arange(len(row), device=words.device), single_changes(space, words.device)
     for _ in range(depth):
-        best, improved = _best_with_one_more(log_joint, row[may_rise], latent[may_rise], states[may_rise], changes)
+        best, best_states = _add_best_latent(log_joint, row[may_rise], latent[may_rise], states[may_rise], changes)
         # A row that no single latent raises is final.
-        rises = best > reached[may_rise]
+        rises = best > scores[may_rise]
         may_rise = may_rise[rises]
-        reached[may_rise], states[may_rise] = best[rises], improved[rises]
+        scores[may_rise], states[may_rise] = best[rises], best_states[rises]
     losses = torch.zeros(space.num_latents, dtype=torch.float64, device=words.device)
-    losses.index_add_(0, latent, (top[row] - reached).clamp(min=0.0))
-    changed = torch.zeros(space.num_latents, space.num_latents, device=words.device)
+    losses.index_add_(0, latent, (top[row] - scores).clamp(min=0.0))
+    change_counts = torch.zeros(space.num_latents, space.num_latents, device=words.device)
     for some in torch.arange(len(row), device=words.device).split(_COMPARED_STATES):
         differs = space.unpack(states[some]) != space.unpack(words[row[some]])
-        changed.index_add_(0, latent[some], differs.to(changed.dtype))
-    return losses, (changed / changed.diagonal().clamp(min=1.0).unsqueeze(1)).fill_diagonal_(0.0)
+        change_counts.index_add_(0, latent[some], differs.to(change_counts.dtype))
+    return losses, (change_counts / change_counts.diagonal().clamp(min=1.0).unsqueeze(1)).fill_diagonal_(0.0)
 
 
 def value_deletion_losses(population: Population, latent: int, num_values: int) -> Tensor:
@@ -82,7 +82,7 @@ def value_deletion_losses(population: Population, latent: int, num_values: int) 
     return (log_joint.amax(1, keepdim=True) - without).sum(0)
 
 
-def is_redundant(losses: Tensor, num_parameters: int, num_data: int) -> Tensor:
+def redundant_mask(losses: Tensor, num_parameters: int, num_data: int) -> Tensor:
     """Returns which latents are redundant, ``(H,)``, by their deletion losses.
 
     These are below twice the penalty of the Bayesian information criterion. Twice, because of two that share a component the one that
@@ -97,25 +97,25 @@ def select_for_pruning(losses: Tensor, substitutes: Tensor, number: int) -> Tens
     At least one, at most a given number. Of two that share a component each is missed little, and both together much.
     """
     is_substitute = substitutes > _SUBSTITUTE_SHARE
-    linked, chosen = (is_substitute | is_substitute.mT).cpu(), [int(losses.argmin())]
+    is_pair, latents = (is_substitute | is_substitute.mT).cpu(), [int(losses.argmin())]
     for latent in losses.argsort().tolist()[1:]:
-        if len(chosen) < number and not bool(linked[latent, chosen].any()):
-            chosen.append(latent)
-    return torch.tensor(chosen, device=losses.device)
+        if len(latents) < number and not bool(is_pair[latent, latents].any()):
+            latents.append(latent)
+    return torch.tensor(latents, device=losses.device)
 
 
-def _best_with_one_more(log_joint: LogJoint, row: Tensor, latent: Tensor, states: Tensor, moves: Moves) -> tuple[Tensor, Tensor]:
+def _add_best_latent(log_joint: LogJoint, row: Tensor, latent: Tensor, states: Tensor, moves: Moves) -> tuple[Tensor, Tensor]:
     """Returns the best log joints ``(P,)`` with one more latent, and which."""
-    best, improved = torch.empty(len(row), dtype=torch.float64, device=states.device), torch.empty_like(states)
+    best, best_states = torch.empty(len(row), dtype=torch.float64, device=states.device), torch.empty_like(states)
     for rows, places, counts in _blocks(log_joint, row, moves.count):
         every = torch.arange(moves.count, device=states.device).expand(*places.shape, -1)
         candidates, value = moves.apply(states[places], every)
         scores = log_joint.score(candidates.flatten(1, 2), rows).double().unflatten(1, every.shape[1:])
         is_out = (latent[places].unsqueeze(-1) == moves.latent) | (value == 0)
-        highest, chosen = scores.masked_fill(is_out, -torch.inf).max(-1, keepdim=True)
+        highest, index = scores.masked_fill(is_out, -torch.inf).max(-1, keepdim=True)
         best[places[counts]] = highest.squeeze(-1)[counts]
-        improved[places[counts]] = torch.take_along_dim(candidates, chosen.unsqueeze(-1), 2).squeeze(2)[counts]
-    return best, improved
+        best_states[places[counts]] = torch.take_along_dim(candidates, index.unsqueeze(-1), 2).squeeze(2)[counts]
+    return best, best_states
 
 
 def _blocks(log_joint: LogJoint, row: Tensor, num_states: int) -> Iterator[tuple[Tensor | None, Tensor, Tensor]]:
@@ -142,7 +142,7 @@ def _blocks(log_joint: LogJoint, row: Tensor, num_states: int) -> Iterator[tuple
 def start_overcomplete(profile: Profile) -> Solution:
     """Trains with surplus latents, then prunes the redundant ones.
 
-    Redundant latents (see :func:`is_redundant`) fit noise, slowly and never alike. With closed-form M-steps they are removed too, before
+    Redundant latents (see :func:`redundant_mask`) fit noise, slowly and never alike. With closed-form M-steps they are removed too, before
     the run has converged. The free energy is that of the others alone. Parameters are those of all latents asked for; redundant ones are
     unchanged and inactive in all states. The model stays as it is.
 
@@ -160,12 +160,14 @@ def start_overcomplete(profile: Profile) -> Solution:
         if profile.is_large:
             return pruner.converge(max(1, steps // 2))
         pruner.prune(model.num_latents)
-        if not profile.is_matched:
+        if not profile.learns_causes:
             return pruner.converge(steps)
-        requested = pruner.trainer.record(NOTHING.estimate)
-        kept = pruner.prune_redundant()
-        found = pruner.converge(steps)
-        return found if len(kept) == model.num_latents else _add_inactive_latents(pruner.trainer.profile, found, requested, kept)
+        original = pruner.trainer.record(NOTHING.estimate)
+        positions = pruner.prune_redundant()
+        solution = pruner.converge(steps)
+        if len(positions) == model.num_latents:
+            return solution
+        return _add_inactive_latents(pruner.trainer.profile, solution, original, positions)
 
 
 class _Pruner:
@@ -177,7 +179,7 @@ class _Pruner:
 
     def converge(self, steps: int) -> Solution:
         """Trains to convergence; returns what was learned."""
-        return self.trainer.record(train(self.trainer, to_convergence(self.trainer, steps)))
+        return self.trainer.record(train(self.trainer, convergence_schedule(self.trainer, steps)))
 
     def take(self, steps: int) -> None:
         """Takes steps of training."""
@@ -185,37 +187,37 @@ class _Pruner:
             self.trainer.step()
 
     def _losses(self) -> tuple[Tensor, Tensor]:
-        assert self.trainer.truncated is not None
-        return deletion_losses(self.trainer.truncated.population(), self.trainer.scorer(), self.trainer.profile.config.pruning_depth)
+        assert self.trainer.truncated_guide is not None
+        return deletion_losses(self.trainer.truncated_guide.population(), self.trainer.scorer(), self.trainer.profile.config.pruning_depth)
 
     def prune(self, number: int) -> None:
         """Prunes to so many latents, a third of the surplus each time."""
         while (surplus := self.trainer.profile.model.num_latents - number) > 0:
-            self._lose(select_for_pruning(*self._losses(), max(1, surplus // 3)))
+            self._drop(select_for_pruning(*self._losses(), max(1, surplus // 3)))
 
     def prune_redundant(self) -> Tensor:
         """Prunes redundant latents, a third at a time.
 
         Returns the positions ``(K,)`` of the remaining ones.
         """
-        kept = torch.arange(self.trainer.profile.model.num_latents)
-        while len(kept) > 1:
+        positions = torch.arange(self.trainer.profile.model.num_latents)
+        while len(positions) > 1:
             losses, substitutes = self._losses()
-            num_spare = int(is_redundant(losses, self.num_parameters, self.trainer.profile.num_data).sum())
+            num_spare = int(redundant_mask(losses, self.num_parameters, self.trainer.profile.num_data).sum())
             if not num_spare:
                 break
-            lost = select_for_pruning(losses, substitutes, min(max(1, num_spare // 3), len(kept) - 1))
-            kept = kept[self._lose(lost).to(kept.device)]
-        return kept
+            latents = select_for_pruning(losses, substitutes, min(max(1, num_spare // 3), len(positions) - 1))
+            positions = positions[self._drop(latents).to(positions.device)]
+        return positions
 
-    def _lose(self, lost: Tensor) -> Tensor:
+    def _drop(self, latents: Tensor) -> Tensor:
         """Drops some latents and returns the positions of the others."""
         before, model = self.trainer, self.trainer.profile.model
-        assert before.truncated is not None
-        kept = torch.ones(model.num_latents, dtype=torch.bool, device=lost.device).index_fill(0, lost, False).nonzero().squeeze(1)
-        states = before.truncated.population().states()[..., kept]
-        profile = before.profile.replace(model=model.with_latents(kept))
-        if len(kept) > 1:  # a single latent keeps its parameters
+        assert before.truncated_guide is not None
+        others = torch.ones(model.num_latents, dtype=torch.bool, device=latents.device).index_fill(0, latents, False).nonzero().squeeze(1)
+        states = before.truncated_guide.population().states()[..., others]
+        profile = before.profile.replace(model=model.with_latents(others))
+        if len(others) > 1:  # a single latent keeps its parameters
             self.num_parameters = num_parameters_per_latent(profile)
         # Pyro's store holds the larger model's parameters under these names.
         pyro.clear_param_store()
@@ -223,29 +225,29 @@ class _Pruner:
         self.trainer.take_over(before.companion)
         self.trainer.insert_states(states)
         self.take(profile.config.pruning_steps)
-        return kept
+        return others
 
 
-def _add_inactive_latents(profile: Profile, found: Solution, requested: Solution, kept: Tensor) -> Solution:
+def _add_inactive_latents(profile: Profile, solution: Solution, original: Solution, positions: Tensor) -> Solution:
     """Adds inactive latents of ``requested`` to the learned latents ``kept``."""
-    assert requested.population is not None
-    model, y, number = profile.model, profile.y, requested.states.shape[-1]
-    place = torch.zeros(number, dtype=torch.long).index_copy(0, kept, torch.arange(len(kept)))
-    spare = torch.ones(number, dtype=torch.bool).index_fill(0, kept, False).nonzero().squeeze(1)
-    load_snapshot(model, y, found.parameters)
+    assert original.population is not None
+    model, y, number = profile.model, profile.y, original.states.shape[-1]
+    place = torch.zeros(number, dtype=torch.long).index_copy(0, positions, torch.arange(len(positions)))
+    spare = torch.ones(number, dtype=torch.bool).index_fill(0, positions, False).nonzero().squeeze(1)
+    load_snapshot(model, y, solution.parameters)
     parameters = snapshot(model.with_latents(place), y)
     for name, value in parameters.items():
         # Sizes differ along axes of latents. Parameters of pairs, such as covariances, have two and stay.
-        axes = [axis for axis, (one, other) in enumerate(zip(value.shape, found.parameters[name].shape, strict=True)) if one != other]
+        axes = [axis for axis, (one, other) in enumerate(zip(value.shape, solution.parameters[name].shape, strict=True)) if one != other]
         if len(axes) == 1:
             index = spare.to(value.device)
-            parameters[name] = value.index_copy(axes[0], index, requested.parameters[name].index_select(axes[0], index))
-    states = torch.zeros_like(requested.states[:, :1]).repeat(1, found.states.shape[1], 1)
-    states[..., kept] = found.states
+            parameters[name] = value.index_copy(axes[0], index, original.parameters[name].index_select(axes[0], index))
+    states = torch.zeros_like(original.states[:, :1]).repeat(1, solution.states.shape[1], 1)
+    states[..., positions] = solution.states
     # Training scores them anew.
-    words = requested.population.space.pack(states)
+    words = original.population.space.pack(states)
     log_joint = states.new_zeros(words.shape[:-1], dtype=y.dtype)
-    return found.replace(parameters=parameters, population=Population(requested.population.space, words, log_joint))
+    return solution.replace(parameters=parameters, population=Population(original.population.space, words, log_joint))
 
 
 def num_parameters_per_latent(profile: Profile) -> int:

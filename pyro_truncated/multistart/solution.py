@@ -30,7 +30,7 @@ class FreeEnergyEstimate(NamedTuple):
         noise: difference of two runs in one optimum: what the last steps gained, or the error of a mean over draws.
         each: the free energies of the data points, ``(N,)``, where they are known.
         rise: what its last five steps have raised it by, if it has not converged.
-        remaining: what it will still gain with more steps, if it has not converged beside continuous latents.
+        remaining_gain: what it will still gain with more steps, if it has not converged beside continuous latents.
         steps: how many it has taken.
     """
 
@@ -38,7 +38,7 @@ class FreeEnergyEstimate(NamedTuple):
     noise: float = 0.0
     each: Tensor | None = None
     rise: float = 0.0
-    remaining: float = 0.0
+    remaining_gain: float = 0.0
     steps: int = 0
 
 
@@ -112,28 +112,28 @@ def estimate_on_trend(values: Sequence[float]) -> FreeEnergyEstimate:
     return FreeEnergyEstimate(sum(values) / number, STANDARD_ERRORS * error)
 
 
-def best_two(reached: Sequence[FreeEnergyEstimate]) -> list[FreeEnergyEstimate]:
+def best_two(estimates: Sequence[FreeEnergyEstimate]) -> list[FreeEnergyEstimate]:
     """Returns the best two."""
-    return sorted(reached, key=lambda one: one.free_energy, reverse=True)[:2]
+    return sorted(estimates, key=lambda one: one.free_energy, reverse=True)[:2]
 
 
-def have_agreed(reached: Sequence[FreeEnergyEstimate], tolerance: float) -> bool:
+def energies_agree(estimates: Sequence[FreeEnergyEstimate], tolerance: float) -> bool:
     """Whether the best two reached one free energy, within tolerance and noise.
 
     Both must have converged: what they will still gain lies in the tolerance. Data points at either end do not count, see
     :func:`without_extremes`; terms of no data point count in full.
     """
-    if len(reached) < 2:
+    if len(estimates) < 2:
         return False
-    best, second = best_two(reached)
+    best, second = best_two(estimates)
     difference = best.free_energy - second.free_energy
     if best.each is not None and second.each is not None:
         each = best.each - second.each
         difference += float(without_extremes(each).mean() - each.mean())
-    return max(best.remaining, second.remaining) <= tolerance and abs(difference) <= tolerance + min(best.noise, second.noise)
+    return max(best.remaining_gain, second.remaining_gain) <= tolerance and abs(difference) <= tolerance + min(best.noise, second.noise)
 
 
-def is_gain_below_error(reached: Sequence[FreeEnergyEstimate]) -> bool:
+def is_gain_below_error(estimates: Sequence[FreeEnergyEstimate]) -> bool:
     r"""Whether the expected gain of another restart is below its error.
 
     The error is that of five more steps of the best two, or of chance.
@@ -142,17 +142,17 @@ def is_gain_below_error(reached: Sequence[FreeEnergyEstimate]) -> bool:
     rise by as much cannot be compared. Of three restarts and more, chance does not count either: the standard error
     :math:`\sigma / \sqrt N` of the difference, with the deviation :math:`\sigma` of the differences at the :math:`N` data points.
     """
-    if len(reached) < 2:
+    if len(estimates) < 2:
         return False
-    best, second = best_two(reached)
+    best, second = best_two(estimates)
     if best.each is None or second.each is None:
         return False
-    can_differ = len(reached) >= 3 and len(best.each) > 1
+    can_differ = len(estimates) >= 3 and len(best.each) > 1
     error = float((best.each - second.each).std()) / math.sqrt(len(best.each)) if can_differ else 0.0
-    return (best.free_energy - second.free_energy) / len(reached) < max(min(best.rise, second.rise), error)
+    return (best.free_energy - second.free_energy) / len(estimates) < max(min(best.rise, second.rise), error)
 
 
-def are_alike(one: FreeEnergyEstimate, other: FreeEnergyEstimate, tolerance: float) -> bool:
+def explain_equally(one: FreeEnergyEstimate, other: FreeEnergyEstimate, tolerance: float) -> bool:
     """Whether two runs explain the same data points equally well.
 
     The free energies of data points then differ by a standard deviation of at most three tolerances. In one optimum reached by gradients
@@ -187,7 +187,7 @@ def match_latents(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     return correlation, torch.from_numpy(linear_sum_assignment(correlation.numpy(), maximize=True)[1])
 
 
-def are_shared(one: Tensor, other: Tensor) -> Tensor:
+def shared_mask(one: Tensor, other: Tensor) -> Tensor:
     """Whether each latent of the first model has a partner, ``(H,)``.
 
     Partners are active, or inactive, for the same data points.
@@ -201,8 +201,8 @@ def share_most(one: Tensor, other: Tensor, most_apart: float) -> bool:
 
     Latents that are the same for all data points do not count.
     """
-    apart = [(~are_shared(*pair), vary(pair[0])) for pair in ((one, other), (other, one))]
-    return all(float((lost & varies).sum()) <= most_apart * float(varies.sum()) for lost, varies in apart)
+    apart = [(~shared_mask(*pair), vary(pair[0])) for pair in ((one, other), (other, one))]
+    return all(float((is_alone & varies).sum()) <= most_apart * float(varies.sum()) for is_alone, varies in apart)
 
 
 def vary(code: Tensor) -> Tensor:

@@ -66,8 +66,8 @@ class Trainer:
 
     def __init__(self, profile: Profile, temperature: Temperature | None = None) -> None:
         self.profile = profile
-        self.truncated: AutoTruncated | None = None
-        self._driver = None if profile.is_by_gradients else ClosedForm(profile.model)
+        self.truncated_guide: AutoTruncated | None = None
+        self._driver = None if profile.optimizer == "gradients" else ClosedForm(profile.model)
         if profile.search is not None:
             profile.search.forget()
         if profile.optimizer == "Gibbs sampling":
@@ -77,11 +77,11 @@ class Trainer:
             self.guide: Any = GibbsGuide(profile.model)
             self.elbo: Any = GibbsEM(search) if temperature is None else GibbsEM(search, warm_up=0, temperature=temperature)
         else:
-            self.guide, self.truncated, space = _guides(profile, temperature is not None)
+            self.guide, self.truncated_guide, space = _guides(profile, temperature is not None)
             search = profile.search or profile.default_search(space)
             self.elbo = Truncated_ELBO(search, temperature=1.0 if temperature is None or profile.has_companion else temperature)
-        populations = None if self.truncated is None else self.truncated.populations
-        self._is_relocating = isinstance(profile.model, RelocatingModel) and populations is not None and not populations.is_part
+        populations = None if self.truncated_guide is None else self.truncated_guide.populations
+        self._moves_components = isinstance(profile.model, RelocatingModel) and populations is not None and not populations.is_part
         self._relocation_generator = torch.Generator().manual_seed(0)
         self._rate, self._num_steps = 1.0, 0
 
@@ -113,11 +113,11 @@ class Trainer:
     @torch.no_grad()
     def scorer(self) -> LogJoint:
         """The scorer of states, given the medians of continuous latents beside."""
-        assert self.truncated is not None
+        assert self.truncated_guide is not None
         self.set_up()
         with spare_random_numbers(), poutine.block():
-            values = self.truncated.other_values(Call(self.truncated.model, (self.profile.y,)), median=True)
-            return self.truncated.make_scorer(self.profile.y, values=values)
+            values = self.truncated_guide.other_values(Call(self.truncated_guide.model, (self.profile.y,)), median=True)
+            return self.truncated_guide.make_scorer(self.profile.y, values=values)
 
     def step(self) -> float:
         """Takes a training step; returns the free energy before it."""
@@ -131,15 +131,16 @@ class Trainer:
 
     def relocate(self) -> bool:
         """Whether mixture components move; once none has, none is tried again."""
-        if self._is_relocating:
-            self._is_relocating = self.profile.model.split_and_merge(self.truncated, self.profile.y, self._relocation_generator) > 0
-        return self._is_relocating
+        if self._moves_components:
+            profile, generator = self.profile, self._relocation_generator
+            self._moves_components = profile.model.split_and_merge(self.truncated_guide, profile.y, generator) > 0
+        return self._moves_components
 
     def fit_decoder(self) -> None:
         """Refits a network to the states of the populations."""
         if self.profile.has_decoder and self.profile.num_data == len(self.profile.y):
-            assert self.truncated is not None
-            fit_decoder(self.profile.model, self.profile.y, self.truncated)
+            assert self.truncated_guide is not None
+            fit_decoder(self.profile.model, self.profile.y, self.truncated_guide)
 
     def slow_down(self, steps: int) -> None:
         """Lets the learning rate fall to a tenth in so many steps."""
@@ -160,12 +161,12 @@ class Trainer:
 
         Says whether it does. By full conditionals, or by combined flips of more than 64 binary latents, of which few matter.
         """
-        is_evolving = self.profile.search is None and isinstance(self.elbo.search, EvolutionarySearch)
-        if is_evolving:
-            assert self.truncated is not None
-            space = self.truncated.space
+        is_evolutionary = self.profile.search is None and isinstance(self.elbo.search, EvolutionarySearch)
+        if is_evolutionary:
+            assert self.truncated_guide is not None
+            space = self.truncated_guide.space
             self.elbo.search = CombinedFlips() if space.is_binary and space.num_latents > AutomaticSearch.SEVERAL else ConditionalSearch()
-        return is_evolving
+        return is_evolutionary
 
     def find_states(self) -> None:
         """Searches without training, so that bad first states teach nothing.
@@ -173,30 +174,30 @@ class Trainer:
         Rounds end when the free energy rises no more if data points have a posterior each. Binary latents are searched by combined flips
         unless you named a search: under a trained model they reach as far as full conditionals at a tenth of the cost.
         """
-        if self.truncated is None or self.profile.has_companion or self.profile.is_product:
+        if self.truncated_guide is None or self.profile.has_companion or self.profile.is_product:
             return
-        before, reached, y = self.elbo.search, -math.inf, self.profile.y
+        before, energy, y = self.elbo.search, -math.inf, self.profile.y
         # In a single posterior a round may find nothing by chance.
-        least = -math.inf if self.profile.is_shared else self.profile.config.gain
-        if self.intensify_search() and not self.profile.is_shared and self.truncated.space.is_binary:
+        least = -math.inf if self.profile.shares_latents else self.profile.config.gain
+        if self.intensify_search() and not self.profile.shares_latents and self.truncated_guide.space.is_binary:
             self.elbo.search = CombinedFlips()
         with torch.no_grad(), poutine.block():
             for _ in range(_MAX_SEARCH_ROUNDS):
-                each = self.truncated.make_batch(y).search_(self.elbo.search).free_energy().double()
-                last, reached = reached, float(shard_sum(y)([each.sum()])[0]) / self.profile.num_data
-                if reached - last < least:
+                each = self.truncated_guide.make_batch(y).search_(self.elbo.search).free_energy().double()
+                last, energy = energy, float(shard_sum(y)([each.sum()])[0]) / self.profile.num_data
+                if energy - last < least:
                     break
         self.elbo.search = before
 
     @torch.no_grad()
     def insert_states(self, states: Tensor) -> None:
         """Merges states, repetitions allowed, into a new guide's populations."""
-        guide = self.truncated
+        guide = self.truncated_guide
         if guide is not None:
             log_joint = self.scorer()
             words, population = guide.space.pack(states), guide.rescore(log_joint)
-            merged = population.merge(Population(guide.space, words, log_joint.score(words).to(population.log_joint)))
-            guide.populations.store_(merged.log_joint, None, merged.words)
+            union = population.merge(Population(guide.space, words, log_joint.score(words).to(population.log_joint)))
+            guide.populations.store_(union.log_joint, None, union.words)
 
     def end(self) -> None:
         """Releases the model for other training, and keeps the guide's results."""
@@ -205,32 +206,32 @@ class Trainer:
 
     def record(self, estimate: FreeEnergyEstimate) -> Solution:
         """What the run has learned."""
-        profile, truncated = self.profile, self.truncated
-        population = None if truncated is None or profile.is_product else copy_population(truncated.population())
-        if truncated is None or not profile.has_companion:
+        profile, truncated_guide = self.profile, self.truncated_guide
+        population = None if truncated_guide is None or profile.is_product else copy_population(truncated_guide.population())
+        if truncated_guide is None or not profile.has_companion:
             return Solution(estimate, snapshot(profile.model, profile.y), population)
         companion = self.companion
-        parameters = Medians(profile.model, profile.y, truncated).state(companion)
+        parameters = Medians(profile.model, profile.y, truncated_guide).state(companion)
         return Solution(estimate, parameters, population, {name: value.clone() for name, value in companion.items()})
 
 
 def _guides(profile: Profile, is_start: bool) -> tuple[Any, AutoTruncated, StateSpace]:
     """Returns a model's guide, its truncated part, and the state space."""
-    truncated = profile.set_up_guide()
-    layout = truncated.layout
+    truncated_guide = profile.set_up_guide()
+    layout = truncated_guide.layout
     if not profile.has_companion:
-        return truncated, truncated, layout.space
+        return truncated_guide, truncated_guide, layout.space
     guide = AutoGuideList(profile.model)
     # Earlier guides keep their parameters; this one begins anew, under a name that Pyro's store does not hold yet.
-    kind, taken = type(guide).__name__, {name.partition(".")[0] for name in pyro.get_param_store()}
+    kind, used_names = type(guide).__name__, {name.partition(".")[0] for name in pyro.get_param_store()}
     names = itertools.chain([kind], (f"{kind}_{number}" for number in itertools.count(2)))
-    guide._pyro_name = next(name for name in names if name not in taken)
+    guide._pyro_name = next(name for name in names if name not in used_names)
     # A draw from the prior: restarts from one point, such as zero, agreed without need.
     init = prior_draw if is_start else init_to_feasible
     guide.append(AutoNormal(poutine.block(profile.model, hide=list(layout.sites)), init_loc_fn=init, init_scale=_INIT_SCALE))
-    truncated = profile.make_guide()
-    guide.append(truncated)
-    return guide, truncated, layout.space
+    truncated_guide = profile.make_guide()
+    guide.append(truncated_guide)
+    return guide, truncated_guide, layout.space
 
 
 def copy_population(population: Population) -> Population:
@@ -311,21 +312,22 @@ class Schedule:
         return self.gain(values, self.window) <= self.tol * unit
 
 
-def to_convergence(trainer: Trainer, max_steps: int) -> Schedule:
+def convergence_schedule(trainer: Trainer, max_steps: int) -> Schedule:
     """Closed-form EM at temperature one, with a thorough search.
 
-    Beside continuous latents it is :func:`by_gradients`.
+    Beside continuous latents it is :func:`gradient_schedule`.
     """
     config = trainer.profile.config
     if trainer.profile.has_companion:
-        return by_gradients(trainer, max_steps)
+        return gradient_schedule(trainer, max_steps)
     return Schedule(0, max_steps, config.gain, window=config.window, stride=config.window, is_thorough=True)
 
 
-def by_gradients(trainer: Trainer, steps: int) -> Schedule:
+def gradient_schedule(trainer: Trainer, steps: int) -> Schedule:
     """Gradient steps while the free energy rises, then at a falling rate.
 
-    There are at least so many. Beside continuous latents it is noisy, and rises for long; nats up to the tolerance may remain there.
+    There are at least so many, and at most four times as many. Beside continuous latents, where it is noisy and rises for long, there are
+    up to sixteen times as many; nats up to the tolerance may remain there.
     """
     config = trainer.profile.config
     if trainer.profile.has_companion:
@@ -345,8 +347,8 @@ def restart_schedule(trainer: Trainer, temperature: Temperature, steps: int) -> 
     profile, config = trainer.profile, trainer.profile.config
     if profile.is_informed:
         return Schedule(1, steps, config.informed_gain, window=config.window, is_relative=True)
-    if profile.is_by_gradients:
-        return by_gradients(trainer, steps)
+    if profile.optimizer == "gradients":
+        return gradient_schedule(trainer, steps)
     if profile.is_mixture and temperature_at(temperature, 0) == 1.0:
         return Schedule(0, steps, config.mixture_gain, window=config.window)
     return Schedule(steps, steps)
@@ -376,29 +378,29 @@ def _train_by_plateaus(trainer: Trainer, schedule: Schedule, first_rate: float) 
     The noise of gradients lowers the free energy by an amount proportional to the rate. If a reduction of the rate by a factor :math:`f`
     has gained :math:`g`, all further ones will gain :math:`g f / (1 - f)`.
     """
-    reached, steps = FreeEnergyEstimate(-math.inf, remaining=math.inf), 0
+    estimate, steps = FreeEnergyEstimate(-math.inf, remaining_gain=math.inf), 0
     for reduction in range(1 + _REDUCTIONS):
         trainer.set_rate(first_rate * _RATE_FACTOR**reduction)
         if reduction and schedule.is_thorough:
             trainer.intensify_search()
         # Half of the steps that are left, so that some are taken at smaller rates; two windows fit into them.
-        left = schedule.max_steps - steps
-        most = left if reduction == _REDUCTIONS else (left + 1) // 2
+        steps_left = schedule.max_steps - steps
+        most = steps_left if reduction == _REDUCTIONS else (steps_left + 1) // 2
         window = min(schedule.window, max(_COMPANION_WINDOW_STEPS, most // 2))
         least = 0 if reduction else min(schedule.steps, most)
         values = _until_convergence(trainer, dataclasses.replace(schedule, steps=least, max_steps=most, window=window, stride=window))
-        steps, before = steps + len(values), reached
+        steps, before = steps + len(values), estimate
         if values:
-            reached = estimate_on_trend(values[-max(window, int(_WINDOW_SHARE * len(values))) :])
+            estimate = estimate_on_trend(values[-max(window, int(_WINDOW_SHARE * len(values))) :])
         sure, possible = (
-            remaining_gain(values, window, errors) + _noisy_gain(before, reached, errors) * _RATE_FACTOR / (1 - _RATE_FACTOR)
+            remaining_gain(values, window, errors) + _noisy_gain(before, estimate, errors) * _RATE_FACTOR / (1 - _RATE_FACTOR)
             for errors in (-1.0, schedule.errors)
         )
-        reached = reached._replace(remaining=sure, steps=steps)
+        estimate = estimate._replace(remaining_gain=sure, steps=steps)
         if possible <= schedule.tol:
             break
     trainer.end()
-    return reached
+    return estimate
 
 
 def finish(trainer: Trainer, max_steps: int, tol: float) -> FreeEnergyEstimate:
@@ -417,6 +419,7 @@ def finish(trainer: Trainer, max_steps: int, tol: float) -> FreeEnergyEstimate:
         window = max(min(_COMPANION_WINDOW_STEPS, max(2, max_steps // 8)), max_steps // 40)
         options: dict[str, Any] = {"first_rate": _RATE_FACTOR, "errors": 1.0, "is_thorough": True}
         return train(trainer, Schedule(0, max_steps, profile.tolerance, window=window, stride=window, **options))
+    # A tenth of the steps is kept back for the thorough search.
     values = _until_convergence(trainer, Schedule(0, max_steps - max_steps // 10, tol, window=window))
     last = Schedule(0, max_steps - len(values), tol, window=window)
     if last.max_steps and trainer.intensify_search():
@@ -439,19 +442,19 @@ def _until_convergence(trainer: Trainer, schedule: Schedule, before: Sequence[fl
 
 def _estimate(trainer: Trainer, schedule: Schedule, values: list[float]) -> FreeEnergyEstimate:
     steps, profile = len(values), trainer.profile
-    if trainer.truncated is None:
+    if trainer.truncated_guide is None:
         # The log joint of a sampler's draws: a mean over the last sixth.
         return estimate_mean(values[-max(1, steps // 6) :])._replace(each=_likelihoods(trainer.guide, profile.y), steps=steps)
     if profile.has_companion or profile.is_conditional:
         # Continuous latents make the free energy noisy; its trend is no noise.
         return estimate_on_trend(values[-profile.config.gradient_window :])._replace(steps=steps)
-    reached = FreeEnergyEstimate(values[-1], each=trainer.truncated.population().free_energy(), steps=steps)
+    estimate = FreeEnergyEstimate(values[-1], each=trainer.truncated_guide.population().free_energy(), steps=steps)
     if schedule.max_steps == schedule.steps or schedule.gain is not last_gain or steps <= schedule.window:
-        return reached
+        return estimate
     gain = values[-1] - values[-1 - schedule.window]
     if not schedule.has_converged(values):
-        return reached._replace(rise=gain)
-    return reached._replace(noise=max(0.0, gain)) if schedule.is_relative else reached
+        return estimate._replace(rise=gain)
+    return estimate._replace(noise=max(0.0, gain)) if schedule.is_relative else estimate
 
 
 @torch.no_grad()
@@ -491,24 +494,24 @@ def run_restart(profile: Profile, temperature: Temperature, states: Tensor | Non
         trainer = Trainer(profile, temperature)
         if states is not None:
             trainer.insert_states(states.unsqueeze(1))
-        found = trainer.record(train(trainer, restart_schedule(trainer, temperature, profile.config.restart_steps)))
+        solution = trainer.record(train(trainer, restart_schedule(trainer, temperature, profile.config.restart_steps)))
     if profile.is_chain and not profile.has_companion:
-        assert trainer.truncated is not None
-        (probabilities,) = trainer.truncated.marginals().values()
-        return found.replace(probabilities=probabilities.flatten(0, -2).float().cpu())
-    if not profile.has_decoder or found.population is None or not found.population.space.is_binary:
-        return found
-    probabilities = found.population.marginals().double().cpu()
-    return found.replace(probabilities=probabilities if bool(vary(probabilities).any()) else None)
+        assert trainer.truncated_guide is not None
+        (probabilities,) = trainer.truncated_guide.marginals().values()
+        return solution.replace(probabilities=probabilities.flatten(0, -2).float().cpu())
+    if not profile.has_decoder or solution.population is None or not solution.population.space.is_binary:
+        return solution
+    probabilities = solution.population.marginals().double().cpu()
+    return solution.replace(probabilities=probabilities if bool(vary(probabilities).any()) else None)
 
 
-def trainer_at(profile: Profile, solution: Solution) -> Trainer:
+def make_trainer(profile: Profile, solution: Solution) -> Trainer:
     """A run that begins at a solution, with states of its own."""
     load_snapshot(profile.model, profile.y, solution.parameters)
     trainer = Trainer(profile)
-    if trainer.truncated is not None and solution.companion:
+    if trainer.truncated_guide is not None and solution.companion:
         trainer.set_up()
-        medians = Medians(profile.model, profile.y, trainer.truncated)
+        medians = Medians(profile.model, profile.y, trainer.truncated_guide)
         trainer.take_over(medians.companion(solution.parameters, solution.companion))
     return trainer
 
@@ -516,7 +519,7 @@ def trainer_at(profile: Profile, solution: Solution) -> Trainer:
 def retrain(profile: Profile, solution: Solution, schedule: Callable[[Trainer], Schedule]) -> Solution:
     """Trains from a solution and its states."""
     with forgetting_guides(profile.model, profile.y):
-        trainer = trainer_at(profile, solution)
+        trainer = make_trainer(profile, solution)
         if solution.population is not None:
             trainer.insert_states(solution.states)
         return trainer.record(train(trainer, schedule(trainer)))
@@ -524,7 +527,7 @@ def retrain(profile: Profile, solution: Solution, schedule: Callable[[Trainer], 
 
 def converge(profile: Profile, solution: Solution) -> Solution:
     """Trains to convergence from a solution and its states."""
-    return retrain(profile, solution, lambda trainer: to_convergence(trainer, profile.config.restart_steps))
+    return retrain(profile, solution, lambda trainer: convergence_schedule(trainer, profile.config.restart_steps))
 
 
 def settle(profile: Profile, solution: Solution) -> Solution:
@@ -538,13 +541,13 @@ def fit_likeliest_states(profile: Profile, solution: Solution) -> Solution:
     assert solution.population is not None
     likeliest = solution.population.mode().unsqueeze(1)
     with forgetting_guides(profile.model, profile.y):
-        return fit_states(trainer_at(profile.replace(search=FixedStates(), num_states=1), solution), lambda scorer: likeliest)
+        return fit_states(make_trainer(profile.replace(search=FixedStates(), num_states=1), solution), lambda scorer: likeliest)
 
 
 def fit_states(trainer: Trainer, words: Callable[[LogJoint], Tensor]) -> Solution:
     """Fits parameters to packed states ``(N, S, W)`` that stay as they are."""
-    scorer, guide, steps = trainer.scorer(), trainer.truncated, trainer.profile.config.restart_steps
+    scorer, guide, steps = trainer.scorer(), trainer.truncated_guide, trainer.profile.config.restart_steps
     assert guide is not None
-    chosen = words(scorer)
-    guide.populations.store_(scorer.score(chosen), None, chosen)
+    states = words(scorer)
+    guide.populations.store_(scorer.score(states), None, states)
     return trainer.record(train(trainer, Schedule(steps, steps)))

@@ -17,7 +17,7 @@ from pyro_truncated.multistart.decoders import observed_numbers
 from pyro_truncated.multistart.model_parameters import forgetting_guides, learned_parameters
 from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.multistart.solution import Solution
-from pyro_truncated.multistart.trainer import FixedStates, Trainer, fit_states, trainer_at
+from pyro_truncated.multistart.trainer import FixedStates, Trainer, fit_states, make_trainer
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.devices import generator_device
 
@@ -25,39 +25,39 @@ from pyro_truncated.utils.devices import generator_device
 _SCALE_FLOOR, _PRIOR_FLOOR, _RIDGE = 1e-3, 1e-6, 1e-10
 
 
-def decoded_values(profile: Profile) -> Tensor | None:
+def decoder_targets(profile: Profile) -> Tensor | None:
     """Returns the real numbers ``(N, D)`` that a network decodes states into.
 
     They are in units of their deviation. ``None`` for other models: those with ``draw_start``, shared or continuous latents, several
     discrete sites, frozen networks, counts or missing values, and data in files or several processes.
     """
     model, y = profile.model, profile.y
-    is_decoder = profile.is_by_gradients and profile.is_network and profile.initializer is None
-    if not is_decoder or profile.is_large or profile.has_companion or profile.is_shared:
+    is_decoder = profile.optimizer == "gradients" and profile.is_network and profile.initializer is None
+    if not is_decoder or profile.is_large or profile.has_companion or profile.shares_latents:
         return None
     parameters = learned_parameters(model, y)
     layout = profile.set_up_guide().layout
-    is_learned = any(takes_gradients(model, parameters[name]) for name in profile.layers & parameters.keys())
+    is_trainable = any(takes_gradients(model, parameters[name]) for name in profile.layers & parameters.keys())
     is_whole = profile.num_data == len(y) == layout.num_data and getattr(y, "file", None) is None
     is_one_site = len(layout.sites) == 1 and layout.space.is_binary and layout.space.num_latents > 1
-    if not is_learned or not is_whole or not is_one_site or layout.other_latents:
+    if not is_trainable or not is_whole or not is_one_site or layout.other_latents:
         return None
-    found = observed_numbers(model, y, layout)
-    if found is None:
+    run = observed_numbers(model, y, layout)
+    if run is None:
         return None
-    value = found[1]["value"].detach().as_subclass(Tensor).flatten(1).float()
+    value = run[1]["value"].detach().as_subclass(Tensor).flatten(1).float()
     value = value - value.mean(0)
     unit = value.std(correction=0)
     return value / unit if bool(unit > 0) else None
 
 
-def likeliest_states(profile: Profile, found: Solution) -> Tensor:
+def likeliest_states(profile: Profile, solution: Solution) -> Tensor:
     """Returns a model's likeliest state of each data point, ``(N, H)``."""
     with forgetting_guides(profile.model, profile.y):
-        trainer = trainer_at(profile, found)
-        trainer.insert_states(found.states)
-        assert trainer.truncated is not None
-        return trainer.truncated.space.unpack(trainer.truncated.population().mode())
+        trainer = make_trainer(profile, solution)
+        trainer.insert_states(solution.states)
+        assert trainer.truncated_guide is not None
+        return trainer.truncated_guide.space.unpack(trainer.truncated_guide.population().mode())
 
 
 def takes_gradients(model: Any, value: Tensor) -> bool:
@@ -165,9 +165,9 @@ class LinearCauses(torch.nn.Module):
         cross = torch.cat([statistics["cross"], statistics["sums"].unsqueeze(1)], 1)
         before = torch.cat([self.weight, self.bias.unsqueeze(1)], 1).to(moments)
         ridge = _RIDGE * moments.diagonal().mean() * torch.eye(len(moments), dtype=moments.dtype, device=moments.device)
-        learned = before + torch.linalg.solve(moments + ridge, cross - before @ moments, left=False)
-        self.weight.copy_(learned[:, :-1])
-        self.bias.copy_(learned[:, -1])
-        errors = LinearSuperposition(often, learned[:, :-1], 1.0, learned[:, -1], validate_args=False).square_error(statistics)
+        solution = before + torch.linalg.solve(moments + ridge, cross - before @ moments, left=False)
+        self.weight.copy_(solution[:, :-1])
+        self.bias.copy_(solution[:, -1])
+        errors = LinearSuperposition(often, solution[:, :-1], 1.0, solution[:, -1], validate_args=False).square_error(statistics)
         self.scale.copy_((errors.sum() / statistics["observed"].sum()).clamp(min=0.0).sqrt().clamp(min=_SCALE_FLOOR))
         self.prior.copy_((often.mean() / number).clamp(_PRIOR_FLOOR, 1 - _PRIOR_FLOOR))

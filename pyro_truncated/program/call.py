@@ -14,6 +14,7 @@ import pyro.poutine as poutine
 import torch
 from pyro.poutine.messenger import Messenger
 
+from pyro_truncated.program.sites import has_stock_density, unwrap
 from pyro_truncated.program.subsampling import SparseSubsamples, in_minibatch
 from pyro_truncated.utils.arguments import naming_empty_plates
 from pyro_truncated.utils.parameter_store import Assign, isolate
@@ -40,15 +41,9 @@ class _ObservesTensors(Messenger):
             )
         if value.layout != torch.strided:
             raise TypeError(f"site '{msg['name']}' observes a tensor of layout {value.layout}: call its to_dense()")
-        if value.is_complex() and _is_real_valued(msg["fn"]):
+        # None of torch's or Pyro's own densities is of complex numbers.
+        if value.is_complex() and has_stock_density(unwrap(msg["fn"])[0]):
             raise TypeError(f"site '{msg['name']}' must observe real numbers, as its distribution says; got {value.dtype}")
-
-
-def _is_real_valued(fn: Any) -> bool:
-    """Whether a distribution is torch's or Pyro's: none is of complex numbers."""
-    while hasattr(fn, "base_dist"):
-        fn = fn.base_dist
-    return type(fn).__module__.startswith(("torch.", "pyro."))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

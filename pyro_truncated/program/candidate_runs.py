@@ -28,7 +28,7 @@ from pyro_truncated.states.population import Moments
 from pyro_truncated.utils.parameter_store import Assign, isolate
 
 Conditional = Callable[..., Any]
-Scoring = Literal["together", "vmap", "singly"]
+RunMode = Literal["together", "vmap", "singly"]
 
 
 @dataclasses.dataclass
@@ -38,18 +38,18 @@ class CandidateRuns:
     Attributes:
         probe: the data points.
         conditional: samples continuous latents given the states, or ``None``.
-        scoring: how the candidates are run: together, in a new left-most dimension; by ``torch.func.vmap``; or one after the other.
-        uncovered: latents that nobody proposes, so that their density is left out.
-        held: values that the conditional's sites take in place of draws, for looking at how it computes.
+        run_mode: how the candidates are run: together, in a new left-most dimension; by ``torch.func.vmap``; or one after the other.
+        uncovered_latents: latents that nobody proposes, so that their density is left out.
+        fixed_values: values that the conditional's sites take in place of draws, for looking at how it computes.
         most_dims: the most dimensions that a site's log probability has had: more than plates and candidates need, and Pyro cannot
             enumerate.
     """
 
     probe: Probe
     conditional: Conditional | None
-    scoring: Scoring
-    uncovered: Collection[str]
-    held: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    run_mode: RunMode
+    uncovered_latents: Collection[str]
+    fixed_values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     most_dims: int = 0
 
     def log_probs(self, words: Tensor) -> dict[str, Tensor]:
@@ -57,10 +57,10 @@ class CandidateRuns:
 
         Candidates are ``(N, C, num_words)``.
         """
-        if self.scoring == "together":
-            return self._terms(self._together(words))
-        values = self._one_by_one(words)
-        if self.scoring == "vmap":
+        if self.run_mode == "together":
+            return self._terms(self._stack_candidates(words))
+        values = self._list_candidates(words)
+        if self.run_mode == "vmap":
             terms = torch.func.vmap(self._terms, randomness="different")(values)
             return {name: term.squeeze(1) for name, term in terms.items()}
         columns = [self._terms(states) for states in _unbind(values)]
@@ -71,47 +71,47 @@ class CandidateRuns:
 
         Candidates are ``(N, C, num_words)``, and torch clamps the zeros.
         """
-        found = set()
-        for states in _unbind(self._one_by_one(words)):
+        names = set()
+        for states in _unbind(self._list_candidates(words)):
             nodes = sample_nodes(self._trace({**self.probe.values, **states}))
             for name, node in nodes.items():
                 impossible = impossible_entries(node["fn"], node["value"]) if node["is_observed"] else None
                 if impossible is not None and bool(impossible.any()):
-                    found.add(name)
-        return found
+                    names.add(name)
+        return names
 
     def log_probs_and_moments(self, words: Tensor, rows: slice) -> tuple[dict[str, Tensor], Moments | None]:
         """Returns :meth:`log_probs` and the moments of observations, where known.
 
         The moments are those in some data points' states.
         """
-        if self.scoring != "together" or self.conditional is not None:
+        if self.run_mode != "together" or self.conditional is not None:
             return self.log_probs(words), None
-        nodes = sample_nodes(self._trace({**self.probe.values, **self._together(words)}))
-        return self._with_sites({}, nodes), run_moments(nodes, self.probe, words, rows)
+        nodes = sample_nodes(self._trace({**self.probe.values, **self._stack_candidates(words)}))
+        return self._add_sites({}, nodes), run_moments(nodes, self.probe, words, rows)
 
     def hidden_log_probs(self, words: Tensor) -> dict[str, Tensor]:
         """Returns log probabilities of discrete sites that masks hide.
 
         They are ``(C, *batch)`` by name of the masked, for ``(N, C, num_words)``.
         """
-        if not self.probe.hidden:
+        if not self.probe.masked_sites:
             return {}
-        if self.scoring == "together":
-            return self._hidden_values(self._together(words))
-        columns = [self._hidden_values(states) for states in _unbind(self._one_by_one(words))]
+        if self.run_mode == "together":
+            return self._hidden_values(self._stack_candidates(words))
+        columns = [self._hidden_values(states) for states in _unbind(self._list_candidates(words))]
         return {name: torch.stack([column[name] for column in columns]) for name in columns[0]}
 
     # --- the candidates as values of the model's sites ---
 
-    def _together(self, words: Tensor) -> dict[str, Tensor]:
+    def _stack_candidates(self, words: Tensor) -> dict[str, Tensor]:
         """Returns site values of candidates ``(N, C, num_words)``.
 
         The candidates are in the dimension left of all plates.
         """
         return self._decode(words, self.probe.depth)
 
-    def _one_by_one(self, words: Tensor) -> dict[str, Tensor]:
+    def _list_candidates(self, words: Tensor) -> dict[str, Tensor]:
         """Returns site values of candidates ``(N, C, num_words)``.
 
         The candidates are in front, then exactly the shapes of the model's sites.
@@ -140,22 +140,22 @@ class CandidateRuns:
                 values[node["name"]] = node["value"]
                 terms[f"conditional of {node['name']}"] = -self._reduce(node)
         nodes = sample_nodes(self._trace(values))
-        if self.scoring == "singly":
+        if self.run_mode == "singly":
             self._check_sites(nodes)
-        return self._with_sites(terms, nodes)
+        return self._add_sites(terms, nodes)
 
-    def _with_sites(self, terms: dict[str, Tensor], nodes: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _add_sites(self, terms: dict[str, Tensor], nodes: Mapping[str, Any]) -> dict[str, Tensor]:
         """Returns the terms of a conditional, and those of a run."""
         for name, node in nodes.items():
             # A latent that nobody proposes is drawn from its prior: its density cancels that of its own proposal.
-            if self.probe.is_inside(node) and (name not in self.uncovered or f"conditional of {name}" in terms):
+            if self.probe.is_inside(node) and (name not in self.uncovered_latents or f"conditional of {name}" in terms):
                 terms[name] = self._reduce(node)
         return terms
 
     def _hidden_values(self, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
         nodes = sample_nodes(self._trace({**self.probe.values, **states}))
         hidden = {}
-        for name in self.probe.hidden:
+        for name in self.probe.masked_sites:
             node = nodes[name]
             if not node["is_observed"]:
                 log_prob = self._log_prob(node) * (node["scale"] / self.probe.scale)
@@ -168,7 +168,7 @@ class CandidateRuns:
             with pyro.validation_enabled(False):
                 return self.probe.run(values)
         except (RuntimeError, IndexError, ValueError) as error:
-            if self.scoring != "together":
+            if self.run_mode != "together":
                 raise
             shapes = ", ".join(f"'{name}' of shape {tuple(values[name].shape)}" for name in self.probe.layout.sites)
             error.add_note(
@@ -178,27 +178,27 @@ class CandidateRuns:
             raise
 
     def _conditional_trace(self, conditional: Conditional, states: Mapping[str, Tensor]) -> poutine.Trace:
-        with isolate(), Assign(self.held), ExitStack() as stack:
+        with isolate(), Assign(self.fixed_values), ExitStack() as stack:
             for frame in self.probe.frames:
                 subsample = self.probe.values[frame.name]
                 stack.enter_context(pyro.plate(frame.name, frame.full_size or frame.size, subsample=subsample, dim=frame.dim))
             return self.probe.call.with_program(functools.partial(conditional, dict(states))).trace()
 
     def _check_sites(self, nodes: Mapping[str, Any]) -> None:
-        changed = sorted(set(nodes) ^ set(self.probe.nodes))
-        if changed:
-            raise ChangingSitesError(changed, [name for name in self.probe.layout.sites if name not in changed])
+        sites = sorted(set(nodes) ^ set(self.probe.nodes))
+        if sites:
+            raise ChangingSitesError(sites, [name for name in self.probe.layout.sites if name not in sites])
 
     # --- one site ---
 
     def _log_prob(self, node: Any) -> Tensor:
-        if node["name"] in self.probe.layout.checked:
+        if node["name"] in self.probe.layout.sites_to_check:
             return log_prob_on_support(node["fn"], node["value"])
         is_latent = node["name"] in self.probe.layout.sites and not node["is_observed"]
-        if is_latent and (self.probe.device.type == "cpu" or node["name"] in self.probe.layout.clamped):
+        if is_latent and (self.probe.device.type == "cpu" or node["name"] in self.probe.layout.clamped_sites):
             return exact_log_prob(node["fn"], node["value"], lambda: self._usual_log_prob(node))
         log_prob = self._usual_log_prob(node)
-        if node["name"] in self.probe.layout.clamped and node["is_observed"]:
+        if node["name"] in self.probe.layout.clamped_sites and node["is_observed"]:
             impossible = impossible_entries(node["fn"], node["value"])
             # What an observation of probability zero costs: no evidence outweighs it, and yet a
             # search sees which states explain more of the data.
@@ -206,7 +206,7 @@ class CandidateRuns:
         return log_prob
 
     def _usual_log_prob(self, node: Any) -> Tensor:
-        if self.scoring == "vmap":
+        if self.run_mode == "vmap":
             return node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"])  # type: ignore[no-any-return]
         return site_log_density(node)
 
@@ -234,8 +234,8 @@ class CandidateRuns:
         # What is left are candidates, dimensions of other latents' draws (vectorised particles) and the data.
         log_prob = log_prob.movedim(dims, tuple(range(-len(dims), 0))) if dims else log_prob.unsqueeze(-1)
         middle = log_prob.shape[1 : log_prob.dim() - max(1, len(dims))]
-        reduced: Tensor = log_prob.reshape(log_prob.shape[0], *(size for size in middle if size != 1), self.probe.num_data)
-        return reduced
+        sums: Tensor = log_prob.reshape(log_prob.shape[0], *(size for size in middle if size != 1), self.probe.num_data)
+        return sums
 
 
 def _unbind(values: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
@@ -271,15 +271,15 @@ def run_moments(nodes: Mapping[str, Any], probe: Probe, words: Tensor, rows: sli
     if probe.layout.dims != (-1,) or probe.depth != 1:
         return None
     parts = [_site_moments(nodes[name], value, probe, words, rows) for name, value in probe.observations(nodes).items()]
-    known = [part for part in parts if part is not None]
-    if not known or len(known) < len(parts):
+    moments = [part for part in parts if part is not None]
+    if not moments or len(moments) < len(parts):
         return None
-    mean, variance = (torch.cat(values, -1) for values in zip(*known, strict=True))
+    mean, variance = (torch.cat(values, -1) for values in zip(*moments, strict=True))
     if rows.step not in (None, 1):
         # Lest parts of a tensor keep all of it in memory.
         mean, variance = mean.clone(), variance.clone()
-    is_known = mean.isfinite() & variance.isfinite() & (variance > 0)
-    return Moments(words[rows].transpose(0, 1).flatten(0, 1), mean, variance) if bool(is_known.all()) else None
+    is_proper = mean.isfinite() & variance.isfinite() & (variance > 0)
+    return Moments(words[rows].transpose(0, 1).flatten(0, 1), mean, variance) if bool(is_proper.all()) else None
 
 
 def _site_moments(node: Mapping[str, Any], value: Tensor, probe: Probe, words: Tensor, rows: slice) -> tuple[Tensor, Tensor] | None:

@@ -167,27 +167,31 @@ class ChainScorer(Probe):
         with pyro.validation_enabled(False):
             nodes = sample_nodes(self.run({**self.values, site.name: value}))
         total = torch.zeros(num_candidates, num_data, num_steps, dtype=torch.float64, device=words.device)
-        for name in sorted(self.product.dependents & nodes.keys() - {site.name} - self.uncovered):
-            total = total + self._by_step(nodes[name], num_candidates)
+        for name in sorted(self.product.dependents & nodes.keys() - {site.name} - self.uncovered_latents):
+            total = total + self._step_log_prob(nodes[name], num_candidates)
         return total.movedim(0, 2)
 
-    def _by_step(self, node: Any, num_candidates: int) -> Tensor:
+    def _step_log_prob(self, node: Any, num_candidates: int) -> Tensor:
         """The log density of a site, ``(C, N, T)``."""
-        fn, opened, plates = node["fn"], 0, self.layout.spread(self.sizes)
+        fn, num_event, plates = node["fn"], 0, self.layout.spread(self.sizes)
         while isinstance(fn, torch.distributions.Independent):
-            opened, fn = opened + fn.reinterpreted_batch_ndims, fn.base_dist
+            num_event, fn = num_event + fn.reinterpreted_batch_ndims, fn.base_dist
         log_prob = fn.log_prob(node["value"], *node["args"], **node["kwargs"])
-        shape = log_prob.shape[log_prob.dim() - opened :]
-        if not opened or shape[0] != self.product.num_steps:
+        shape = log_prob.shape[log_prob.dim() - num_event :]
+        if not num_event or shape[0] != self.product.num_steps:
             raise NotImplementedError(
                 f"the density of site '{node['name']}' has no dimension for the {self.product.num_steps} steps of "
                 f"'{self.product.site.name}'. Make them the left-most dimension of its event, as in "
                 "dist.Normal(s @ weight, 1.0).to_event(2), or use AutoTruncated(..., whole_states=True)."
             )
-        log_prob = log_prob.flatten(log_prob.dim() - opened + 1).sum(-1) if opened > 1 else log_prob
+        log_prob = log_prob.flatten(log_prob.dim() - num_event + 1).sum(-1) if num_event > 1 else log_prob
         if not bool((log_prob.detach() < math.inf).all()):
             kind = "NaN" if bool(log_prob.isnan().any()) else "+inf"
-            raise ValueError(f"the log density of site '{node['name']}' is {kind} for some states")
+            number = int((~(log_prob.detach() < math.inf)).sum())
+            raise ValueError(
+                f"the log density of site '{node['name']}' must be finite or -inf; got {kind} for {number} of {log_prob.numel()} steps of "
+                "states. Check the model's parameters and data (missing values need a distribution that allows them)."
+            )
         mask = node["mask"]
         mask = mask.unsqueeze(-1) if isinstance(mask, Tensor) else mask
         log_prob = scale_and_mask(log_prob, node["scale"] / self.scale, mask).double()
@@ -207,8 +211,8 @@ class ChainScorer(Probe):
         space, num_steps = self.product.groups[0].space, self.product.num_steps
         words = space.random((self.num_data, num_steps, 2), 0.5, generator).to(self.device)
         is_odd = (torch.arange(num_steps, device=self.device) % 2 == 1).view(1, -1, 1)
-        mixed = torch.where(is_odd, words[:, :, 1], words[:, :, 0])
-        scores = self.log_likelihood(torch.cat([words, mixed.unsqueeze(2)], 2))
+        mixture = torch.where(is_odd, words[:, :, 1], words[:, :, 0])
+        scores = self.log_likelihood(torch.cat([words, mixture.unsqueeze(2)], 2))
         expected = torch.where(is_odd.squeeze(-1), scores[..., 1], scores[..., 0])
         dtype = torch.float32 if torch.float32 in self.dtypes.values() else torch.float64
         if not torch.allclose(scores[..., 2], expected, rtol=1e3 * torch.finfo(dtype).eps, atol=1e-3 if dtype == torch.float32 else 1e-9):

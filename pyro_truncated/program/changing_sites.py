@@ -59,9 +59,9 @@ def refuse_changing_sites(call: Call, trace: poutine.Trace, dependencies: Depend
     """
     nodes = sample_nodes(trace)
     read = [name for name, node in nodes.items() if not node["is_observed"] and (name in dependencies.read or dependencies.scopes is None)]
-    changing = _names(trace) - dependencies.parents.keys() | changing_sites(call, trace, _joint_values([nodes[name] for name in read]))
-    if changing:
-        raise ChangingSitesError(changing, [name for name in read if name not in changing])
+    sites = _names(trace) - dependencies.parents.keys() | changing_sites(call, trace, _joint_values([nodes[name] for name in read]))
+    if sites:
+        raise ChangingSitesError(sites, [name for name in read if name not in sites])
 
 
 def changing_sites(call: Call, trace: poutine.Trace, values: Collection[Mapping[str, Tensor]] = ()) -> set[str]:
@@ -70,14 +70,14 @@ def changing_sites(call: Call, trace: poutine.Trace, values: Collection[Mapping[
     It compares a run and others, some with given values of latents, some by chance.
     """
     subsamples = {name: node["value"] for name, node in trace.nodes.items() if node["type"] == "sample" and name not in sample_nodes(trace)}
-    found = [_names(trace)]
+    runs = [_names(trace)]
     with torch.no_grad(), spare_random_numbers(), pyro.validation_enabled(False):
-        for seed, chosen in enumerate([*values, *({} for _ in range(4))]):
+        for seed, latents in enumerate([*values, *({} for _ in range(4))]):
             torch.manual_seed(seed)
             # What the model raises for some values, the first use of the guide shall say.
             with contextlib.suppress(Exception):
-                found.append(_names(call.run({**subsamples, **chosen})))
-    return set().union(*found) - found[0].intersection(*found)
+                runs.append(_names(call.run({**subsamples, **latents})))
+    return set().union(*runs) - runs[0].intersection(*runs)
 
 
 def _names(trace: poutine.Trace) -> set[str]:
@@ -99,7 +99,7 @@ def _joint_values(nodes: Collection[Any]) -> list[dict[str, Tensor]]:
     """
     choices = {node["name"]: list(_values(node)) for node in nodes if not node["is_observed"] and node["fn"].support.is_discrete}
     if math.prod(map(len, choices.values())) <= _MAX_JOINT_VALUES:
-        return [dict(zip(choices, chosen, strict=True)) for chosen in itertools.product(*choices.values())]
+        return [dict(zip(choices, combination, strict=True)) for combination in itertools.product(*choices.values())]
     return [{name: value} for name, values in choices.items() for value in values]
 
 

@@ -44,18 +44,18 @@ def log_density(fn: Any, value: Tensor) -> Tensor:
     Returns:
         The log density, one number for each entry of the batch.
     """
-    base, num_summed = fn, 0
+    base, event_dim = fn, 0
     while type(base) in (dist.Independent, torch.distributions.Independent):
-        base, num_summed = base.base_dist, num_summed + base.reinterpreted_batch_ndims
-    terms_of = _TERMS.get(type(base))
-    terms = None if terms_of is None or value.device.type != "cpu" else terms_of(base, once(value))
+        base, event_dim = base.base_dist, event_dim + base.reinterpreted_batch_ndims
+    formula = _TERMS.get(type(base))
+    terms = None if formula is None or value.device.type != "cpu" else formula(base, once(value))
     if terms is None:
         log_prob: Tensor = fn.log_prob(value)
         return log_prob
     shape = torch.Size(broadcast_shape(base.batch_shape, value.shape))
-    total = sum(factor * _sum_up(term, shape, num_summed) for factor, term in terms)
+    total = sum(factor * _sum_up(term, shape, event_dim) for factor, term in terms)
     assert isinstance(total, Tensor)
-    return total.expand(shape[: len(shape) - num_summed])
+    return total.expand(shape[: len(shape) - event_dim])
 
 
 def site_log_density(node: Any, formula: Callable[[Any, Tensor], Tensor] = log_density) -> Tensor:
@@ -72,14 +72,14 @@ class _Site:
 
     Attributes:
         family: type of the distribution without wrappers.
-        num_summed: its last batch dimensions, which are those of an event.
+        event_dim: its last batch dimensions, which are those of an event.
         parameters: by name, without expanded dimensions.
         value: the value.
         batch_shape: of the distribution, with the dimensions of an event.
     """
 
     family: type
-    num_summed: int
+    event_dim: int
     parameters: dict[str, Tensor]
     value: Tensor
     batch_shape: torch.Size
@@ -87,30 +87,30 @@ class _Site:
     @classmethod
     def from_node(cls, node: Any) -> _Site | None:
         """Returns a site whose parameters can be stacked, or ``None``."""
-        base, num_summed = node["fn"], 0
+        base, event_dim = node["fn"], 0
         while type(base) in (dist.Independent, torch.distributions.Independent):
-            base, num_summed = base.base_dist, num_summed + base.reinterpreted_batch_ndims
+            base, event_dim = base.base_dist, event_dim + base.reinterpreted_batch_ndims
         if type(base) not in _STACKED or node["args"] or node["kwargs"]:
             return None
         names = [name for name in base.arg_constraints if name in vars(base)]
         if len(names) > 1 and hasattr(base, "_param"):
-            given = vars(base)["_param"]
-            names = [name for name in names if vars(base)[name] is given]
+            parameter = vars(base)["_param"]
+            names = [name for name in names if vars(base)[name] is parameter]
         value: Tensor = node["value"]
-        if num_summed and value.shape[-num_summed:] != base.batch_shape[-num_summed:]:
+        if event_dim and value.shape[-event_dim:] != base.batch_shape[-event_dim:]:
             return None
         parameters = {name: vars(base)[name] if type(base) in _OF_VECTORS else once(vars(base)[name]) for name in names}
         # Numbers without dimensions adapt to the type and the device of tensors, but not when they are stacked.
         is_number = value.dim() == 0 and value.is_floating_point()
         if any(value.device != one.device or (is_number and value.dtype != one.dtype) for one in parameters.values()):
             return None
-        return cls(type(base), num_summed, parameters, value, base.batch_shape)
+        return cls(type(base), event_dim, parameters, value, base.batch_shape)
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """What sites share whose densities can be computed together."""
         tensors = (self.value, *self.parameters.values())
-        return self.family, self.num_summed, self.batch_shape, *self.parameters, *((t.shape, t.dtype, t.device) for t in tensors)
+        return self.family, self.event_dim, self.batch_shape, *self.parameters, *((t.shape, t.dtype, t.device) for t in tensors)
 
 
 def site_log_densities(nodes: Sequence[Any], formula: Callable[[Any, Tensor], Tensor] = log_density) -> list[Tensor]:
@@ -122,7 +122,7 @@ def site_log_densities(nodes: Sequence[Any], formula: Callable[[Any, Tensor], Te
         nodes: the sites.
         formula: computes the log density of a distribution at a value.
     """
-    found: list[Tensor | None] = [None] * len(nodes)
+    tables: list[Tensor | None] = [None] * len(nodes)
     alike: dict[tuple[Any, ...], list[tuple[int, _Site]]] = {}
     for place, node in enumerate(nodes):
         if (site := _Site.from_node(node)) is not None:
@@ -133,12 +133,12 @@ def site_log_densities(nodes: Sequence[Any], formula: Callable[[Any, Tensor], Te
         # Larger sites are computed one by one: a stack of all of them takes memory.
         if len(members) > 1 and math.prod(shape) <= 4096:
             places, sites = zip(*members, strict=True)
-            for place, table in zip(places, _together(sites, formula), strict=True):
-                found[place] = table
-    return [site_log_density(node, formula) if table is None else table for node, table in zip(nodes, found, strict=True)]
+            for place, table in zip(places, _stack_log_densities(sites, formula), strict=True):
+                tables[place] = table
+    return [site_log_density(node, formula) if table is None else table for node, table in zip(nodes, tables, strict=True)]
 
 
-def _together(sites: Sequence[_Site], formula: Callable[[Any, Tensor], Tensor]) -> Sequence[Tensor]:
+def _stack_log_densities(sites: Sequence[_Site], formula: Callable[[Any, Tensor], Tensor]) -> Sequence[Tensor]:
     """The log densities of sites of one kind."""
     first = sites[0]
     shape = broadcast_shape(first.batch_shape, first.value.shape)
@@ -152,9 +152,9 @@ def _together(sites: Sequence[_Site], formula: Callable[[Any, Tensor], Tensor]) 
     num_event = int(first.family in _OF_VECTORS)
     parameters = {name: stack_tensors([site.parameters[name] for site in sites], num_event) for name in first.parameters}
     fn: Any = first.family(**parameters, validate_args=False)
-    fn = fn.to_event(first.num_summed) if first.num_summed else fn
-    found = formula(fn, stack_tensors([site.value for site in sites]))
-    return found.expand(len(sites), *shape[: depth - first.num_summed]).unbind(0)
+    fn = fn.to_event(first.event_dim) if first.event_dim else fn
+    log_probs = formula(fn, stack_tensors([site.value for site in sites]))
+    return log_probs.expand(len(sites), *shape[: depth - first.event_dim]).unbind(0)
 
 
 def _normal(fn: Any, value: Tensor) -> _Terms:
@@ -183,14 +183,14 @@ def _poisson(fn: Any, value: Tensor) -> _Terms | None:
 
 
 def _bernoulli(fn: Any, value: Tensor) -> _Terms | None:
-    is_given = "logits" in fn.__dict__
-    parameter = once(fn.logits if is_given else fn.probs)
+    is_logits = "logits" in fn.__dict__
+    parameter = once(fn.logits if is_logits else fn.probs)
     value = _real(value, parameter)
     if parameter.numel() < value.numel():
-        logits = parameter if is_given else probs_to_logits(parameter, is_binary=True)
+        logits = parameter if is_logits else probs_to_logits(parameter, is_binary=True)
         # Logarithms of the probabilities of zero and one, not y x - log(1 + exp(x)), whose terms cancel where x is large.
         return [(1.0, torch.lerp(logsigmoid(-logits).to(value.dtype), logsigmoid(logits).to(value.dtype), value))]
-    if is_given:
+    if is_logits:
         return [(1.0, torch.distributions.Bernoulli(logits=parameter, validate_args=False).log_prob(value))]
     # p where the value is one, 1 - p where it is zero; the logarithm of neither elsewhere.
     is_binary = bool(((value == 1) | (value == 0)).all())
@@ -198,10 +198,10 @@ def _bernoulli(fn: Any, value: Tensor) -> _Terms | None:
 
 
 def _categorical(fn: Any, value: Tensor) -> _Terms | None:
-    is_given = "logits" in fn.__dict__
+    is_logits = "logits" in fn.__dict__
     # The last dimension is that of the categories.
-    parameter = once(fn.logits if is_given else fn.probs, end=1)
-    logits = parameter if is_given else probs_to_logits(parameter)
+    parameter = once(fn.logits if is_logits else fn.probs, end=1)
+    logits = parameter if is_logits else probs_to_logits(parameter)
     number, ends = logits.shape[-1], value.aminmax() if value.numel() else None
     if ends is None or logits.numel() == 0 or not 0 <= ends.min <= ends.max < number:
         return None

@@ -162,12 +162,12 @@ class Dependencies:
 
         They are found directly or through the supports of others, as far as possible.
         """
-        found: set[str] = set()
+        sites: set[str] = set()
         new = {name}
         while new:
-            new = set().union(*(self.parents[site] | self.leaked[site] for site in new)) - found
-            found |= new
-        return found
+            new = set().union(*(self.parents[site] | self.leaked[site] for site in new)) - sites
+            sites |= new
+        return sites
 
     def conditional(self, discrete: set[str]) -> set[str]:
         """The sites whose supports depend on discrete latents."""
@@ -189,10 +189,10 @@ def _scopes(trace: Any, reader: PythonReads) -> dict[str, frozenset[str]]:
         if node["type"] != "sample" or site_is_subsample(node):
             continue
         if family(node["fn"]) == "Delta" and not node["is_observed"]:
-            places[name] = _through(reader.sources(_point(node["fn"])), places)
+            places[name] = _resolve_points(reader.sources(_point(node["fn"])), places)
         with PythonReads(reader.written) as density:
-            found = get_provenance(node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"]))
-        scopes[name] = _through(found | density.names, places)
+            sources = get_provenance(node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"]))
+        scopes[name] = _resolve_points(sources | density.names, places)
     return scopes
 
 
@@ -220,7 +220,7 @@ def _point(fn: Any) -> Any:
     return fn.v
 
 
-def _through(names: frozenset[str], places: Mapping[str, frozenset[str]]) -> frozenset[str]:
+def _resolve_points(names: frozenset[str], places: Mapping[str, frozenset[str]]) -> frozenset[str]:
     """Replaces point masses by the sites that they follow from."""
     return frozenset().union(*(places.get(name, {name}) for name in names))
 
@@ -250,14 +250,14 @@ class PythonReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         sources: set[str] = set()
-        plain, named = self._without_provenance(args, sources), self._without_provenance(kwargs or {}, sources)
+        plain, keywords = self._strip_provenance(args, sources), self._strip_provenance(kwargs or {}, sources)
         if name in _LEAKS:
             self._note(frozenset(sources), name in _READS)
-        results = func(*plain, **named)
+        results = func(*plain, **keywords)
         if sources and (name in _WRITES or (name.endswith("_") and not name.endswith("__"))):
             self._note_write(plain[0], frozenset(sources))
-        elif sources and named.get("out") is not None:
-            self._note_write(named["out"], frozenset(sources))
+        elif sources and keywords.get("out") is not None:
+            self._note_write(keywords["out"], frozenset(sources))
         if name == "new":
             return results
         if name not in _KEEP_OWN_VALUES:
@@ -280,24 +280,24 @@ class PythonReads(TorchFunctionMode):
 
     def sources(self, value: Any) -> frozenset[str]:
         """Returns the sites that a value is computed from."""
-        found: set[str] = set()
-        self._without_provenance(value, found)
-        return frozenset(found)
+        names: set[str] = set()
+        self._strip_provenance(value, names)
+        return frozenset(names)
 
-    def _without_provenance(self, value: Any, found: set[str]) -> Any:
+    def _strip_provenance(self, value: Any, sources: set[str]) -> Any:
         """Returns arguments without their provenance, which is added to a set."""
         kind = type(value)
         if kind is tuple or kind is list:
-            return kind([self._without_provenance(part, found) for part in value])
+            return kind([self._strip_provenance(part, sources) for part in value])
         if kind is dict:
-            return {key: self._without_provenance(part, found) for key, part in value.items()}
+            return {key: self._strip_provenance(part, sources) for key, part in value.items()}
         # A shape stays one: torch takes a tuple in its place for numbers.
         if kind is torch.Size or not isinstance(value, (torch.Tensor, tuple, list, dict, set, frozenset)):
             return value
         plain, names = (value, frozenset()) if kind is torch.Tensor else extract_provenance(value)
-        found |= names
+        sources |= names
         if self.written and isinstance(plain, torch.Tensor):
-            found |= self.written.get(plain.untyped_storage().data_ptr(), (None, frozenset()))[1]
+            sources |= self.written.get(plain.untyped_storage().data_ptr(), (None, frozenset()))[1]
         return plain
 
 
@@ -317,9 +317,9 @@ class _Marks(Messenger):
 
 def constraint_sites(constraint: Any) -> frozenset[str]:
     """Returns the sites that a constraint's bounds depend on."""
-    found: frozenset[str] = frozenset()
+    sites: frozenset[str] = frozenset()
     for part in vars(constraint).values() if constraint is not None else ():
         inner = part if isinstance(part, (list, tuple)) else [part]
-        found |= get_provenance(part)
-        found = found.union(*(constraint_sites(item) for item in inner if isinstance(item, constraints.Constraint)))
-    return found
+        sites |= get_provenance(part)
+        sites = sites.union(*(constraint_sites(item) for item in inner if isinstance(item, constraints.Constraint)))
+    return sites

@@ -77,8 +77,8 @@ def refuse_unplated_dims(nodes: Iterable[Mapping[str, Any]], names: set[str], de
         if family(node["fn"]) == "Delta":
             continue
         fn, value = node["fn"], node["value"]
-        shape, given = tuple(fn.batch_shape), tuple(value.shape[: value.dim() - fn.event_dim])
-        dim, observed_dim = (_unplated_dim(sizes, node["cond_indep_stack"]) for sizes in (shape, given))
+        shape, value_shape = tuple(fn.batch_shape), tuple(value.shape[: value.dim() - fn.event_dim])
+        dim, observed_dim = (_unplated_dim(sizes, node["cond_indep_stack"]) for sizes in (shape, value_shape))
         if dim is None and observed_dim is None:
             continue
         if node["is_observed"]:
@@ -99,8 +99,8 @@ def refuse_unplated_dims(nodes: Iterable[Mapping[str, Any]], names: set[str], de
 
 def _unplated_dim(sizes: Sequence[int], frames: Iterable[Any]) -> int | None:
     """The last batch dimension of several entries that is no plate's."""
-    plated = {frame.dim for frame in frames if frame.vectorized}
-    return next((dim for dim in range(-1, -len(sizes) - 1, -1) if sizes[dim] > 1 and dim not in plated), None)
+    plate_dims = {frame.dim for frame in frames if frame.vectorized}
+    return next((dim for dim in range(-1, -len(sizes) - 1, -1) if sizes[dim] > 1 and dim not in plate_dims), None)
 
 
 def discrete_site(node: Any, data_plates: Sequence[str], low: Tensor, high: Tensor) -> DiscreteSite:
@@ -137,25 +137,19 @@ def _per_latent(cardinality: Tensor, node: Any, data_plates: Sequence[str], shap
     zero.
     """
     full = cardinality.expand(node["fn"].batch_shape + node["fn"].event_shape)
+    high = getattr(elementwise(node["fn"].support), "upper_bound", None)
     for frame in node["cond_indep_stack"]:
         if frame.name in data_plates:
-            if is_subsampled(frame) and not _is_common(node, frame.dim):
+            position = frame.dim - len(node["fn"].event_shape)
+            # Expanded, or no tensor, it is the same for all members of the plate.
+            is_common = not torch.is_tensor(high) or high.dim() < -position or high.shape[position] == 1 or high.stride(position) == 0
+            if is_subsampled(frame) and not is_common:
                 raise ValueError(
                     f"the number of values of site '{node['name']}' may differ between data points, and only a subsample has been seen. "
                     "Call the guide, or its whole list, once with arguments for which the model takes all data."
                 )
-            full = full.amax(frame.dim - len(node["fn"].event_shape), keepdim=True)
+            full = full.amax(position, keepdim=True)
     return tuple(int(v) for v in full.reshape(shape).flatten())
-
-
-def _is_common(node: Any, dim: int) -> bool:
-    """Whether a site's largest value is the same for all plate members.
-
-    It is then only expanded to the shape of other parameters.
-    """
-    high = getattr(elementwise(node["fn"].support), "upper_bound", None)
-    position = dim - len(node["fn"].event_shape)
-    return not torch.is_tensor(high) or high.dim() < -position or high.shape[position] == 1 or high.stride(position) == 0
 
 
 def _kind(node: Any) -> str:
@@ -200,8 +194,8 @@ def reachable_bounds(
     limit = max_count.get(name) if isinstance(max_count, Mapping) else max_count
     upstream = dependencies.upstream(name) if dependencies is not None else set()
     if dependencies is not None and upstream:
-        known: dict[DiscreteSite, Any] = {site: trace.nodes[site.name]["value"] for site in sites.values() if site.name in upstream}
-        widest = widest_support(node, known, dependencies) if len(known) == len(upstream) or not dependencies.parents[name] else None
+        parents: dict[DiscreteSite, Any] = {site: trace.nodes[site.name]["value"] for site in sites.values() if site.name in upstream}
+        widest = widest_support(node, parents, dependencies) if len(parents) == len(upstream) or not dependencies.parents[name] else None
         if widest is not None:
             low, high = widest
         elif dependencies.parents[name]:
@@ -246,7 +240,7 @@ def widest_support(node: Mapping[str, Any], parents: Mapping[DiscreteSite, Tenso
         NotImplementedError: if for some of them the site is not sampled, or has another shape.
     """
     joint = _JointValues(node, parents)
-    if joint.number > 4096:
+    if joint.number > 4096:  # runs of the model, at most
         return None
     runs = _Runs(dependencies.call, node, joint)
     leaked = dependencies.leaked[node["name"]] & {site.name for site in parents}
@@ -255,7 +249,7 @@ def widest_support(node: Mapping[str, Any], parents: Mapping[DiscreteSite, Tenso
         at_once = runs.joint_bounds() if joint.number > 64 and not leaked else None
         low, high = at_once or runs.singly(range(joint.number))
     dims = len(node["fn"].batch_shape) + len(node["fn"].event_shape)
-    return _last(low, dims), _last(high, dims)
+    return _drop_leading_ones(low, dims), _drop_leading_ones(high, dims)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,20 +267,20 @@ class _Runs:
         """
         joint = self.joint
         try:
-            found = self._run_to_node(joint.joint_values()).bounds(joint.depth)
+            bounds = self._run_to_node(joint.joint_values()).bounds(joint.depth)
         except (RuntimeError, IndexError, ValueError):
             return None
         for number in range(0, joint.number, math.ceil(joint.number / 8)):
             single = self.singly([number])
-            for one, many in zip(single, found, strict=True):
+            for one, many in zip(single, bounds, strict=True):
                 if not torch.equal(*torch.broadcast_tensors(one, many[min(number, len(many) - 1)])):
                     return None
-        return found[0].amin(0), found[1].amax(0)
+        return bounds[0].amin(0), bounds[1].amax(0)
 
-    def singly(self, chosen: Sequence[int]) -> Bounds:
+    def singly(self, numbers: Sequence[int]) -> Bounds:
         """Bounds over the chosen joint values, one after the other."""
         low, high = torch.tensor(HUGE), torch.tensor(-HUGE)
-        for number in chosen:
+        for number in numbers:
             bounds = self._run_to_node(self.joint.single(number)).bounds()
             low, high = torch.minimum(low, bounds[0]), torch.maximum(high, bounds[1])
         return low, high
@@ -328,7 +322,7 @@ class _JointValues:
     def single(self, number: int) -> dict[str, Tensor]:
         """One of them, in the shapes of the model's own values."""
         values = self._values(torch.tensor([number]), self.depth)
-        return {site.name: _last(values[site.name], held.dim()).expand(held.shape) for site, held in self.parents.items()}
+        return {site.name: _drop_leading_ones(values[site.name], own.dim()).expand(own.shape) for site, own in self.parents.items()}
 
     def _values(self, numbers: Tensor, depth: int) -> dict[str, Tensor]:
         values, rest = {}, numbers
@@ -343,7 +337,7 @@ class _JointValues:
         return values
 
 
-def _last(tensor: Tensor, dims: int) -> Tensor:
+def _drop_leading_ones(tensor: Tensor, dims: int) -> Tensor:
     """Drops left-most dimensions of size one above a given number."""
     return tensor.reshape(tensor.shape[max(0, tensor.dim() - dims) :])
 

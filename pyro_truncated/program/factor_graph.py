@@ -141,7 +141,7 @@ class _Builder:
         self._nodes: dict[str, frozenset[str]] = {site: frozenset({site}) for site in sizes}
         self._order = {site: place for place, site in enumerate(sizes)}
         # By site, plates whose members are one decision.
-        self._coupled: dict[str, frozenset[Plate]] = dict.fromkeys(sizes, frozenset())
+        self._joint_plates: dict[str, frozenset[Plate]] = dict.fromkeys(sizes, frozenset())
         self._whole: list[str] = []
 
     def build(self) -> FactorGraph:
@@ -183,19 +183,19 @@ class _Builder:
             frozenset(group)
             for name, scope in self._scopes.items()
             if name not in self._sizes
-            for group in self._by_place(scope).values()
+            for group in self._group_by_place(scope).values()
             if len(group) > 2
         }
         largest = [group for group in groups if not any(group < other for other in groups)]
         counts = Counter(site for group in largest for site in group)
-        found = (group for group in largest if all(counts[site] == 1 for site in group))
-        return sorted(found, key=lambda group: min(self._order[site] for site in group))
+        decisions = (group for group in largest if all(counts[site] == 1 for site in group))
+        return sorted(decisions, key=lambda group: min(self._order[site] for site in group))
 
-    def _by_place(self, sites: Iterable[str]) -> dict[frozenset[Plate], set[str]]:
-        found: dict[frozenset[Plate], set[str]] = defaultdict(set)
+    def _group_by_place(self, sites: Iterable[str]) -> dict[frozenset[Plate], set[str]]:
+        groups: dict[frozenset[Plate], set[str]] = defaultdict(set)
         for site in sites:
-            found[self._plates(self._nodes[site])].add(site)
-        return found
+            groups[self._plates(self._nodes[site])].add(site)
+        return groups
 
     def _merge_until_narrow(self, component: frozenset[str]) -> None:
         """Merges sites until there is a narrow elimination order.
@@ -224,8 +224,8 @@ class _Builder:
             return sum(plate[2] * math.log(self._sizes[site]) for site in component if plate in self._places[site])
 
         fewest = sorted(plates, key=lambda plate: (log_states(plate), plate))
-        for chosen in [[], *([plate] for plate in fewest), *(fewest[:number] for number in range(2, len(fewest) + 1)), []]:
-            self._coupled |= dict.fromkeys(component, frozenset(chosen))
+        for subset in [[], *([plate] for plate in fewest), *(fewest[:number] for number in range(2, len(fewest) + 1)), []]:
+            self._joint_plates |= dict.fromkeys(component, frozenset(subset))
             if self._eliminate(component) is not None:
                 return True
         return False
@@ -240,7 +240,7 @@ class _Builder:
         Returns whether there were any.
         """
         before = {self._nodes[site] for site in scope}
-        for group in self._by_place(scope).values():
+        for group in self._group_by_place(scope).values():
             self._merge(frozenset().union(*(self._nodes[site] for site in group)))
         return {self._nodes[site] for site in scope} != before
 
@@ -274,7 +274,7 @@ class _Builder:
     # --- nodes as they are now ---
 
     def _plates(self, node: frozenset[str]) -> frozenset[Plate]:
-        return frozenset(set.intersection(*(self._places[site] - self._coupled[site] for site in node)))
+        return frozenset(set.intersection(*(self._places[site] - self._joint_plates[site] for site in node)))
 
     def _node_size(self, node: frozenset[str]) -> int:
         """Returns how many states a node has.
@@ -301,18 +301,18 @@ class _Builder:
             first, *others = map(find, scope)
             for other in others:
                 parents[find(other)] = find(first)
-        found: dict[str, set[str]] = defaultdict(set)
+        components: dict[str, set[str]] = defaultdict(set)
         for site in self._sizes:
-            found[find(site)].add(site)
-        return [frozenset(sites) for sites in found.values()]
+            components[find(site)].add(site)
+        return [frozenset(sites) for sites in components.values()]
 
     def _current(self, component: Collection[str]) -> list[frozenset[str]]:
         return list(dict.fromkeys(self._nodes[site] for site in sorted(component, key=self._order.__getitem__)))
 
     def _cliques(self, nodes: Collection[frozenset[str]]) -> list[set[frozenset[str]]]:
-        known = set(nodes)
+        node_set = set(nodes)
         cliques = ({self._nodes[site] for site in scope} for scope in self._scopes.values())
-        return [clique for clique in cliques if clique <= known]
+        return [clique for clique in cliques if clique <= node_set]
 
     def _graph(self) -> FactorGraph:
         nodes = self._current(self._sizes)
@@ -327,10 +327,10 @@ class _Builder:
             order.extend(plan)
             separators |= plan
             components.append(tuple(place[node] for node in self._current(component)))
-        found = [self._node(node) for node in nodes]
+        graph_nodes = [self._node(node) for node in nodes]
         colours = _colour(order, separators)
         return FactorGraph(
-            nodes=tuple(found),
+            nodes=tuple(graph_nodes),
             factors={name: tuple(sorted({place[self._nodes[site]] for site in scope})) for name, scope in self._scopes.items()},
             order=tuple(place[node] for node in order),
             separators=tuple(tuple(sorted(place[other] for other in separators[node])) for node in nodes),
@@ -370,23 +370,23 @@ def eliminate(
 
     queue = [(priority(node), place[node]) for node in nodes]
     heapq.heapify(queue)
-    found: dict[Any, set[Any]] = {}
+    separators: dict[Any, set[Any]] = {}
     while queue:
         rank, position = heapq.heappop(queue)
         node = nodes[position]
-        if node in found or rank != priority(node):
+        if node in separators or rank != priority(node):
             continue
         around = neighbours.pop(node)
         if rank[0] or math.prod(map(size, [node, *around])) > CLIQUE_LIMIT:
             return None
-        found[node] = around
+        separators[node] = around
         for other in around:
             neighbours[other] |= around - {other}
             neighbours[other].discard(node)
-        changed = around.union(*(neighbours[other] for other in around))
-        for other in changed:
+        stale = around.union(*(neighbours[other] for other in around))
+        for other in stale:
             heapq.heappush(queue, (priority(other), place[other]))
-    return found
+    return separators
 
 
 def _colour(order: Sequence[Any], separators: Mapping[Any, set[Any]]) -> dict[Any, int]:
@@ -396,6 +396,6 @@ def _colour(order: Sequence[Any], separators: Mapping[Any, set[Any]]) -> dict[An
     """
     colours: dict[Any, int] = {}
     for node in reversed(order):
-        taken = {colours[other] for other in separators[node]}
-        colours[node] = next(colour for colour in range(len(taken) + 1) if colour not in taken)
+        neighbour_colours = {colours[other] for other in separators[node]}
+        colours[node] = next(colour for colour in range(len(neighbour_colours) + 1) if colour not in neighbour_colours)
     return colours

@@ -97,14 +97,14 @@ def recorded_values(names: Collection[str], own: Container[str], depth: int) -> 
         depth: number of their dimensions. Plates around the guide that take one of these are moved
             to the left of all. A guide may have fewer plates than the model.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     outer = [plate.dim for plate in plates_around(own, next(iter(names), None)) if plate.dim >= -depth]
     # Traces record in silence: no message asks them for what they hold, so that Pyro's private stack of handlers has to.
     for handler in _PYRO_STACK:
         if isinstance(handler, TraceMessenger):
             nodes: dict[str, Any] = {name: handler.trace.nodes[name] for name in names if name in handler.trace.nodes}
-            found.update({name: _move_left(node["value"], node["fn"].event_dim, outer, depth) for name, node in nodes.items()})
-    return found
+            values.update({name: _move_left(node["value"], node["fn"].event_dim, outer, depth) for name, node in nodes.items()})
+    return values
 
 
 def _move_left(value: Any, event_dim: int, dims: Sequence[int], depth: int) -> Any:
@@ -129,20 +129,20 @@ def warn_about_running_statistics() -> Iterator[None]:
     Warns:
         UserWarning: naming their classes.
     """
-    found: dict[str, None] = {}
+    layers: dict[str, None] = {}
 
     def note(module: torch.nn.Module, _: Any) -> None:
         if module.training and getattr(module, "running_mean", None) is not None:
-            found[type(module).__name__] = None
+            layers[type(module).__name__] = None
 
     handle = register_module_forward_pre_hook(note)
     try:
         yield
     finally:
         handle.remove()
-    if found:
+    if layers:
         warnings.warn(
-            f"the model runs {', '.join(found)} in training mode: each run normalises by the states in it and updates the running "
+            f"the model runs {', '.join(layers)} in training mode: each run normalises by the states in it and updates the running "
             "statistics. Call .eval() of these layers, or take LayerNorm.",
             UserWarning,
             stacklevel=3,

@@ -71,11 +71,11 @@ class KnownLevels:
         They are distinct: those that would repeat others stay as they are.
         """
         space = self.layout.space
-        changed = space.pack(torch.where(self.levels >= 0, self.levels, space.unpack(words).long()))
+        replacement = space.pack(torch.where(self.levels >= 0, self.levels, space.unpack(words).long()))
         # States that have the levels already count as the first of their kind: they repeat none of each other.
         order = self.contradicts(words).byte().argsort(dim=-1, stable=True)
-        repeats = torch.zeros_like(order, dtype=torch.bool).scatter_(1, order, find_duplicates(gather_states(changed, order)))
-        return torch.where(repeats.unsqueeze(-1), words, changed)
+        repeats = torch.zeros_like(order, dtype=torch.bool).scatter_(1, order, find_duplicates(gather_states(replacement, order)))
+        return torch.where(repeats.unsqueeze(-1), words, replacement)
 
 
 def find_idle(call: Call, trace: Any, layout: Layout) -> frozenset[str]:
@@ -89,13 +89,13 @@ def find_idle(call: Call, trace: Any, layout: Layout) -> frozenset[str]:
         layout: its discrete sites.
     """
     nodes = sample_nodes(trace)
-    masked = {name for name in layout.sites if nodes[name]["mask"] is not None}
-    if not masked:
+    names = {name for name in layout.sites if nodes[name]["mask"] is not None}
+    if not names:
         return frozenset()
     values = {name: node["value"] for name, node in nodes.items() if not node["is_observed"] and family(node["fn"]) != "Delta"}
     values |= {name: node["value"] for name, node in trace.nodes.items() if node["type"] == "sample" and site_is_subsample(node)}
-    changed = dict(values)
-    for name in masked:
+    alternative = dict(values)
+    for name in names:
         site, node = layout.sites[name], nodes[name]
         try:
             levels = site.to_levels(node["value"])
@@ -105,11 +105,11 @@ def find_idle(call: Call, trace: Any, layout: Layout) -> frozenset[str]:
         other = (levels + 1) % torch.tensor(max(site.cardinalities))
         mask = torch.as_tensor(node["mask"]).expand(node["fn"].batch_shape)
         mask = mask.reshape(*mask.shape, *(1,) * site.event_dim)
-        changed[name] = torch.where(mask, node["value"], site.to_values(other, node["value"].dtype))
+        alternative[name] = torch.where(mask, node["value"], site.to_values(other, node["value"].dtype))
     with torch.no_grad(), spare_random_numbers(), pyro.validation_enabled(False):
-        before, after = (sample_nodes(call.run(given)) for given in (values, changed))
+        before, after = (sample_nodes(call.run(setting)) for setting in (values, alternative))
         is_same = before.keys() == after.keys() and all(torch.equal(_density(before[name]), _density(after[name])) for name in before)
-    return frozenset(masked) if is_same else frozenset()
+    return frozenset(names) if is_same else frozenset()
 
 
 def _density(node: Any) -> Tensor:

@@ -183,10 +183,10 @@ class Layout(SiteLayout):
         other_latents: names of the model's other latent sites, without ``Delta`` sites.
         depth: number of plate dimensions in the model.
         nesting: number of plate dimensions that Pyro must count to compare model and guide.
-        checked: names of the sites that give probability zero to some states outside of a support.
+        sites_to_check: names of the sites that give probability zero to some states outside of a support.
         read: names of the sites whose values the model's Python code looks at.
-        clamped: names of the sites that give something probability zero, as torch clamps it.
-        idle_where_masked: names of the sites whose entries change nothing where masks switch them off.
+        clamped_sites: names of the sites that give something probability zero, as torch clamps it.
+        idle_sites: names of the sites whose entries change nothing where masks switch them off.
 
     Raises:
         ValueError: if there is no discrete latent site, or a site has infinite support and no valid bound. Also if the batch of a site
@@ -215,29 +215,29 @@ class Layout(SiteLayout):
         frames = _data_plates(trace, nodes, dependencies)
         plates = [frame.name for frame in frames]
         sites: dict[str, DiscreteSite] = {}
-        checked = set()
+        sites_to_check = set()
         for node in nodes:
             name = node["name"]
             low, high = reachable_bounds(node, trace, sites, max_count, dependencies)
             sites[name] = discrete_site(node, plates, low, high)
             if high.numel() > 1 and bool((high != high.flatten()[0]).any()):
-                checked.add(name)
+                sites_to_check.add(name)
         every = [frame for node in sample_nodes(trace).values() for frame in node["cond_indep_stack"]]
         super().__init__(sites, frames, max((-frame.dim for frame in every if frame.vectorized), default=0))
-        self.checked = frozenset(checked | (dependencies.conditional(set(self.sites)) if dependencies is not None else set()))
+        self.sites_to_check = frozenset(sites_to_check | (dependencies.conditional(set(self.sites)) if dependencies is not None else set()))
         self.read = frozenset(self.sites) & (dependencies.read if dependencies is not None else frozenset())
         rest = (node for node in latent_nodes(trace) if node["name"] not in self.sites)
         self.other_latents = [node["name"] for node in rest if family(node["fn"]) != "Delta"]
-        self.idle_where_masked: frozenset[str] = frozenset()
-        self.clamped: frozenset[str] = frozenset()
-        self.nesting: int = nesting_with_room(latent_nodes(trace), self.depth)
+        self.idle_sites: frozenset[str] = frozenset()
+        self.clamped_sites: frozenset[str] = frozenset()
+        self.nesting: int = sufficient_nesting(latent_nodes(trace), self.depth)
 
-    def room_for(self, site: DiscreteSite, batch_dim: int) -> AbstractContextManager[Any]:
+    def extra_plates_for(self, site: DiscreteSite, batch_dim: int) -> AbstractContextManager[Any]:
         """A context in which Pyro counts more plates than there are.
 
         It is needed while a value of so many batch dimensions is sampled.
         """
-        return room_for_events(site, self.nesting, batch_dim) if self.nesting > self.depth else nullcontext()
+        return extra_plates(site, self.nesting, batch_dim) if self.nesting > self.depth else nullcontext()
 
 
 def _check_bounds(max_count: int | Mapping[str, int] | None, names: Sequence[str]) -> None:
@@ -275,7 +275,7 @@ def _data_plates(trace: poutine.Trace, nodes: Sequence[Mapping[str, Any]], depen
 _NAME = "room for events"
 
 
-def nesting_with_room(latents: Iterable[Any], depth: int) -> int:
+def sufficient_nesting(latents: Iterable[Any], depth: int) -> int:
     """Returns the least sufficient plate nesting, at least ``depth``.
 
     Pyro then compares given latent sites of a model with a guide correctly.
@@ -293,14 +293,14 @@ def nesting_with_room(latents: Iterable[Any], depth: int) -> int:
     return depth
 
 
-def room_for_events(site: DiscreteSite, nesting: int, batch_dim: int) -> AbstractContextManager[Any]:
+def extra_plates(site: DiscreteSite, nesting: int, batch_dim: int) -> AbstractContextManager[Any]:
     """Lets Pyro's ELBOs count enough plate dimensions.
 
     They take the left-most plate of a run without enumeration.
 
     Args:
         site: about to be sampled.
-        nesting: the plate nesting that is needed, see :func:`nesting_with_room`.
+        nesting: the plate nesting that is needed, see :func:`sufficient_nesting`.
         batch_dim: the value's batch dimensions, with that of enumeration.
 
     Returns:
@@ -309,8 +309,8 @@ def room_for_events(site: DiscreteSite, nesting: int, batch_dim: int) -> Abstrac
     Warns:
         UserWarning: if an ELBO has been told to count fewer, so that it will find that shapes disagree.
     """
-    taken = [-frame.dim for frame in plates_around((), site.name)]
-    is_enumerated = batch_dim > max([site.depth, *taken])
+    plate_depths = [-frame.dim for frame in plates_around((), site.name)]
+    is_enumerated = batch_dim > max([site.depth, *plate_depths])
     if is_enumerated and site.depth < batch_dim - 1 < site.depth + site.event_dim and pyro.settings.get("validate_infer"):
         warnings.warn(
             f"with max_plate_nesting={batch_dim - 1} Pyro cuts the shape of site '{site.name}' wrongly, and finds that model and guide "
@@ -319,4 +319,4 @@ def room_for_events(site: DiscreteSite, nesting: int, batch_dim: int) -> Abstrac
             stacklevel=2,
         )
     # To Pyro a plate of any size, which it does not expand sites to.
-    return nullcontext() if is_enumerated or nesting in taken else IndepMessenger(_NAME, -1, dim=-nesting)
+    return nullcontext() if is_enumerated or nesting in plate_depths else IndepMessenger(_NAME, -1, dim=-nesting)

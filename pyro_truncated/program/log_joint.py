@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_truncated.ops import is_vectorised, raise_if
 from pyro_truncated.program.call import Call
-from pyro_truncated.program.candidate_runs import CandidateRuns, Conditional, Scoring, sum_block
+from pyro_truncated.program.candidate_runs import CandidateRuns, Conditional, RunMode, sum_block
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.packed_scoring import PackedModel
 from pyro_truncated.program.probe import Probe
@@ -52,9 +52,11 @@ class RowScorer:
         States are ``(N, num_words)`` of these rows. ``None`` means that it is not known cheaply.
         """
         scorer = self.log_joint
+        if scorer.packed_model is None or scorer.known_levels is not None:
+            return None
         with memory_budget(scorer.memory_budget):
-            found = None if scorer.packed_model is None or scorer.known is not None else scorer.packed_model.flip_gains(words, self.rows)
-        return None if found is None or found.dim() > 2 else found
+            gains = scorer.packed_model.flip_gains(words, self.rows)
+        return None if gains is None or gains.dim() > 2 else gains
 
 
 class LogJoint(Probe):
@@ -82,7 +84,7 @@ class LogJoint(Probe):
         values: fixed values by site name: other latents, subsamples of plates.
         conditional: samples continuous latents given the states, or ``None``.
         memory_budget: bytes that one run of the model on candidates may take, roughly. Default: see :func:`.budget_on`.
-        scoring: how the states are scored: together, in a new left-most dimension. Or by
+        run_mode: how the states are scored: together, in a new left-most dimension. Or by
             ``torch.func.vmap``, for models that do not take such a dimension. Or one after the
             other, for models whose Python code looks at values.
 
@@ -98,13 +100,13 @@ class LogJoint(Probe):
         values: Mapping[str, Any] | None = None,
         conditional: Conditional | None = None,
         memory_budget: int | None = None,
-        scoring: Scoring = "together",
+        run_mode: RunMode = "together",
     ) -> None:
         super().__init__(call, layout, values)
         self._check_common_scale(layout.sites)
         self.conditional = conditional
         self.memory_budget = budget_on(self.device) if memory_budget is None else memory_budget
-        self.scoring = scoring
+        self.run_mode = run_mode
         self.takes_gradients = torch.is_grad_enabled()
 
     # --- scoring ---
@@ -121,11 +123,11 @@ class LogJoint(Probe):
             ValueError: if a log joint is NaN or ``+inf``; the message names the site.
         """
         if rows is not None and self.packed_model is None and words.shape[0] != self.num_data:
-            raise ValueError("this model can only be scored on all data points of the batch at once")
+            raise ValueError(f"this model can only be scored on all {self.num_data} data points of the batch at once; got {len(words)}")
         with memory_budget(self.memory_budget):
             log_joint = self.packed_model.score(words, rows) if self.packed_model is not None else self._score_dense(words)
-        if self.known is not None:
-            log_joint = log_joint.masked_fill(self.known.contradicts(words), -math.inf)
+        if self.known_levels is not None:
+            log_joint = log_joint.masked_fill(self.known_levels.contradicts(words), -math.inf)
         self._check_finite(log_joint, words)
         return log_joint
 
@@ -136,17 +138,17 @@ class LogJoint(Probe):
 
         Of so many runs moments are those of every so many-th data point, each run's of others: together as many as one run has.
         """
-        if self.known is not None or torch.is_grad_enabled():
+        if self.known_levels is not None or torch.is_grad_enabled():
             return self.score(words), None
         blocks, scores, moments = words.split(self.candidates_per_run(), 1), [], []
         with memory_budget(self.memory_budget):
             for first, block in enumerate(blocks):
-                terms, found = self._runs().log_probs_and_moments(block, slice(first, None, len(blocks)))
+                terms, block_moments = self._runs().log_probs_and_moments(block, slice(first, None, len(blocks)))
                 scores.append(self._sum_up(terms))
-                moments.append(found)
+                moments.append(block_moments)
         log_joint = torch.cat(scores, 1)
         self._check_finite(log_joint, words)
-        known = [found for found in moments if found is not None]
+        known = [block_moments for block_moments in moments if block_moments is not None]
         return log_joint, Moments.concatenate(known) if len(known) == len(moments) else None
 
     def scorer(self, rows: slice) -> RowScorer:
@@ -182,7 +184,7 @@ class LogJoint(Probe):
         return self._runs().hidden_log_probs(words)
 
     def _runs(self) -> CandidateRuns:
-        return CandidateRuns(self, self.conditional, self.scoring, self.uncovered)
+        return CandidateRuns(self, self.conditional, self.run_mode, self.uncovered_latents)
 
     def _score_dense(self, words: Tensor) -> Tensor:
         if torch.is_grad_enabled():
@@ -195,7 +197,7 @@ class LogJoint(Probe):
         Densities of impossible states may be anything and would spoil gradients.
         """
         scores = self._score_block(words)
-        if scores.dim() != 2 or (is_vectorised(scores) and not self.layout.checked):
+        if scores.dim() != 2 or (is_vectorised(scores) and not self.layout.sites_to_check):
             return scores
         impossible = scores.detach() == -math.inf
         if not bool(impossible.any()):
@@ -210,10 +212,10 @@ class LogJoint(Probe):
     def _sum_up(self, terms: Mapping[str, Tensor]) -> Tensor:
         """Log joints ``(N, C)`` from the log probabilities of sites."""
         total = sum_block(terms)
-        checked: Set[str] = self.layout.checked
+        names: Set[str] = self.layout.sites_to_check
         if not is_vectorised(total) and bool(total.isnan().any()):
-            checked = checked | (self.layout.sites.keys() - self.observed)
-        for name in checked & terms.keys():
+            names = names | (self.layout.sites.keys() - self.observed_sites)
+        for name in names & terms.keys():
             # What depends on an impossible value may be anything, NaN too.
             impossible = sum_block({"": torch.zeros_like(total), name: terms[name].detach()}) == -math.inf
             total = total.masked_fill(impossible, -math.inf)
@@ -274,7 +276,7 @@ class LogJoint(Probe):
     def candidates_per_run(self) -> int:
         """Returns how many candidates per data point a run may hold.
 
-        Each allocates a few copies of its largest site.
+        Each allocates a few copies of its largest site: 32 bytes a number.
         """
         largest: int = max(math.prod(node["fn"].batch_shape) * _numbers_per_state(node["fn"]) for node in self.nodes.values())
         return max(1, self.memory_budget // (32 * max(largest, self.num_data * self.layout.space.num_latents)))

@@ -55,8 +55,8 @@ class ObservedValues:
             value = node["value"]
             if not node["is_observed"] or not torch.is_tensor(value) or name in self._conditional or family(node["fn"]) == "Delta":
                 continue
-            checked = self._checked_values.get(name)
-            if checked is not None and not value.is_inference() and checked[0]() is value and checked[1] == value._version:
+            record = self._checked_values.get(name)
+            if record is not None and not value.is_inference() and record[0]() is value and record[1] == value._version:
                 continue
             invalid = _invalid(node)
             if invalid is not None and bool(invalid.any()) and not self._depends_on_latents(name, probe):
@@ -67,8 +67,8 @@ class ObservedValues:
     def _depends_on_latents(self, name: str, probe: Probe) -> bool:
         """Whether an observation or its support is computed from latents."""
         with poutine.block():
-            found = Dependencies(probe.call)
-        if found.parents[name] or found.leaked[name] or found.observed[name]:
+            dependencies = Dependencies(probe.call)
+        if dependencies.parents[name] or dependencies.leaked[name] or dependencies.observed[name]:
             self._conditional.add(name)
         return name in self._conditional
 
@@ -171,8 +171,8 @@ def _place(probe: Probe, node: Mapping[str, Any], first: tuple[int, ...], elemen
     data_point, entry = 0, list(first)
     frames = [frame for frame in node["cond_indep_stack"] if frame.name in probe.layout.plates and batch_dim + frame.dim >= 0]
     for frame in sorted(frames, key=lambda frame: frame.dim):
-        chosen = torch.as_tensor(probe.values[frame.name])[first[batch_dim + frame.dim]]
-        data_point = data_point * int(frame.full_size or frame.size) + int(chosen)
+        position = torch.as_tensor(probe.values[frame.name])[first[batch_dim + frame.dim]]
+        data_point = data_point * int(frame.full_size or frame.size) + int(position)
     for frame in frames:
         entry[batch_dim + frame.dim] = -1
     rest = tuple(position for position in entry if position >= 0)

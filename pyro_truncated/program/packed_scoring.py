@@ -86,12 +86,18 @@ class PackedModel:
         observed = [node for node in nodes if node["name"] != site.name]
         if not observed or any(node["mask"] is not None or len(node["cond_indep_stack"]) != 1 for node in nodes):
             return None
-        if not all(_is_packed(node, state) and node["value"].shape[:1] == (probe.num_data,) for node in observed):
-            return None
+        for node in observed:
+            # By attributes: in every step an instance check of the protocol would look at all of them.
+            takes_states = getattr(node["fn"], "states", None) is state["value"] and getattr(node["fn"], "has_packed_log_prob", False)
+            if not node["is_observed"] or not takes_states or node["value"].shape[:1] != (probe.num_data,):
+                return None
+            # Observations may have a scale each, where the states have one.
+            if not torch.as_tensor(node["scale"] == state["scale"]).all():
+                return None
         logits = _bernoulli_logits(state["fn"], probe.num_data, layout.space.num_latents)
         if logits is None:
             return None
-        is_looked_at = probe.device.type == "cpu" or site.name in layout.clamped
+        is_looked_at = probe.device.type == "cpu" or site.name in layout.clamped_sites
         normalizers, certain = torch.nn.functional.softplus(logits), _certain(state["fn"], logits.shape) if is_looked_at else None
         if certain is not None:
             logits, normalizers = (values.masked_fill(certain[0] | certain[1], 0.0) for values in (logits, normalizers))
@@ -113,17 +119,17 @@ class PackedModel:
 
         The data points are those in some rows (default: all).
         """
-        chosen = slice(None) if rows is None else rows
-        logits: Tensor | None = self.logits if self.logits.dim() == 1 else self.logits[chosen]
+        index = slice(None) if rows is None else rows
+        logits: Tensor | None = self.logits if self.logits.dim() == 1 else self.logits[index]
         total: Tensor | float = 0.0
         for fn, value in self.observations:
-            total = total + fn.packed_log_prob(words, value[chosen], logits)
+            total = total + fn.packed_log_prob(words, value[index], logits)
             logits = None
-        constant = self.constant if self.constant.dim() == 0 else self.constant[chosen].unsqueeze(-1)
+        constant = self.constant if self.constant.dim() == 0 else self.constant[index].unsqueeze(-1)
         total = total + constant
         if self.certain is None:
             return total
-        never, always = (bits if bits.dim() == 1 else bits[chosen].unsqueeze(1) for bits in self.certain)
+        never, always = (bits if bits.dim() == 1 else bits[index].unsqueeze(1) for bits in self.certain)
         return total.masked_fill((((words & never) | (~words & always)) != 0).any(-1), -math.inf)
 
     def flip_gains(self, words: Tensor, rows: slice) -> Tensor | None:
@@ -159,29 +165,16 @@ def _flip_gains_method(distribution: Any) -> Callable[..., Tensor | None]:
     return distribution.packed_flip_gains  # type: ignore[no-any-return]
 
 
-def _is_packed(node: Any, state: Any) -> bool:
-    """Whether a site's distribution scores packed states of another site."""
-    fn = node["fn"]
-    return bool(
-        node["is_observed"]
-        # By attributes: in every step an instance check of the protocol would look at all of them.
-        and getattr(fn, "states", None) is state["value"]
-        and getattr(fn, "has_packed_log_prob", False)
-        # Observations may have a scale each, where the states have one.
-        and torch.as_tensor(node["scale"] == state["scale"]).all()
-    )
-
-
 def _certain(fn: Any, shape: torch.Size) -> tuple[Tensor, Tensor] | None:
     """Returns which latents cannot be on and which cannot be off.
 
     They have the shape of the logits, or are ``None`` if there are none.
     """
-    found = certain_values(fn)
-    if found is None:
+    certain = certain_values(fn)
+    if certain is None:
         return None
     # Where all data points share the logits, both have one row at most.
-    never, always = (flags.flatten() if len(shape) == 1 else flags for flags in found)
+    never, always = (flags.flatten() if len(shape) == 1 else flags for flags in certain)
     return never.expand(shape), always.expand(shape)
 
 
@@ -193,12 +186,12 @@ def _bernoulli_logits(fn: Any, num_data: int, num_latents: int) -> Tensor | None
     fn, masks = unwrap(fn)
     if masks or not isinstance(fn, torch.distributions.Bernoulli):
         return None
-    is_given = "logits" in fn.__dict__
-    parameter: Tensor = fn.logits if is_given else fn.probs
+    is_logits = "logits" in fn.__dict__
+    parameter: Tensor = fn.logits if is_logits else fn.probs
     # An expanded parameter must not be turned into logits once per data point.
     if parameter.dim() == 2 and parameter.shape[0] == num_data and parameter.stride(0) == 0:
         parameter = parameter[0]
     if parameter.dim() > 2:
         return None
-    logits = parameter if is_given else probs_to_logits(parameter, is_binary=True)
+    logits = parameter if is_logits else probs_to_logits(parameter, is_binary=True)
     return logits.expand(num_latents) if logits.dim() <= 1 else logits.expand(num_data, num_latents)

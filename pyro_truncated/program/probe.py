@@ -51,11 +51,11 @@ class Probe:
         subsamples: the subsamples of plates by name.
         values: fixed values while states are scored. They are the given values, the subsamples, and
             draws of the latents that no guide has given a value.
-        uncovered: the latents that nobody has given a value.
-        observed: the discrete sites that are observed in this call.
+        uncovered_latents: the latents that nobody has given a value.
+        observed_sites: the discrete sites that are observed in this call.
         idle: by discrete site, the entries of its batch that a mask switches off: they have one value.
-        hidden: the other discrete sites with masks: these count in sums, but not in densities of the model.
-        known: the levels that observed and idle latents have, ``None`` where all are free.
+        masked_sites: the other discrete sites with masks: these count in sums, but not in densities of the model.
+        known_levels: the levels that observed and idle latents have, ``None`` where all are free.
         frames: the data plates, from left to right.
         dtypes: types of the discrete sites' values.
         device: where they are.
@@ -70,16 +70,16 @@ class Probe:
 
     def __init__(self, call: Call, layout: Layout, values: Mapping[str, Any] | None = None) -> None:
         self.call, self.layout = call, layout
-        given = dict(values or {})
-        trace = self.first_run(given)
+        values = dict(values or {})
+        trace = self.first_run(values)
         self.nodes = sample_nodes(trace)
         self.subsamples: dict[str, Any] = {name: node["value"] for name, node in trace.nodes.items() if site_is_subsample(node)}
         observed = {name for name, node in self.nodes.items() if node["is_observed"]}
-        self.observed = [name for name in layout.sites if name in observed]
+        self.observed_sites = [name for name in layout.sites if name in observed]
         self._check_structure()
-        drawn = {name: self.nodes[name]["value"] for name in layout.other_latents if name in self.nodes}
-        self.values: dict[str, Any] = given | self.subsamples | drawn
-        self.uncovered = set(layout.other_latents) - given.keys() - observed
+        latents = {name: self.nodes[name]["value"] for name in layout.other_latents if name in self.nodes}
+        self.values: dict[str, Any] = values | self.subsamples | latents
+        self.uncovered_latents = set(layout.other_latents) - values.keys() - observed
         first = self.nodes[next(iter(layout.sites))]
         self._stack = first["cond_indep_stack"]
         self.frames: list[Any] = sorted((f for f in self._stack if f.name in layout.plates), key=lambda frame: frame.dim)
@@ -93,10 +93,10 @@ class Probe:
         self.depth: int = max([layout.depth, *extra])
         self.is_vectorized = self.depth > layout.depth
         masks = self._masks()
-        self.idle = {name: ~mask for name, mask in masks.items() if name in layout.idle_where_masked}
-        self.hidden = [name for name in masks if name not in self.idle]
-        labels = {name: self.nodes[name]["value"] for name in self.observed}
-        self.known = KnownLevels.from_run(layout, self.sizes, labels, self.idle, self.device)
+        self.idle = {name: ~mask for name, mask in masks.items() if name in layout.idle_sites}
+        self.masked_sites = [name for name in masks if name not in self.idle]
+        labels = {name: self.nodes[name]["value"] for name in self.observed_sites}
+        self.known_levels = KnownLevels.from_run(layout, self.sizes, labels, self.idle, self.device)
 
     def first_run(self, values: Mapping[str, Any]) -> poutine.Trace:
         """The run that says what the model selects and observes."""
@@ -114,7 +114,7 @@ class Probe:
 
         The sum over their joint states has one scale.
         """
-        scales = {name: self.nodes[name]["scale"] for name in sites if name not in self.observed}
+        scales = {name: self.nodes[name]["scale"] for name in sites if name not in self.observed_sites}
         first, scale = next(iter(scales.items()), ("", 1.0))
         for name, other in scales.items():
             differs = other is not scale and other != scale
@@ -126,32 +126,36 @@ class Probe:
 
     def _check_structure(self) -> None:
         missing = [name for name in self.layout.sites if name not in self.nodes]
-        if missing and self._changing():
-            raise ChangingSitesError(self._changing(), [])
+        if missing and self._changing_sites():
+            raise ChangingSitesError(self._changing_sites(), [])
         if missing:
             raise ValueError(
                 f"the model must sample the discrete sites {missing}, as when the guide was set up. Make a new guide for another model."
             )
-        known = {*self.layout.sites, *self.layout.other_latents}
-        new = [name for name, node in self.nodes.items() if not node["is_observed"] and name not in known and family(node["fn"]) != "Delta"]
-        if new and self._changing():
-            raise ChangingSitesError(self._changing(), [])
+        expected_names = {*self.layout.sites, *self.layout.other_latents}
+        new = [
+            name
+            for name, node in self.nodes.items()
+            if not node["is_observed"] and name not in expected_names and family(node["fn"]) != "Delta"
+        ]
+        if new and self._changing_sites():
+            raise ChangingSitesError(self._changing_sites(), [])
         if new:
             raise ValueError(
                 f"the model now has the latents {new}, which it had not (or observed) when the guide was set up. First call "
                 "guide.setup(*args) with arguments for which the model observes no latent; for draws of data use "
                 "Predictive(poutine.uncondition(model), guide=guide)"
             )
-        if len(self.observed) == len(self.layout.sites):
+        if len(self.observed_sites) == len(self.layout.sites):
             raise AllObservedError({name: self.nodes[name]["value"] for name in self.layout.sites})
 
     def _masks(self) -> dict[str, Tensor]:
         """The masks of latent discrete sites that switch some entries off."""
-        masks = {name: self.nodes[name]["mask"] for name in self.layout.sites if name not in self.observed}
+        masks = {name: self.nodes[name]["mask"] for name in self.layout.sites if name not in self.observed_sites}
         tensors = {name: torch.as_tensor(mask, device=self.nodes[name]["value"].device) for name, mask in masks.items() if mask is not None}
         return {name: mask for name, mask in tensors.items() if not bool(mask.all())}
 
-    def _changing(self) -> set[str]:
+    def _changing_sites(self) -> set[str]:
         """The sites that are not sampled in every run with these arguments."""
         return changing_sites(self.call, self.run(self.subsamples))
 
@@ -181,13 +185,12 @@ class Probe:
         whole = True
         for frame in self.frames:
             size = int(frame.full_size or frame.size)
-            chosen = torch.as_tensor(self.values[frame.name])
-            if len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < size:
-                raise ValueError(
-                    f"subsample indices of plate '{frame.name}' must lie in 0 .. {size - 1}; got {int(chosen.min())} .. {int(chosen.max())}"
-                )
-            whole &= len(chosen) == size and torch.equal(chosen, torch.arange(size, device=chosen.device))
-            positions = chosen if positions is None else (positions.unsqueeze(-1) * size + chosen).flatten()
+            members = torch.as_tensor(self.values[frame.name])
+            if len(members) and not 0 <= int(members.min()) <= int(members.max()) < size:
+                got = f"{int(members.min())} .. {int(members.max())}"
+                raise ValueError(f"subsample indices of plate '{frame.name}' must lie in 0 .. {size - 1}; got {got}")
+            whole &= len(members) == size and torch.equal(members, torch.arange(size, device=members.device))
+            positions = members if positions is None else (positions.unsqueeze(-1) * size + members).flatten()
         return None if whole else positions
 
     @property
@@ -220,15 +223,15 @@ class Probe:
 
         They are those of the probe, or of the sample sites of another run of the model on the same data points.
         """
-        found = {}
+        values = {}
         dims = self.layout.dims
         for name, node in (self.nodes if nodes is None else nodes).items():
             if node["is_observed"] and torch.is_tensor(node["value"]) and self.is_inside(node):
                 value, event_dim = node["value"], node["fn"].event_dim
                 if dims and value.dim() >= event_dim - dims[0]:
                     value = value.movedim(tuple(dim - event_dim for dim in dims), tuple(range(len(dims))))
-                    found[name] = value.flatten(0, len(dims) - 1) if value.shape[: len(dims)] == self.sizes else value
-        return found
+                    values[name] = value.flatten(0, len(dims) - 1) if value.shape[: len(dims)] == self.sizes else value
+        return values
 
     def outside(self, *, with_parameters: bool = True, share: float = 1.0) -> Tensor:
         """Returns the scaled log probability of observations that are not inside.
@@ -244,7 +247,7 @@ class Probe:
         if share == 1.0:
             return log_density(nodes, self.device)
         has_rows = [self.layout.plates[0] in {frame.name for frame in node["cond_indep_stack"]} for node in nodes]
-        parts = [[node for node, has_own in zip(nodes, has_rows, strict=True) if has_own is wanted] for wanted in (True, False)]
+        parts = [[node for node, has_own in zip(nodes, has_rows, strict=True) if has_own is is_per_row] for is_per_row in (True, False)]
         return log_density(parts[0], self.device) + share * log_density(parts[1], self.device)
 
     def insert_observed_values(self, words: Tensor) -> Tensor:
@@ -252,4 +255,4 @@ class Probe:
 
         States that would repeat others stay as they are.
         """
-        return words if self.known is None else self.known.put_into(words)
+        return words if self.known_levels is None else self.known_levels.put_into(words)

@@ -142,11 +142,11 @@ class ProductLayout:
         """
         layout = self.layout
         values = [layout.site_values(state, layout.full_sizes) for state in levels.unbind(1)]
-        found = []
+        words = []
         for group in self.groups:
             rows = [torch.stack([own.encode_values(value, own.full_sizes) for value in values], 1) for own in group.layouts]
-            found.append(group.space.pack(torch.cat(rows)))
-        return found
+            words.append(group.space.pack(torch.cat(rows)))
+        return words
 
     def spread(self, node: int, rows: Tensor, sizes: Sequence[int]) -> Tensor:
         """Spreads what belongs to a node's states, ``(rows, S)``.
@@ -159,9 +159,9 @@ class ProductLayout:
             sizes: sizes of its plates.
         """
         own, tree = self.node_layouts[node], self.tree
-        left = tree.num_dims - self.layout.depth - 1 - tree.colours[node]
+        num_left = tree.num_dims - self.layout.depth - 1 - tree.colours[node]
         plates = own.spread(sizes, self.layout.depth)
-        return rows.mT.reshape(*(1,) * left, rows.shape[-1], *(1,) * tree.colours[node], *plates)
+        return rows.mT.reshape(*(1,) * num_left, rows.shape[-1], *(1,) * tree.colours[node], *plates)
 
     def rows(self, node: int, table: Tensor, sizes: Sequence[int]) -> Tensor:
         """Returns ``(rows, S)`` of a table: the inverse of :meth:`spread`.
@@ -193,7 +193,7 @@ class ProductLayout:
         of the plates have are values of all of them, with ones in the place of the plates.
         """
         group = self.groups[number]
-        found: dict[str, Tensor] = {}
+        site_values: dict[str, Tensor] = {}
         words = words.unflatten(0, (len(group.nodes), -1))
         if self.shares_sets and torch.equal(words, words[:, :1].expand_as(words)):
             words, sizes = words[:, :1], [1] * len(sizes)
@@ -204,13 +204,13 @@ class ProductLayout:
         for place, own in enumerate(group.layouts):
             kinds[tuple((site.as_kind(), dtypes[name]) for name, site in own.sites.items())].append(place)
         for places in kinds.values():
-            chosen = levels if len(places) == len(group.nodes) else levels[places]
+            part = levels if len(places) == len(group.nodes) else levels[places]
             first = group.layouts[places[0]]
-            decoded = first.decode(chosen, chosen.dim() - 1, dtypes)
-            for position, values in enumerate(decoded.values()):
+            by_site = first.decode(part, part.dim() - 1, dtypes)
+            for position, values in enumerate(by_site.values()):
                 names = (list(group.layouts[place].sites)[position] for place in places)
-                found.update(zip(names, values.unbind(0), strict=True))
-        return found
+                site_values.update(zip(names, values.unbind(0), strict=True))
+        return site_values
 
     def summary(self, num_states: int) -> list[str]:
         """Returns a line for each kind of node.

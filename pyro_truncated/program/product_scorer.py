@@ -28,6 +28,7 @@ from pyro_truncated.program.product_layout import NodeGroup, ProductLayout
 from pyro_truncated.program.sites import is_subsampled, sample_nodes
 from pyro_truncated.program.supports import log_prob_on_support
 from pyro_truncated.program.zero_probabilities import exact_log_prob
+from pyro_truncated.utils.arrays import rounding_tolerance
 
 _STATES_TRIED = 3
 # Words of the sets of all groups: (rows, S, num_words) for each group.
@@ -74,7 +75,7 @@ class _GivenGradient(torch.autograd.Function):
         return weight * gradient, None, None
 
 
-def _by_name(nodes: Sequence[Any], formula: Callable[[Any, Tensor], Tensor]) -> dict[str, Tensor]:
+def _log_densities_by_name(nodes: Sequence[Any], formula: Callable[[Any, Tensor], Tensor]) -> dict[str, Tensor]:
     return dict(zip((node["name"] for node in nodes), site_log_densities(nodes, formula), strict=True))
 
 
@@ -154,7 +155,7 @@ class ProductScorer(Probe):
 
     def _selects(self, sets: Sets) -> bool:
         """Whether the first run is one of these sets, in all rows."""
-        return not self.uncovered and all(
+        return not self.uncovered_latents and all(
             self.population_rows(number) is None and torch.equal(self.insert_known_values(words, number), words)
             for number, words in enumerate(sets)
         )
@@ -193,18 +194,18 @@ class ProductScorer(Probe):
     def _population_rows(self) -> list[Tensor | None]:
         return [self._find_rows(group) for group in self.product.groups]
 
-    def _find_rows(self, found: NodeGroup) -> Tensor | None:
+    def _find_rows(self, group: NodeGroup) -> Tensor | None:
         positions, is_whole = torch.zeros(1, dtype=torch.int64), True
-        for name in found.plates:
+        for name in group.plates:
             frame = self._frames[name]
             size = int(frame.full_size or frame.size)
             every = torch.arange(size)
-            chosen = torch.as_tensor(self.values[name]).cpu() if name in self.values else every
-            is_whole &= chosen is every or torch.equal(chosen, every)
-            positions = (positions.unsqueeze(-1) * size + chosen).flatten()
+            members = torch.as_tensor(self.values[name]).cpu() if name in self.values else every
+            is_whole &= members is every or torch.equal(members, every)
+            positions = (positions.unsqueeze(-1) * size + members).flatten()
         if is_whole:
             return None
-        offsets = torch.arange(len(found.nodes)) * found.layouts[0].num_data
+        offsets = torch.arange(len(group.nodes)) * group.layouts[0].num_data
         return (offsets.unsqueeze(-1) + positions).flatten().to(self.device)
 
     def num_rows(self, group: int) -> int:
@@ -222,12 +223,12 @@ class ProductScorer(Probe):
 
         The sites are discrete and have some values; results are by name of the masked.
         """
-        if not self.hidden:
+        if not self.masked_sites:
             return {}
         with pyro.validation_enabled(False):
             nodes = sample_nodes(self.run({**self.values, **states}))
-        found = self._log_probs([nodes[name] for name in self.hidden])
-        pairs = zip(self.hidden, found, strict=True)
+        log_probs = self._log_probs([nodes[name] for name in self.masked_sites])
+        pairs = zip(self.masked_sites, log_probs, strict=True)
         return {name: log_prob.masked_fill(torch.as_tensor(nodes[name]["mask"]), 0.0) for name, log_prob in pairs}
 
     # --- what is known, and what counts ---
@@ -235,7 +236,7 @@ class ProductScorer(Probe):
     @cached_property
     def known_sets(self) -> list[list[KnownLevels | None]]:
         """What this call says of the states of each node, by group."""
-        observed = {name: self.nodes[name]["value"] for name in self.observed}
+        observed = {name: self.nodes[name]["value"] for name in self.observed_sites}
         return [
             [
                 KnownLevels.from_run(layout, self.plate_sizes(node), observed, self.idle, self.device)
@@ -246,11 +247,11 @@ class ProductScorer(Probe):
 
     def insert_known_values(self, words: Tensor, group: int) -> Tensor:
         """Returns the states of a group with known values put in."""
-        known = self.known_sets[group]
-        if all(levels is None for levels in known):
+        known_levels = self.known_sets[group]
+        if all(levels is None for levels in known_levels):
             return words
         parts = self.split_nodes(words, group)
-        return torch.cat([part if levels is None else levels.put_into(part) for part, levels in zip(parts, known, strict=True)])
+        return torch.cat([part if levels is None else levels.put_into(part) for part, levels in zip(parts, known_levels, strict=True)])
 
     def log_weights(self, words: Tensor, group: int) -> Tensor:
         """Returns log weights ``(rows, S)`` of a group's states.
@@ -283,18 +284,18 @@ class ProductScorer(Probe):
 
         It does so once, as a gradient goes through a run once.
         """
-        known, tables = self.first_sets, self._first_tables
-        if known is None or tables is None or not all(map(torch.equal, known, sets)):
+        first_sets, tables = self.first_sets, self._first_tables
+        if first_sets is None or tables is None or not all(map(torch.equal, first_sets, sets)):
             return None
         if torch.is_grad_enabled():
             self._first_tables = None
         return tables if self._has_graph or not torch.is_grad_enabled() else None
 
     def _values(self, sets: Sets, sizes: Sequence[tuple[int, ...]], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-        found = {}
+        values = {}
         for number, (words, own) in enumerate(zip(sets, sizes, strict=True)):
-            found.update(self.product.values(number, words, own, dtypes))
-        return found
+            values.update(self.product.values(number, words, own, dtypes))
+        return values
 
     def _run_tables(self, values: Mapping[str, Any]) -> Tables:
         with pyro.validation_enabled(False):
@@ -302,25 +303,25 @@ class ProductScorer(Probe):
 
     def _build_tables(self, nodes: Mapping[str, Any]) -> Tables:
         factors = self.product.graph.factors
-        names = [name for name in factors if name in nodes and name not in self.uncovered]
+        names = [name for name in factors if name in nodes and name not in self.uncovered_latents]
         with pyro.validation_enabled(False):
             log_probs = self._log_probs([nodes[name] for name in names])
-            found = [self._table(nodes[name], factors[name], log_prob) for name, log_prob in zip(names, log_probs, strict=True)]
-        held = torch.cat([table.flatten() for table in found])
-        entries = held.double()
+            tables = [self._table(nodes[name], factors[name], log_prob) for name, log_prob in zip(names, log_probs, strict=True)]
+        flat = torch.cat([table.flatten() for table in tables])
+        entries = flat.double()
         lowest, highest = entries.detach().aminmax()
         if not bool(highest < math.inf):
-            self._refuse_infinite(dict(zip(names, found, strict=True)))
+            self._refuse_infinite(dict(zip(names, tables, strict=True)))
         if bool(lowest < IMPOSSIBLE):
             entries = entries.clamp(min=IMPOSSIBLE)
-        return Tables([factors[name] for name in names], [table.shape for table in found], entries, held.dtype)
+        return Tables([factors[name] for name in names], [table.shape for table in tables], entries, flat.dtype)
 
     @staticmethod
     def _refuse_infinite(tables: Mapping[str, Tensor]) -> None:
         name = next(name for name, table in tables.items() if not bool((table < math.inf).all()))
-        kind = "NaN" if bool(tables[name].isnan().any()) else "+inf"
+        kind, number = "NaN" if bool(tables[name].isnan().any()) else "+inf", int((~(tables[name] < math.inf)).sum())
         raise ValueError(
-            f"the log density of site '{name}' is {kind} for some states. "
+            f"the log density of site '{name}' is {kind} for {number} of {tables[name].numel()} states. "
             "Check the model's parameters and data (missing values need a distribution that allows them)."
         )
 
@@ -329,7 +330,7 @@ class ProductScorer(Probe):
         is_summed_out = node["name"] in product.layout.sites and not node["is_observed"] and node["name"] not in self.idle
         scale = node["scale"] / self.evidence_scale(scope[0])
         log_prob = scale_and_mask(log_prob, scale, None if is_summed_out else node["mask"])
-        if product.layout.checked:
+        if product.layout.sites_to_check:
             # What depends on an impossible value may be anything.
             log_prob = torch.where(log_prob.isnan(), -math.inf, log_prob)
         table: Tensor = log_prob.reshape((1,) * (product.tree.num_dims - log_prob.dim()) + tuple(log_prob.shape))
@@ -340,12 +341,14 @@ class ProductScorer(Probe):
 
     def _log_probs(self, nodes: Sequence[Any]) -> Sequence[Tensor]:
         layout = self.product.layout
-        others = [node for node in nodes if node["name"] not in layout.checked]
+        others = [node for node in nodes if node["name"] not in layout.sites_to_check]
         latents = [node for node in others if node["name"] in layout.sites and not node["is_observed"]]
-        found = {node["name"]: log_prob_on_support(node["fn"], node["value"]) for node in nodes if node["name"] in layout.checked}
-        found |= _by_name(latents, lambda fn, value: exact_log_prob(fn, value, lambda: log_density(fn, value)))
-        found |= _by_name([node for node in others if node["name"] not in found], log_density)
-        return [found[node["name"]] for node in nodes]
+        log_probs = {
+            node["name"]: log_prob_on_support(node["fn"], node["value"]) for node in nodes if node["name"] in layout.sites_to_check
+        }
+        log_probs |= _log_densities_by_name(latents, lambda fn, value: exact_log_prob(fn, value, lambda: log_density(fn, value)))
+        log_probs |= _log_densities_by_name([node for node in others if node["name"] not in log_probs], log_density)
+        return [log_probs[node["name"]] for node in nodes]
 
     def evidence_scale(self, node: int) -> float | Tensor:
         """What the evidence of a node's component is scaled by."""
@@ -366,17 +369,17 @@ class ProductScorer(Probe):
 
         They have the plates of the node, where tables may have ones.
         """
-        found, product = {}, self.product
+        log_weights, product = {}, self.product
         for number, (group, words) in enumerate(zip(product.groups, sets, strict=True)):
             if all(levels is None for levels in self.known_sets[number]):
                 node = group.nodes[0]
                 sizes = self.plate_sizes(node)
                 none = torch.zeros((), dtype=torch.float64, device=words.device).expand(math.prod(sizes), words.shape[1])
-                found.update(dict.fromkeys(group.nodes, product.spread(node, none, sizes)))
+                log_weights.update(dict.fromkeys(group.nodes, product.spread(node, none, sizes)))
                 continue
             for node, rows in zip(group.nodes, self.split_nodes(self.log_weights(words, number), number), strict=True):
-                found[node] = product.spread(node, rows, self.plate_sizes(node))
-        return found
+                log_weights[node] = product.spread(node, rows, self.plate_sizes(node))
+        return log_weights
 
     @torch.no_grad()
     def messages(self, sets: Sets, *, maximum: bool = False) -> Messages:
@@ -388,11 +391,11 @@ class ProductScorer(Probe):
 
         The sum is over the product of sets, ``(rows of its plates,)`` in float64, and ``-inf`` if impossible.
         """
-        found = []
+        evidence = []
         for root in self.product.roots:
             rows = self.product.rows(root, messages.evidence(root), self.plate_sizes(root)).squeeze(-1)
-            found.append(rows.masked_fill(rows < IMPOSSIBLE / 2, -math.inf))
-        return found
+            evidence.append(rows.masked_fill(rows < IMPOSSIBLE / 2, -math.inf))
+        return evidence
 
     def free_energy(self, sets: Sets) -> Tensor:
         """Returns the scaled free energy of all components.
@@ -428,13 +431,13 @@ class ProductScorer(Probe):
         return torch.stack([self.evidence_scale(root) * rows.sum() for root, rows in zip(self.product.roots, evidence, strict=True)]).sum()
 
     @torch.no_grad()
-    def takes_sets(self, *, shared: bool = False) -> bool:
+    def takes_sets(self, *, share_sets: bool = False) -> bool:
         """Whether runs on sets of states agree with single runs.
 
         Then the graph is right, and the model takes many states at once.
 
         Args:
-            shared: whether to try sets that all members of a plate share, in place of one for each.
+            share_sets: whether to try sets that all members of a plate share, in place of one for each.
         """
         generator = torch.Generator().manual_seed(0)
         product = self.product
@@ -443,12 +446,12 @@ class ProductScorer(Probe):
         places: dict[int, Tensor] = {}
         for number, group in enumerate(product.groups):
             words = group.space.random((self.num_rows(number), _STATES_TRIED), 0.5, generator).to(self.device)
-            words = words[:1].expand_as(words) if shared else words
+            words = words[:1].expand_as(words) if share_sets else words
             sets.append(words)
             for node, own in zip(group.nodes, self.split_nodes(words, number), strict=True):
-                chosen = torch.randint(_STATES_TRIED, (len(own), 1), generator=generator).to(self.device)
-                places[node] = product.spread(node, chosen, self.plate_sizes(node))
-                single = own.gather(1, chosen.unsqueeze(-1).expand(-1, -1, own.shape[-1])).squeeze(1)
+                index = torch.randint(_STATES_TRIED, (len(own), 1), generator=generator).to(self.device)
+                places[node] = product.spread(node, index, self.plate_sizes(node))
+                single = own.gather(1, index.unsqueeze(-1).expand(-1, -1, own.shape[-1])).squeeze(1)
                 levels |= product.node_layouts[node].site_values(group.space.unpack(single), self.plate_sizes(node), self.dtypes)
         try:
             together, singly = self.tables(sets), self._run_tables({**self.values, **levels})
@@ -467,9 +470,7 @@ class ProductScorer(Probe):
         for node in scope:
             if table.shape[tree.dim(node)] > 1:
                 table = torch.take_along_dim(table, places[node], dim=tree.dim(node))
-        finite = expected[expected.isfinite()].abs()
-        tolerance = 1e3 * torch.finfo(dtype).eps * (1.0 + (float(finite.max()) if finite.numel() else 0.0))
-        return bool(((table - expected).abs() <= tolerance).all())
+        return bool(((table - expected).abs() <= rounding_tolerance(expected, dtype)).all())
 
     # --- sites that depend on no discrete latent ---
 

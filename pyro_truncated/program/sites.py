@@ -82,12 +82,12 @@ class DiscreteSite:
         if inner == self.plates:
             return self
         # Data plates before this call have one cardinality for all members; those that become data plates get the largest.
-        held = dict(self.plates)
-        table = torch.tensor(self.cardinalities).reshape(*(held.get(dim, 1) for dim in sorted(frames)), *self.event_shape)
+        inner_sizes = dict(self.plates)
+        table = torch.tensor(self.cardinalities).reshape(*(inner_sizes.get(dim, 1) for dim in sorted(frames)), *self.event_shape)
         for position, dim in enumerate(sorted(frames)):
-            wanted = dict(inner).get(dim, 1)
-            if table.shape[position] != wanted:
-                table = table.amax(position, keepdim=True).expand(*(wanted if at == position else -1 for at in range(table.dim())))
+            size = dict(inner).get(dim, 1)
+            if table.shape[position] != size:
+                table = table.amax(position, keepdim=True).expand(*(size if at == position else -1 for at in range(table.dim())))
         return dataclasses.replace(self, plates=inner, cardinalities=tuple(table.flatten().tolist()))
 
     def to_values(self, levels: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -37,6 +37,7 @@ class SparseSubsamples(Messenger):
                     "rows itself; leave subsample_size out"
                 )
             msg["value"] = batch.rows.to(fn.device)
+        # A permutation is as fast for a small plate, or one that is not much larger than its minibatch.
         elif fn.subsample_size is not None and fn.size >= max(2**14, 32 * fn.subsample_size):
             msg["value"] = random_subset(fn.size, fn.subsample_size, fn.device)
 
@@ -46,8 +47,8 @@ def in_minibatch(program: Callable[..., Any]) -> Callable[..., Any]:
 
     It finds them even if its sites are hidden from outer handlers.
     """
-    found: Callable[..., Any] = program if current_batch() is None else SparseSubsamples()(program)
-    return found
+    handler: Callable[..., Any] = program if current_batch() is None else SparseSubsamples()(program)
+    return handler
 
 
 def random_subset(size: int, number: int, device: torch.device | str | None = None) -> Tensor:
@@ -57,15 +58,15 @@ def random_subset(size: int, number: int, device: torch.device | str | None = No
 
     Positions are drawn one after the other, and those that have been drawn before are left out.
     """
-    drawn = torch.empty(0, dtype=torch.int64, device=device)
-    while len(drawn) < number:
-        drawn = _without_repetition(torch.cat([drawn, torch.randint(size, (number + number // 8 + 8,), device=device)]))
-    return drawn[:number].clone()
+    positions = torch.empty(0, dtype=torch.int64, device=device)
+    while len(positions) < number:
+        positions = _drop_repetitions(torch.cat([positions, torch.randint(size, (number + number // 8 + 8,), device=device)]))
+    return positions[:number].clone()
 
 
-def _without_repetition(values: Tensor) -> Tensor:
+def _drop_repetitions(values: Tensor) -> Tensor:
     """The values in their order, each where it first occurs."""
-    ordered, order = values.sort(stable=True)
-    is_first = torch.ones_like(ordered, dtype=torch.bool)
-    is_first[1:] = ordered[1:] != ordered[:-1]
+    in_order, order = values.sort(stable=True)
+    is_first = torch.ones_like(in_order, dtype=torch.bool)
+    is_first[1:] = in_order[1:] != in_order[:-1]
     return values[order[is_first].sort().values]

@@ -23,13 +23,14 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_truncated.program.call import Call
-from pyro_truncated.program.candidate_runs import CandidateRuns, Conditional, Scoring, sum_block
+from pyro_truncated.program.candidate_runs import CandidateRuns, Conditional, RunMode, sum_block
 from pyro_truncated.program.changing_sites import ChangingSitesError
 from pyro_truncated.program.dependencies import PythonReads
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.packed_scoring import PackedModel
 from pyro_truncated.program.zero_probabilities import certain_values, impossible_entries
+from pyro_truncated.utils.arrays import rounding_tolerance
 from pyro_truncated.utils.budget import memory_budget as within_budget
 from pyro_truncated.utils.parameter_store import isolate, spare_random_numbers
 
@@ -75,7 +76,7 @@ class VectorizationWarning(UserWarning):
     """
 
 
-def find_scoring(log_joint: LogJoint) -> tuple[Scoring, bool]:
+def choose_run_mode(log_joint: LogJoint) -> tuple[RunMode, bool]:
     """Chooses the fastest correct scoring by tests on a few states.
 
     States scored together are compared with states one by one. A slower way comes with a warning.
@@ -94,7 +95,7 @@ def find_scoring(log_joint: LogJoint) -> tuple[Scoring, bool]:
     if log_joint.layout.space.size == 1:
         return "together", True
     if log_joint.packed_model is not None:
-        is_enumerable = _can_run_on_many_states(log_joint, log_joint.packed_model)
+        is_enumerable = _try_many_states(log_joint, log_joint.packed_model)
         return ("together" if is_enumerable else "singly"), is_enumerable
     with torch.no_grad(), spare_random_numbers(), isolate():
         words = _candidates(log_joint)
@@ -113,7 +114,7 @@ def find_scoring(log_joint: LogJoint) -> tuple[Scoring, bool]:
             return "together", is_enumerable
         # The draws of a conditional are no matter for vmap.
         is_mapped = log_joint.conditional is None and _difference(_terms(log_joint, words, "vmap")[0], single) is None
-        scoring: Scoring = "vmap" if is_mapped else "singly"
+        run_mode: RunMode = "vmap" if is_mapped else "singly"
         if isinstance(together, Exception):
             where, problem = _error_line(together), f"{type(together).__name__}: {next(iter(str(together).splitlines()), '')}"
         elif culprit is not None:
@@ -121,8 +122,8 @@ def find_scoring(log_joint: LogJoint) -> tuple[Scoring, bool]:
             problem = f"no error, but site '{culprit}' gets other log probabilities than for one state at a time"
         else:
             where, problem = _read_line(log_joint), f"Python looks at values of {sorted(read)}, of all states at once"
-    _warn(scoring, where, problem)
-    return scoring, False
+    _warn(run_mode, where, problem)
+    return run_mode, False
 
 
 def _warn_if_unlike(log_joint: LogJoint, words: Tensor, single: dict[str, Tensor]) -> bool:
@@ -133,15 +134,14 @@ def _warn_if_unlike(log_joint: LogJoint, words: Tensor, single: dict[str, Tensor
     number = words.shape[1]
     order = (torch.arange(number, device=words.device) + torch.arange(len(words), device=words.device).unsqueeze(-1)) % number
     beside_others = words.gather(1, order.unsqueeze(-1).expand_as(words))
-    name = _difference(_terms(log_joint, beside_others, "singly")[0], _in_order(single, order))
+    name = _difference(_terms(log_joint, beside_others, "singly")[0], _reorder_candidates(single, order))
     if not name:
         return False
-    drawn = _difference(_terms(log_joint, words, "singly")[0], single)
-    if drawn:
+    random_site = _difference(_terms(log_joint, words, "singly")[0], single)
+    if random_site:
         warnings.warn(
-            f"site '{drawn}' gets other log probabilities whenever the same states are scored: the model draws random numbers outside of "
-            "sample sites (dropout, torch.randn). Call .eval() of modules with dropout, and draw noise by "
-            "pyro.sample.",
+            f"site '{random_site}' gets other log probabilities whenever the same states are scored: the model draws random numbers "
+            "outside of sample sites (dropout, torch.randn). Call .eval() of modules with dropout, and draw noise by pyro.sample.",
             UserWarning,
             stacklevel=2,
         )
@@ -153,19 +153,19 @@ def _warn_if_unlike(log_joint: LogJoint, words: Tensor, single: dict[str, Tensor
             UserWarning,
             stacklevel=2,
         )
-    return drawn is not None
+    return random_site is not None
 
 
-def _in_order(terms: Mapping[str, Tensor], order: Tensor) -> dict[str, Tensor]:
+def _reorder_candidates(terms: Mapping[str, Tensor], order: Tensor) -> dict[str, Tensor]:
     """Returns log probabilities ``(C, ..., N)`` with candidates in an order ``(N, C)``."""
-    found = {}
+    ordered_terms = {}
     for name, term in terms.items():
         index = order.mT.reshape(order.shape[1], *(1,) * (term.dim() - 2), len(order))
-        found[name] = torch.take_along_dim(term.expand(order.shape[1], *term.shape[1:]), index, 0)
-    return found
+        ordered_terms[name] = torch.take_along_dim(term.expand(order.shape[1], *term.shape[1:]), index, 0)
+    return ordered_terms
 
 
-def _can_run_on_many_states(log_joint: LogJoint, packed: PackedModel) -> bool:
+def _try_many_states(log_joint: LogJoint, model: PackedModel) -> bool:
     """Whether Pyro's own ELBOs could run the model on many states.
 
     The model is not run if its states are scored packed.
@@ -181,7 +181,7 @@ def _can_run_on_many_states(log_joint: LogJoint, packed: PackedModel) -> bool:
         terms, most_dims = _terms(log_joint, words, "together")
         if isinstance(terms, Exception) or most_dims > log_joint.depth + 1:
             return False
-        return _agree(sum_block(terms).movedim(0, -1), packed.score(words))
+        return _agree(sum_block(terms).movedim(0, -1), model.score(words))
 
 
 def _candidates(log_joint: LogJoint, most: int = 3) -> Tensor:
@@ -191,43 +191,41 @@ def _candidates(log_joint: LogJoint, most: int = 3) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     words = space.random((log_joint.num_data, number), 0.5, generator).to(log_joint.device)
     try:
-        drawn = layout.encode_values({name: log_joint.nodes[name]["value"] for name in layout.sites}, log_joint.sizes)
+        levels = layout.encode_values({name: log_joint.nodes[name]["value"] for name in layout.sites}, log_joint.sizes)
     except ValueError:
         # A draw of a count beyond its bound.
         return words
-    return torch.cat([space.pack(drawn).unsqueeze(1), words[:, 1:]], 1)
+    return torch.cat([space.pack(levels).unsqueeze(1), words[:, 1:]], 1)
 
 
-def _terms(log_joint: LogJoint, words: Tensor, scoring: Scoring) -> tuple[dict[str, Tensor] | Exception, int]:
+def _terms(log_joint: LogJoint, words: Tensor, run_mode: RunMode) -> tuple[dict[str, Tensor] | Exception, int]:
     """Returns sites' log probabilities or an error, and their most dimensions."""
     # Latents of other guides are held fixed here: they count like data.
-    runs = CandidateRuns(log_joint, log_joint.conditional, scoring, uncovered=(), held=log_joint.values)
+    runs = CandidateRuns(log_joint, log_joint.conditional, run_mode, uncovered_latents=(), fixed_values=log_joint.values)
     try:
         return runs.log_probs(words), runs.most_dims
     except Exception as error:
         return error, runs.most_dims
 
 
-def _difference(found: Mapping[str, Tensor] | Exception, expected: Mapping[str, Tensor] | Exception) -> str | None:
+def _difference(actual: Mapping[str, Tensor] | Exception, expected: Mapping[str, Tensor] | Exception) -> str | None:
     """Returns the first site with differing log probabilities.
 
     The name is empty for an error.
     """
-    if isinstance(found, Exception) or isinstance(expected, Exception):
+    if isinstance(actual, Exception) or isinstance(expected, Exception):
         return ""
     for name, value in expected.items():
-        other = found.get(name)
+        other = actual.get(name)
         if other is None or not _agree(other, value):
             return name
     return None
 
 
-def _agree(found: Tensor, expected: Tensor) -> bool:
-    if found.dim() != expected.dim() or any(one not in (1, size) for one, size in zip(found.shape, expected.shape, strict=True)):
+def _agree(actual: Tensor, expected: Tensor) -> bool:
+    if actual.dim() != expected.dim() or any(one not in (1, size) for one, size in zip(actual.shape, expected.shape, strict=True)):
         return False
-    finite = expected[expected.isfinite()].abs()
-    tolerance = 1e3 * torch.finfo(expected.dtype).eps * (1.0 + (float(finite.max()) if finite.numel() else 0.0))
-    return torch.allclose(found.expand(expected.shape), expected, rtol=0.0, atol=tolerance, equal_nan=True)
+    return torch.allclose(actual.expand(expected.shape), expected, rtol=0.0, atol=rounding_tolerance(expected), equal_nan=True)
 
 
 # --- saying where ---
@@ -270,11 +268,11 @@ def _user_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSumm
     return own[-1] if own else None
 
 
-def _warn(scoring: Scoring, where: traceback.FrameSummary | None, problem: str) -> None:
+def _warn(run_mode: RunMode, where: traceback.FrameSummary | None, problem: str) -> None:
     place = f"{where.filename}:{where.lineno}" if where is not None else "a line that cannot be told"
     source = linecache.getline(where.filename, where.lineno).strip() if where is not None and where.lineno is not None else ""
     idioms = [idiom for pattern, idiom in _IDIOMS if re.search(pattern, source)]
-    way = "by torch.func.vmap" if scoring == "vmap" else "one after the other"
+    way = "by torch.func.vmap" if run_mode == "vmap" else "one after the other"
     warnings.warn(
         f"the model does not take many states at once, so AutoTruncated scores them {way}, which is slower: at {place}"
         f"{f' ({source})' if source else ''}, {problem}. Fast would be {idioms[0] if idioms else _ANY_IDIOM}; "
@@ -296,15 +294,15 @@ def check_choice(vectorize: bool | None) -> None:
         )
 
 
-def scoring_for(
+def run_mode_for(
     vectorize: bool | None, call: Call, layout: Layout, *, conditional: Conditional | None, memory_budget: int | None
-) -> tuple[Scoring, bool]:
-    """What the user chose, or what the model allows; see :func:`find_scoring`."""
+) -> tuple[RunMode, bool]:
+    """What the user chose, or what the model allows; see :func:`choose_run_mode`."""
     scorer = LogJoint(call, layout, conditional=conditional, memory_budget=memory_budget)
-    layout.clamped = _clamped_sites(scorer) | _clamped_priors(scorer)
+    layout.clamped_sites = _clamped_sites(scorer) | _clamped_priors(scorer)
     if vectorize is not None:
         return ("together", True) if vectorize else ("singly", False)
-    return find_scoring(scorer)
+    return choose_run_mode(scorer)
 
 
 def _clamped_priors(log_joint: LogJoint) -> frozenset[str]:
@@ -314,7 +312,7 @@ def _clamped_priors(log_joint: LogJoint) -> frozenset[str]:
     """
     names = () if log_joint.device.type == "cpu" else log_joint.layout.sites
     certain = {name: certain_values(log_joint.nodes[name]["fn"]) for name in names}
-    return frozenset(name for name, found in certain.items() if found is not None and bool((found[0] | found[1]).any()))
+    return frozenset(name for name, flags in certain.items() if flags is not None and bool((flags[0] | flags[1]).any()))
 
 
 def _clamped_sites(log_joint: LogJoint) -> frozenset[str]:

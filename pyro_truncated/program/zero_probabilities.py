@@ -24,17 +24,18 @@ from pyro_truncated.program.sites import WRAPPERS, has_stock_density, unwrap
 _Formula = Callable[[Any, Tensor], Tensor | None]
 
 
-def exact_log_prob(fn: Any, value: Tensor, usual: Callable[[], Tensor]) -> Tensor:
+def exact_log_prob(fn: Any, value: Tensor, stock_log_prob: Callable[[], Tensor]) -> Tensor:
     """Returns the exact log probability of values in the support.
 
-    It is ``-inf`` where the probability is zero, and ``usual()`` where that says the same.
+    It is ``-inf`` where the probability is zero, and ``stock_log_prob()`` where that says the same.
 
     Where no single value is as improbable as the least that torch knows, none is impossible, and parameters need no look.
     """
     if value.device.type != "cpu" or not isinstance(unwrap(fn)[0], _OF_ONE_TRIAL):
         exact = log_prob_with_zeros(fn, value)
-        return usual() if exact is None else exact
-    log_prob = usual()
+        return stock_log_prob() if exact is None else exact
+    log_prob = stock_log_prob()
+    # Torch clamps probabilities to the rounding error; 0.01 nats are room for that of the logarithm.
     least = math.log(torch.finfo(log_prob.dtype).eps) + 0.01
     if log_prob.numel() and _is_within(log_prob, least, math.inf):
         return log_prob
@@ -59,7 +60,7 @@ def log_prob_with_zeros(fn: Any, value: Tensor) -> Tensor | None:
     Returns:
         One number for each entry of the batch, or ``None``.
     """
-    return _through_wrappers(fn, value, _entry_log_prob)
+    return _apply_to_entries(fn, value, _entry_log_prob)
 
 
 def _entry_log_prob(fn: Any, value: Tensor) -> Tensor | None:
@@ -67,7 +68,7 @@ def _entry_log_prob(fn: Any, value: Tensor) -> Tensor | None:
     return None if formula is None else formula(fn, value)
 
 
-def _through_wrappers(fn: Any, value: Tensor, entry_formula: _Formula) -> Tensor | None:
+def _apply_to_entries(fn: Any, value: Tensor, entry_formula: _Formula) -> Tensor | None:
     """Returns what is said of single entries in the batch's shape.
 
     It is summed over events, without masked entries. Of classes with a density of their own nothing is said: it knows best.
@@ -76,15 +77,15 @@ def _through_wrappers(fn: Any, value: Tensor, entry_formula: _Formula) -> Tensor
         return None
     if not isinstance(fn, WRAPPERS):
         return entry_formula(fn, value)
-    found = _through_wrappers(fn.base_dist, value, entry_formula)
-    if found is None:
+    entries = _apply_to_entries(fn.base_dist, value, entry_formula)
+    if entries is None:
         return None
     if isinstance(fn, MaskedDistribution):
-        return torch.where(torch.as_tensor(fn._mask, device=found.device), found, 0)
+        return torch.where(torch.as_tensor(fn._mask, device=entries.device), entries, 0)
     if isinstance(fn, ExpandedDistribution):
-        return found.expand(torch.broadcast_shapes(found.shape, fn.batch_shape))
-    found = found.expand(torch.broadcast_shapes(found.shape, fn.base_dist.batch_shape))
-    return found.flatten(-fn.reinterpreted_batch_ndims).sum(-1) if fn.reinterpreted_batch_ndims else found
+        return entries.expand(torch.broadcast_shapes(entries.shape, fn.batch_shape))
+    entries = entries.expand(torch.broadcast_shapes(entries.shape, fn.base_dist.batch_shape))
+    return entries.flatten(-fn.reinterpreted_batch_ndims).sum(-1) if fn.reinterpreted_batch_ndims else entries
 
 
 def certain_values(fn: Any) -> tuple[Tensor, Tensor] | None:
@@ -106,7 +107,7 @@ def impossible_entries(fn: Any, value: Tensor) -> Tensor | None:
 
     They are counted by batch entry; it is ``None`` for families that torch does not clamp.
     """
-    return _through_wrappers(fn, value, _impossible)
+    return _apply_to_entries(fn, value, _impossible)
 
 
 def _impossible(fn: Any, value: Tensor) -> Tensor | None:
@@ -143,13 +144,13 @@ class _Probability:
 
         The other one is computed from it when first asked for.
         """
-        known = [name for name in vars(fn) if name in (probs, logits)]
-        given = next((name for name in known if vars(fn).get("_param") is vars(fn)[name]), known[0])
-        if len(known) == 2 and given == logits:
+        names = [name for name in vars(fn) if name in (probs, logits)]
+        own_name = next((name for name in names if vars(fn).get("_param") is vars(fn)[name]), names[0])
+        if len(names) == 2 and own_name == logits:
             # Expanded after both were known, which makes torch forget which was given: it clamps logits that it computes.
             most = 0.01 - math.log(torch.finfo(vars(fn)[logits].dtype).eps)
-            given = probs if _is_within(vars(fn)[logits], -most, most) else logits
-        return cls(once(vars(fn)[given]), "probs" if given == probs else "logits")
+            own_name = probs if _is_within(vars(fn)[logits], -most, most) else logits
+        return cls(once(vars(fn)[own_name]), "probs" if own_name == probs else "logits")
 
     @property
     def _ends(self) -> tuple[float, float]:
@@ -171,8 +172,8 @@ class _Probability:
         """Logarithms of it and of one minus it."""
         if self.name == "logits":
             return logsigmoid(self.value), logsigmoid(-self.value)
-        clamped, (is_zero, is_one) = clamp_probs(self.value), self.certain
-        return clamped.log().masked_fill(is_zero, -math.inf), (-clamped).log1p().masked_fill(is_one, -math.inf)
+        probs, (is_zero, is_one) = clamp_probs(self.value), self.certain
+        return probs.log().masked_fill(is_zero, -math.inf), (-probs).log1p().masked_fill(is_one, -math.inf)
 
 
 def _may_reach(parameter: Tensor, low: float, high: float) -> bool:
@@ -216,9 +217,9 @@ def _categorical(fn: Any, value: Tensor) -> Tensor | None:
     masses = _log_masses(fn)
     if masses is None:
         return None
-    chosen = value.long().unsqueeze(-1)
-    shape = torch.broadcast_shapes(chosen.shape[:-1], masses.shape[:-1])
-    return masses.expand(*shape, -1).gather(-1, chosen.expand(*shape, 1)).squeeze(-1)
+    index = value.long().unsqueeze(-1)
+    shape = torch.broadcast_shapes(index.shape[:-1], masses.shape[:-1])
+    return masses.expand(*shape, -1).gather(-1, index.expand(*shape, 1)).squeeze(-1)
 
 
 def _one_hot(fn: Any, value: Tensor) -> Tensor | None:
@@ -245,30 +246,30 @@ def _with_certain(fn: Any, value: Tensor, low: Tensor | float | None, high: Tens
 
 
 def _mixture(fn: Any, value: Tensor) -> Tensor | None:
-    padded = value.unsqueeze(value.dim() - len(fn.event_shape))
-    masses, of_components = _log_masses(fn.mixture_distribution), log_prob_with_zeros(fn.component_distribution, padded)
-    if masses is None and of_components is None:
+    column = value.unsqueeze(value.dim() - len(fn.event_shape))
+    masses, component_log_prob = _log_masses(fn.mixture_distribution), log_prob_with_zeros(fn.component_distribution, column)
+    if masses is None and component_log_prob is None:
         return None
     masses = fn.mixture_distribution.logits.log_softmax(-1) if masses is None else masses
-    of_components = fn.component_distribution.log_prob(padded) if of_components is None else of_components
-    return (of_components + masses).logsumexp(-1)
+    component_log_prob = fn.component_distribution.log_prob(column) if component_log_prob is None else component_log_prob
+    return (component_log_prob + masses).logsumexp(-1)
 
 
 def _zero_inflated(fn: Any, value: Tensor) -> Tensor | None:
     gate, others = _Probability.from_distribution(fn, "gate", "gate_logits"), log_prob_with_zeros(fn.base_dist, value)
     if others is None and not gate.may_be_certain:
         return None
-    inflated, usual = gate.logs
+    log_gate, usual = gate.logs
     log_prob = usual + (fn.base_dist.log_prob(value) if others is None else others)
-    return torch.where(value == 0, torch.logaddexp(inflated.expand_as(log_prob), log_prob), log_prob)
+    return torch.where(value == 0, torch.logaddexp(log_gate.expand_as(log_prob), log_prob), log_prob)
 
 
 def _either(fn: Any, value: Tensor) -> Tensor | None:
     parts = [log_prob_with_zeros(part, value) for part in (fn.component0, fn.component1)]
     if all(part is None for part in parts):
         return None
-    known = [kind.log_prob(value) if part is None else part for part, kind in zip(parts, (fn.component0, fn.component1), strict=True)]
-    return torch.where(fn.mask, known[1], known[0])
+    log_probs = [kind.log_prob(value) if part is None else part for part, kind in zip(parts, (fn.component0, fn.component1), strict=True)]
+    return torch.where(fn.mask, log_probs[1], log_probs[0])
 
 
 # Counts have more than one way to come about, so that their least probabilities are larger.

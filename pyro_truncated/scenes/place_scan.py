@@ -309,7 +309,7 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         self._images: Tensor | None = None
         self._influence: Tensor | None = None
         self._targets: Tensor | None = None
-        self._visits, self._has_drawn = 0, False
+        self._visits, self._drew_seed = 0, False
 
     def _regression_data(self, batch: SearchBatch) -> Tensor:
         if self.site not in batch.observations:
@@ -319,7 +319,7 @@ class PlaceRegression(LearnedAffinity[Candidates]):
     def _knows(self, data: Tensor, batch: SearchBatch) -> bool:
         return self._images is data or (self._images is not None and torch.equal(self._images, data))
 
-    def _predict_known(self, data: Tensor, batch: SearchBatch) -> Candidates:
+    def _predict_from_others(self, data: Tensor, batch: SearchBatch) -> Candidates:
         assert self._influence is not None
         return self._candidates(self._influence if batch.population.indices is None else self._influence[batch.population.indices])
 
@@ -368,15 +368,15 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         if self.regression is None:
             self._images, self._first_position, self._is_spread = data, batch.first_position, batch.is_spread
             self.regression = self._new_regression()
-        self._has_drawn = self._visits % self.refit_every == 0
-        if self._has_drawn:
+        self._drew_seed = self._visits % self.refit_every == 0
+        if self._drew_seed:
             self._fit(self.regression, self._targets, ops.draw_seed(batch.source(self.generator)))
             self._influence = None
         self._visits += 1
         if self._influence is None:
             influence = self._new_influence(self.regression, slice(first, first + len(data)))
             # Places beside one often have the same score: its last bits, which depend on how many images are here, must not decide.
-            self._influence = influence if self._has_met else influence.float()
+            self._influence = influence if self._knows_all else influence.float()
 
     def _smooth(self, entries: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Spreads targets over the places beside, on the grid of all places."""

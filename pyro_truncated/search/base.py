@@ -113,7 +113,8 @@ def flat_observations(batch: SearchBatch) -> Tensor:
     size = len(batch.population)
     parts = [value.reshape(size, math.prod(value.shape[1:])).double() for value in batch.observations.values() if len(value) == size]
     if not parts:
-        raise ValueError("there is no observed site with one value per data point to regress on; give inputs")
+        shapes = {name: tuple(value.shape) for name, value in batch.observations.items()}
+        raise ValueError(f"there is no observed site with one value per data point to regress on; give inputs. Shapes are {shapes}.")
     return torch.cat(parts, 1)
 
 
@@ -184,7 +185,7 @@ class Search(ReprFromArguments, Stateful, abc.ABC):
 
     def max_proposals(self, num_states: int) -> int:
         """Returns roughly how many states it proposes per data point."""
-        return max(256, 4 * num_states)
+        return max(256, 4 * num_states)  # an estimate, for blocks that fit into memory
 
     def check_space(self, space: StateSpace) -> None:
         """Refuses a space in which the search can propose nothing.
@@ -228,9 +229,9 @@ def check_search(search: object, advice: str | None = None) -> None:
         TypeError: saying what it is.
     """
     if not isinstance(search, Search):
-        given = repr(search) if isinstance(search, type) else f"a {type(search).__name__}"
+        kind = repr(search) if isinstance(search, type) else f"a {type(search).__name__}"
         hint = "" if advice is None else f"; {advice}"
-        raise TypeError(f"search must be a pyro_truncated search, such as EvolutionarySearch(); got {given}{hint}")
+        raise TypeError(f"search must be a pyro_truncated search, such as EvolutionarySearch(); got {kind}{hint}")
 
 
 def forget(part: object) -> None:

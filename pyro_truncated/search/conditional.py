@@ -51,17 +51,17 @@ class Moves:
         """The states one move away from packed states ``(N, P, W)``, ``(N, P * M, W)``."""
         return self.apply(words, torch.arange(self.count, device=words.device).expand(*words.shape[:2], -1))[0].flatten(1, 2)
 
-    def apply(self, words: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    def apply(self, words: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         """Applies moves ``(N, P, m)`` to packed states ``(N, P, W)``.
 
         Returns new states ``(N, P, m, W)`` and new values ``(N, P, m)``.
         """
-        word, shift = self.word[chosen], self.shift[chosen]
-        old = (words.gather(-1, word) >> shift) & self.mask[chosen]
-        new = torch.remainder(old + self.step[chosen], self.cardinality[chosen])
-        moved = words.unsqueeze(2).repeat(1, 1, chosen.shape[-1], 1)
-        moved.scatter_add_(3, word.unsqueeze(-1), ((new - old) << shift).unsqueeze(-1))
-        return moved, new
+        word, shift = self.word[index], self.shift[index]
+        old = (words.gather(-1, word) >> shift) & self.mask[index]
+        new = torch.remainder(old + self.step[index], self.cardinality[index])
+        neighbours = words.unsqueeze(2).repeat(1, 1, index.shape[-1], 1)
+        neighbours.scatter_add_(3, word.unsqueeze(-1), ((new - old) << shift).unsqueeze(-1))
+        return neighbours, new
 
 
 class ConditionalSearch(Search):
@@ -125,29 +125,29 @@ class ConditionalSearch(Search):
         share = int(0.4 * size)
         num_parents = max(2, share // moves.count)
         num_moves = max(1, min(moves.count, share // num_parents))
-        changed = num_parents + share
+        num_changed = num_parents + share
         choices = num_parents * moves.count if num_moves < moves.count else 0
-        ops.draw_ahead([changed, changed, 5 * changed, changed, 2 * changed, *([choices] if choices else [])], **draws)
-        before, others = (_members(population, changed, draws) for _ in range(2))
+        ops.draw_ahead([num_changed, num_changed, 5 * num_changed, num_changed, 2 * num_changed, *([choices] if choices else [])], **draws)
+        before, others = (_members(population, num_changed, draws) for _ in range(2))
         after = _change_states(before, others, space, draws)
         # Half of the parents are states of the population themselves.
         after[:, : num_parents // 2] = before[:, : num_parents // 2]
         before, parents = before[:, :num_parents], after[:, :num_parents]
         shape = (*parents.shape[:2], moves.count)
         if choices:
-            chosen = ops.uniform(shape=shape[1:], **draws).topk(num_moves, -1).indices
+            index = ops.uniform(shape=shape[1:], **draws).topk(num_moves, -1).indices
         else:
-            chosen = torch.arange(moves.count, device=parents.device).expand(shape)
-        moved, value = moves.apply(parents, chosen)
-        scored = batch.evaluate(torch.cat([after, moved.flatten(1, 2)], 1))
-        scores = scored.log_joint.clamp(min=-1e30)  # of impossible states, for differences
-        gain = scores[:, changed:].view(chosen.shape) - scores[:, :num_parents, None]
-        table = _conditionals(before, parents, gain, moves.latent[chosen], value, space)
-        each = max(1, (size - scored.num_states) // num_parents)
+            index = torch.arange(moves.count, device=parents.device).expand(shape)
+        neighbours, value = moves.apply(parents, index)
+        candidates = batch.evaluate(torch.cat([after, neighbours.flatten(1, 2)], 1))
+        scores = candidates.log_joint.clamp(min=-1e30)  # of impossible states, for differences
+        gain = scores[:, num_changed:].view(index.shape) - scores[:, :num_parents, None]
+        table = _conditionals(before, parents, gain, moves.latent[index], value, space)
+        each = max(1, (size - candidates.num_states) // num_parents)
         # Every parent of a data point is a data point of its own to what draws for it.
         draws["rows"] = (draws["rows"].unsqueeze(1) * num_parents + torch.arange(num_parents, device=table.device)).flatten()
-        drawn = ops.draw_values(table, each, space.fields, **draws).view(len(population), -1, space.num_words)
-        return join([scored, batch.evaluate(drawn)])
+        samples = ops.draw_values(table, each, space.fields, **draws).view(len(population), -1, space.num_words)
+        return join([candidates, batch.evaluate(samples)])
 
 
 def _members(population: Population, count: int, draws: dict[str, Any]) -> Tensor:
@@ -161,12 +161,12 @@ def _members(population: Population, count: int, draws: dict[str, Any]) -> Tenso
 def _change_states(words: Tensor, others: Tensor, space: StateSpace, draws: dict[str, Any]) -> Tensor:
     """Returns states ``(N, C, W)`` with one latent changed, or a run.
 
-    No state stays what it was.
+    A quarter has one latent changed, and no state stays what it was.
     """
-    replaced = _replace_runs(words, others, space, draws)
+    runs = _replace_runs(words, others, space, draws)
     single = ops.uniform(shape=words.shape[1:2], **draws) < 0.25
-    single |= (replaced == words).all(-1)
-    return torch.where(single.unsqueeze(-1), ops.flip_random(words, space.fields, **draws), replaced)
+    single |= (runs == words).all(-1)
+    return torch.where(single.unsqueeze(-1), ops.flip_random(words, space.fields, **draws), runs)
 
 
 def _conditionals(before: Tensor, parents: Tensor, gain: Tensor, latent: Tensor, value: Tensor, space: StateSpace) -> Tensor:
@@ -208,9 +208,9 @@ def _replace_runs(words: Tensor, others: Tensor, space: StateSpace, draws: dict[
     length = (uniform[1] * math.log(space.num_latents + 1)).exp().long()
     value = (uniform[2] * len(constant)).long().clamp(max=len(constant) - 1)
     inside = first[(start + length).clamp(max=space.num_latents)] & ~first[start]
-    moved = others if len(set(space.cardinalities)) > 1 else _translate(others, _distance(uniform[3], space), space)
+    translation = others if len(set(space.cardinalities)) > 1 else _translate(others, _distance(uniform[3], space), space)
     kind = uniform[4].unsqueeze(-1)
-    new = torch.where(kind < 0.4, constant[value], torch.where(kind < 0.8, moved, others))
+    new = torch.where(kind < 0.4, constant[value], torch.where(kind < 0.8, translation, others))
     return (words & ~inside) | (new & inside)
 
 
@@ -232,13 +232,13 @@ def _translate(words: Tensor, distance: Tensor, space: StateSpace) -> Tensor:
     jump = distance.div(per_word, rounding_mode="floor").unsqueeze(-1)
     shift = (distance.unsqueeze(-1) - jump * per_word) * width
     # A word of zeros at either end stands for all words beyond it.
-    padded = torch.nn.functional.pad(words, (1, 1))
+    extended = torch.nn.functional.pad(words, (1, 1))
     place = torch.arange(1, words.shape[-1] + 1, device=words.device) + jump
-    low, high = (padded.gather(-1, (place + i).clamp(0, words.shape[-1] + 1)) for i in (0, 1))
-    used = -1 if per_word * width == WORD_BITS else (1 << (per_word * width)) - 1
+    low, high = (extended.gather(-1, (place + i).clamp(0, words.shape[-1] + 1)) for i in (0, 1))
+    valid_bits = -1 if per_word * width == WORD_BITS else (1 << (per_word * width)) - 1
     # What comes in from above when a negative word is shifted down is cut off, by a mask without shifts of 64.
-    kept = ~(-1 << (per_word * width - 1 - shift) << 1)
-    return (((low >> shift) & kept) | (high << (per_word * width - shift - 1) << 1)) & used
+    low_bits = ~(-1 << (per_word * width - 1 - shift) << 1)
+    return (((low >> shift) & low_bits) | (high << (per_word * width - shift - 1) << 1)) & valid_bits
 
 
 @functools.lru_cache(maxsize=16)

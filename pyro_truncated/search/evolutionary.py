@@ -177,8 +177,8 @@ class EvolutionarySearch(Search):
             # Siblings may be equal; without this, a state with many copies would be its own partner.
             fitness = fitness.masked_fill(ops.find_duplicates(pool.words), -math.inf)
         num_parents = min(self.parents, pool.num_states)
-        chosen = ops.select_parents(fitness, num_parents, by_fitness=self.selection == "fitparents", **draws)
-        parents = pool.take(chosen)
+        index = ops.select_parents(fitness, num_parents, by_fitness=self.selection == "fitparents", **draws)
+        parents = pool.take(index)
         if not self.crossover or num_parents < 2 or space.num_latents < 2:
             return self._mutate(parents.repeat_interleave(self.children, 1), space, target, draws)
         return self._mutate(ops.cross(parents, space.fields, **draws), space, target, draws)

@@ -49,9 +49,9 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
     _takes_minibatches: ClassVar[bool] = True
 
     regression: LeaveOneOutRegression | None
-    _is_of_new_data: bool
+    _has_new_data: bool
     # Whether it drew a seed when it took in the last batch.
-    _has_drawn: bool = True
+    _drew_seed: bool = True
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
         self.generator = generator
@@ -65,15 +65,15 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
         """
         data = self._regression_data(batch)
         if batch.is_met:
-            return self._predict_met(data, batch)
-        knows = self.regression is not None and not self._is_of_new_data
+            return self._predict_after_meeting(data, batch)
+        knows = self.regression is not None and not self._has_new_data
         if (batch.is_new and knows) or not (self._takes_minibatches or batch.population.indices is None):
             return self._predict_new(data)
         if self.regression is not None and not self._knows(data, batch):
             self.forget()
-        self._is_of_new_data = batch.is_new
+        self._has_new_data = batch.is_new
         self._take_in(data, batch)
-        return self._predict_known(data, batch)
+        return self._predict_from_others(data, batch)
 
     def meet(self, batch: SearchBatch) -> None:
         """Learns from all data searched at a time, of shards together.
@@ -81,19 +81,19 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
         All processes learn the same.
         """
         data, everyone = self._regression_data(batch), gather_function(batch)
-        if batch.is_new and self.regression is not None and not self._is_of_new_data:
+        if batch.is_new and self.regression is not None and not self._has_new_data:
             return
         if self.regression is not None and not all(everyone(self._knows(data, batch))):
             self.forget()
-        self._is_of_new_data = batch.is_new
-        self._has_met = all(everyone(self._takes_minibatches or batch.population.indices is None))
-        if self._has_met:
+        self._has_new_data = batch.is_new
+        self._knows_all = all(everyone(self._takes_minibatches or batch.population.indices is None))
+        if self._knows_all:
             self._take_in(data, batch)
 
     def forget(self) -> None:
         """Forgets all data and fits; a given kernel keeps its parameters."""
         self.regression = None
-        self._is_of_new_data = self._has_met = self._is_spread = False
+        self._has_new_data = self._knows_all = self._is_spread = False
         # Where the rows of this process are among those remembered by all.
         self._first_position = 0
 
@@ -106,7 +106,7 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
             return super().state_dict()
         where = {"first_position": self._first_position, "is_spread": self._is_spread}
         memory, regression = {**self._memory_state(), **where}, self.regression.state_dict()
-        return {**super().state_dict(), "is_of_new_data": self._is_of_new_data, "memory": memory, "regression": regression}
+        return {**super().state_dict(), "is_of_new_data": self._has_new_data, "memory": memory, "regression": regression}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores an affinity with the same arguments.
@@ -116,7 +116,7 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
         self.forget()
         super().load_state_dict(state)
         if "regression" in state:
-            memory, self._is_of_new_data = state["memory"], bool(state["is_of_new_data"])
+            memory, self._has_new_data = state["memory"], bool(state["is_of_new_data"])
             self._first_position, self._is_spread = memory["first_position"], memory["is_spread"]
             self.regression = self._remember(memory, state["regression"])
 
@@ -132,17 +132,17 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
     def _take_in(self, data: Tensor, batch: SearchBatch) -> None:
         """Stores the posteriors of a batch, and fits if due."""
 
-    def _predict_met(self, data: Tensor, batch: SearchBatch) -> T:
+    def _predict_after_meeting(self, data: Tensor, batch: SearchBatch) -> T:
         """Predicts met data points, or those of which it could not learn."""
-        if not self._has_met or (batch.is_new and not self._is_of_new_data):
+        if not self._knows_all or (batch.is_new and not self._has_new_data):
             return self._predict_new(data)
-        if self._has_drawn:
+        if self._drew_seed:
             # The seed that it has fitted with: what comes after it is drawn as if it had learned here.
             ops.draw_seed(batch.source(self.generator))
-        return self._predict_known(data, batch)
+        return self._predict_from_others(data, batch)
 
     @abc.abstractmethod
-    def _predict_known(self, data: Tensor, batch: SearchBatch) -> T:
+    def _predict_from_others(self, data: Tensor, batch: SearchBatch) -> T:
         """Predicts each data point of a batch from the others."""
 
     @abc.abstractmethod
@@ -173,7 +173,7 @@ class ReplayMemory:
         self.inputs, self.marginals, self.visits = inputs, marginals, visits
 
     @classmethod
-    def like(cls, inputs: Tensor, marginals: Tensor) -> ReplayMemory:
+    def empty_like(cls, inputs: Tensor, marginals: Tensor) -> ReplayMemory:
         """An empty memory for data points of the kind."""
         return cls(inputs[:0], marginals[:0], torch.zeros(0, dtype=torch.int64, device=inputs.device))
 
@@ -184,10 +184,10 @@ class ReplayMemory:
         if is_larger or sizes[0] != sizes[1] or inputs.device != self.inputs.device:
             return False
         rows = batch_rows(inputs, indices)
-        met = (rows < len(self.visits)).nonzero().squeeze(-1)
-        met = met[self.visits[rows[met]] > 0]
-        known, given = self.inputs[rows[met]].nan_to_num(nan=math.inf), inputs[met].nan_to_num(nan=math.inf)
-        return torch.equal(known, given)
+        positions = (rows < len(self.visits)).nonzero().squeeze(-1)
+        positions = positions[self.visits[rows[positions]] > 0]
+        remembered, current = self.inputs[rows[positions]].nan_to_num(nan=math.inf), inputs[positions].nan_to_num(nan=math.inf)
+        return torch.equal(remembered, current)
 
     def store(self, inputs: Tensor, marginals: Tensor, indices: Tensor | None) -> Tensor:
         """Takes in a batch; returns where its rows are."""
@@ -374,13 +374,13 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
     def _take_in(self, data: Tensor, batch: SearchBatch) -> None:
         marginals = _marginals(batch)
         if self._memory is None:
-            self._memory = ReplayMemory.like(data, marginals)
+            self._memory = ReplayMemory.empty_like(data, marginals)
         rows = self._memory.store(data, marginals, batch.population.indices)
         visit = max(gather_function(batch)(int(self._memory.visits[rows].amax()) if len(rows) else 0))
         self._train(visit, ops.draw_seed(batch.source(self.generator)), batch)
         self._shared.take(self._memory.marginals[self._trained_on])
 
-    def _predict_known(self, data: Tensor, batch: SearchBatch) -> Tensor:
+    def _predict_from_others(self, data: Tensor, batch: SearchBatch) -> Tensor:
         return self._predict(data, batch_rows(data, batch.population.indices))
 
     def _predict_new(self, data: Tensor) -> Tensor:
@@ -391,8 +391,8 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         is_trained_on = torch.zeros_like(self._memory.visits, dtype=torch.bool)
         is_trained_on[self._trained_on] = True
         rows = {"inputs": self._memory.inputs, "marginals": self._memory.marginals, "visits": self._memory.visits}
-        fitted = {"centre": self._centre, "num_trained": self._num_trained, "last_fit": self._last_fit, "seed": self._seed}
-        return {"rows": {**rows, "is_trained_on": is_trained_on}, **fitted}
+        settings = {"centre": self._centre, "num_trained": self._num_trained, "last_fit": self._last_fit, "seed": self._seed}
+        return {"rows": {**rows, "is_trained_on": is_trained_on}, **settings}
 
     def _remember(self, memory: Mapping[str, Any], regression: Mapping[str, Any]) -> LeaveOneOutRegression:
         rows = memory["rows"]
@@ -401,11 +401,11 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         for name in ("centre", "num_trained", "last_fit", "seed"):
             setattr(self, f"_{name}", memory[name])
         inputs = _fill(self._gather_training(self._memory.inputs, self._trained_on), self._centre)
-        found = LeaveOneOutRegression(inputs, self.kernel, self.rank, pivots=self.pivots)
-        found.load_state_dict(regression)
-        self._share(found)
+        result = LeaveOneOutRegression(inputs, self.kernel, self.rank, pivots=self.pivots)
+        result.load_state_dict(regression)
+        self._share(result)
         self._shared.take(self._memory.marginals[self._trained_on])
-        return found
+        return result
 
     def _regression_data(self, batch: SearchBatch) -> Tensor:
         size, indices = len(batch.population), batch.population.indices
@@ -429,21 +429,22 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
     def _train(self, visit: int, seed: int, batch: SearchBatch) -> None:
         """Fits anew when due, or when the data met have doubled."""
         assert self._memory is not None
-        met = (self._memory.visits > 0).nonzero().squeeze(-1)
-        number = sum(gather_function(batch)(len(met)))
+        rows = (self._memory.visits > 0).nonzero().squeeze(-1)
+        number = sum(gather_function(batch)(len(rows)))
         due = self.regression is None or visit - self._last_fit >= self.refit_every
         if not due and number < 2 * self._num_trained:
             return
         self._first_position, self._is_spread, self._seed = batch.first_position, batch.is_spread, seed
-        inputs, marginals = (self._gather_training(values, met) for values in (self._memory.inputs, self._memory.marginals))
+        inputs, marginals = (self._gather_training(values, rows) for values in (self._memory.inputs, self._memory.marginals))
+        # Before the first fit the noise variance is taken for a tenth.
         kernel, noise = (self.kernel, 0.1) if self.regression is None else (self.regression.kernel, float(self.regression.noise))
         self._centre = inputs.nanmean(0).nan_to_num(nan=0.0)
         generator = torch.Generator().manual_seed(seed)
-        filled = _fill(inputs, self._centre)
-        self.regression = LeaveOneOutRegression(filled, kernel, self.rank, noise=noise, pivots=self.pivots, generator=generator)
-        few = torch.randperm(len(inputs), generator=generator)[: self.max_fit].to(met.device)
+        training_inputs = _fill(inputs, self._centre)
+        self.regression = LeaveOneOutRegression(training_inputs, kernel, self.rank, noise=noise, pivots=self.pivots, generator=generator)
+        few = torch.randperm(len(inputs), generator=generator)[: self.max_fit].to(rows.device)
         self.regression.fit(marginals, self.fit_steps, rows=few)
-        self._trained_on, self._num_trained, self._last_fit = met, number, visit
+        self._trained_on, self._num_trained, self._last_fit = rows, number, visit
         self._share(self.regression)
 
     def _gather_training(self, values: Tensor, rows: Tensor) -> Tensor:
@@ -455,9 +456,9 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
     def _share(self, regression: LeaveOneOutRegression) -> None:
         """Gives each of several processes the predictions of its data points."""
         assert self._memory is not None
-        shared = GatheredRegression if self.rank is None else LowRankRegression
+        kind = GatheredRegression if self.rank is None else LowRankRegression
         own = _fill(self._memory.inputs[self._trained_on], self._centre)
-        self._shared = (shared if self._is_spread else OwnRegression)(regression, own)
+        self._shared = (kind if self._is_spread else OwnRegression)(regression, own)
 
     def _predict(self, inputs: Tensor, rows: Tensor) -> Tensor:
         """Returns leave-one-out means for training rows, else predictions (-1)."""
@@ -611,7 +612,7 @@ class LearnedFlips(AffinitySearch):
         return batch.evaluate(children)
 
     def _flips(self, batch: SearchBatch, disagreement: Tensor) -> Tensor:
-        """What is flipped, zeros and ones ``(N, children, H)``, in proportion to the disagreement."""
+        """Draws flips ``(N, children, H)`` of up to eight latents, by disagreement."""
         draws, num_latents = batch.draws(self.generator), disagreement.shape[-1]
         # The largest of independently perturbed logarithms are a draw without replacement (Gumbel).
         noise = -ops.uniform(shape=(self.children, num_latents), **draws).double().clamp(min=1e-300).log()

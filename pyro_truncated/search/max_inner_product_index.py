@@ -24,36 +24,36 @@ class Effort:
     """How much :class:`MaxInnerProductIndex` looks at.
 
     Attributes:
-        few: number of functions up to which all are looked at.
+        max_exhaustive: number of functions up to which all are looked at.
         rows_per_function: data points per function below which all are looked at.
         first_groups: groups that are looked at first.
         groups: groups that are looked at for data points whose largest function is low.
         neighbours: functions that are largest where a function belongs, of each.
         depth: how many of the best functions have their neighbours looked at.
-        depth_where_known: the same where the best function is known.
+        known_depth: the same where the best function is known.
         parts: parts of a block of data points that look further in turn.
         smallest_part: data points of a part at least.
-        gaining: share of a part that must gain, for the next one to look further.
+        min_gaining_share: share of a part that must gain, for the next one to look further.
         first_part: the first data points are this part of a block.
-        most_looked: share of these that look further above which all others look at all groups at once.
+        max_looking_share: share of these that look further above which all others look at all groups at once.
         groups_for_neighbours: groups in which neighbours are looked for.
-        most_groups: share of all groups above which neighbours are looked for everywhere.
+        max_group_share: share of all groups above which neighbours are looked for everywhere.
     """
 
-    few: int = 3000
+    max_exhaustive: int = 3000
     rows_per_function: int = 10
     first_groups: int = 2
     groups: int = 16
     neighbours: int = 32
     depth: int = 2
-    depth_where_known: int = 1
+    known_depth: int = 1
     parts: int = 32
     smallest_part: int = 256
-    gaining: float = 0.02
+    min_gaining_share: float = 0.02
     first_part: int = 8
-    most_looked: float = 0.5
+    max_looking_share: float = 0.5
     groups_for_neighbours: int = 60
-    most_groups: float = 0.3
+    max_group_share: float = 0.3
 
 
 class MaxInnerProductIndex:
@@ -110,7 +110,7 @@ class MaxInnerProductIndex:
         self.coefficients, self.features = coefficients, features
         self._find_group, self._find_offset = group, offset
         self._looks_at_all: bool | None = None
-        self.are_few = len(coefficients) <= self.EFFORT.few or num_data < self.EFFORT.rows_per_function * len(coefficients)
+        self.are_few = len(coefficients) <= self.EFFORT.max_exhaustive or num_data < self.EFFORT.rows_per_function * len(coefficients)
 
     def query(self, features: Tensor, number: int, known: Tensor | None = None) -> Tensor:
         """Returns the ``number`` largest functions at features ``(N, F)``.
@@ -132,15 +132,15 @@ class MaxInnerProductIndex:
         if check_count("number", number) > len(self.coefficients):
             raise ValueError(f"number must be at most {len(self.coefficients)}, as there are functions; got {number}")
         known = None if known is None else self._check(known, features)
-        if self.are_few or not self._are_apart(number):
+        if self.are_few or not self._groups_suffice(number):
             return max_inner_products(features, self.coefficients, number)[1]
         if known is None:
             return self._search(features, number)
         first = self._search_first_groups(features, number)
-        is_held = (known == first[1][:, :1]).any(1)
-        held, lacking, index = is_held.nonzero()[:, 0], (~is_held).nonzero()[:, 0], torch.empty_like(first[1])
-        index[held] = self._follow(features[held], _select(first, held), self.EFFORT.depth_where_known, known[held])[1]
-        index[lacking], _ = self._search_in_stages(features[lacking], _select(first, lacking), known[lacking])
+        is_hit = (known == first[1][:, :1]).any(1)
+        hits, misses, index = is_hit.nonzero()[:, 0], (~is_hit).nonzero()[:, 0], torch.empty_like(first[1])
+        index[hits] = self._follow(features[hits], _select(first, hits), self.EFFORT.known_depth, known[hits])[1]
+        index[misses], _ = self._search_in_stages(features[misses], _select(first, misses), known[misses])
         return index
 
     def offset(self, features: Tensor) -> Tensor | None:
@@ -162,7 +162,7 @@ class MaxInnerProductIndex:
         if self._looks_at_all is None:
             some, rest = features.tensor_split([max(self.EFFORT.smallest_part, len(features) // self.EFFORT.first_part)])
             index, share = self._search_in_stages(some, self._search_first_groups(some, number))
-            self._looks_at_all = share > self.EFFORT.most_looked if len(rest) else None
+            self._looks_at_all = share > self.EFFORT.max_looking_share if len(rest) else None
             return torch.cat([index, self._search(rest, number)]) if len(rest) else index
         if self._looks_at_all:
             return self._follow(features, self._search_groups(features, number, self.EFFORT.groups), self.EFFORT.depth)[1]
@@ -174,44 +174,44 @@ class MaxInnerProductIndex:
         Also returns the share that took more groups.
         """
         value, index = self._follow(features, first, self.EFFORT.depth, known)
-        offset, looked = self.offset(features), 0
+        offset, num_rows = self.offset(features), 0
         order = (value[:, 0] if offset is None else value[:, 0] + offset).argsort()
         for rows in order.split(max(self.EFFORT.smallest_part, -(-len(order) // self.EFFORT.parts))):
             best, some = index[rows, 0], features[rows]
             more = self._search_groups(some, first[1].shape[1], self.EFFORT.groups)
             index[rows] = self._follow(some, more, self.EFFORT.depth, index[rows])[1]
-            looked += len(rows)
-            if (index[rows, 0] != best).sum() < self.EFFORT.gaining * len(rows):
+            num_rows += len(rows)
+            if (index[rows, 0] != best).sum() < self.EFFORT.min_gaining_share * len(rows):
                 break
-        return index, looked / max(1, len(order))
+        return index, num_rows / max(1, len(order))
 
-    def _follow(self, features: Tensor, found: TopProducts, depth: int, known: Tensor | None = None) -> TopProducts:
-        return follow_neighbours(features, self.coefficients, self._neighbours, *found, depth, known)
+    def _follow(self, features: Tensor, products: TopProducts, depth: int, known: Tensor | None = None) -> TopProducts:
+        return follow_neighbours(features, self.coefficients, self._neighbours, *products, depth, known)
 
-    def _are_apart(self, number: int) -> bool:
+    def _groups_suffice(self, number: int) -> bool:
         """Whether the searched groups leave most functions out, yet hold enough."""
         sizes = self._sizes.sort().values
-        looked_at = min(self.EFFORT.groups, len(sizes))
-        return bool((looked_at * sizes[-1] < len(self.coefficients)) & (sizes[:looked_at].sum() >= max(number, self.EFFORT.neighbours)))
+        num_groups = min(self.EFFORT.groups, len(sizes))
+        return bool((num_groups * sizes[-1] < len(self.coefficients)) & (sizes[:num_groups].sum() >= max(number, self.EFFORT.neighbours)))
 
     def _search_first_groups(self, features: Tensor, number: int) -> TopProducts:
         """Searches two groups, or as many as surely hold enough functions."""
         too_few = int((self._sizes.sort().values.cumsum(0) < number).sum())
         return self._search_groups(features, number, max(self.EFFORT.first_groups, too_few + 1))
 
-    def _search_groups(self, features: Tensor, number: int, looked_at: int) -> TopProducts:
+    def _search_groups(self, features: Tensor, number: int, num_groups: int) -> TopProducts:
         """The largest of the groups that are largest on average."""
-        visited = max_inner_products(features, self._mean, min(looked_at, len(self._sizes)))[1]
-        return max_inner_products_in_groups(features, self.coefficients, self._group, len(self._sizes), visited, number)
+        groups = max_inner_products(features, self._mean, min(num_groups, len(self._sizes)))[1]
+        return max_inner_products_in_groups(features, self.coefficients, self._group, len(self._sizes), groups, number)
 
     @functools.cached_property
     def _group(self) -> Tensor:
         group, number = self._find_group(), len(self.coefficients)
         if group.shape != (number,) or group.dtype not in _INTEGERS:
             raise ValueError(f"group must be integers of shape ({number},); got {group.dtype}, {tuple(group.shape)}")
-        used = group.unique()
-        if not used.equal(torch.arange(len(used)).to(used)):
-            raise ValueError(f"groups must be numbered from 0, none left out; got {len(used)} from {int(used[0])} to {int(used[-1])}")
+        labels = group.unique()
+        if not labels.equal(torch.arange(len(labels)).to(labels)):
+            raise ValueError(f"groups must be numbered from 0, none left out; got {len(labels)} from {int(labels[0])} to {int(labels[-1])}")
         return group.long()
 
     @functools.cached_property
@@ -227,12 +227,12 @@ class MaxInnerProductIndex:
     @functools.cached_property
     def _neighbours(self) -> Tensor:
         """What is largest where each function belongs, ``(K, W)``."""
-        if self.EFFORT.most_groups * len(self._sizes) < self.EFFORT.groups_for_neighbours:
+        if self.EFFORT.max_group_share * len(self._sizes) < self.EFFORT.groups_for_neighbours:
             return max_inner_products(self.features, self.coefficients, self.EFFORT.neighbours)[1]
-        parts = self.features.split(2**14)
+        parts = self.features.split(2**14)  # to bound memory
         return torch.cat([self._search_groups(some, self.EFFORT.neighbours, self.EFFORT.groups_for_neighbours)[1] for some in parts])
 
 
-def _select(found: TopProducts, rows: Tensor) -> TopProducts:
+def _select(products: TopProducts, rows: Tensor) -> TopProducts:
     """Those of some data points."""
-    return found[0][rows], found[1][rows]
+    return products[0][rows], products[1][rows]

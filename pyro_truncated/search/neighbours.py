@@ -101,11 +101,11 @@ class NeighbourSearch(Search):
         best = batch.population.log_joint.topk(min(self.parents, own.shape[1])).indices
         near = lists[own.gather(1, best)].flatten(1)
         random = uniform_integers(batch.positions, batch.space.size, (self.num_random,), generator=batch.source(self.generator))
-        tried = torch.cat([near, random], 1)
-        found = batch.evaluate(batch.space.pack(tried.unsqueeze(-1)))
+        components = torch.cat([near, random], 1)
+        candidates = batch.evaluate(batch.space.pack(components.unsqueeze(-1)))
         if not batch.is_new:
-            self._learn(torch.cat([own, tried], 1), torch.cat([batch.population.log_joint, found.log_joint], 1))
-        return found
+            self._learn(torch.cat([own, components], 1), torch.cat([batch.population.log_joint, candidates.log_joint], 1))
+        return candidates
 
     def _lists(self, space: StateSpace, device: torch.device) -> Tensor:
         if self.neighbours is None or len(self.neighbours) != space.size:
@@ -121,14 +121,14 @@ class NeighbourSearch(Search):
         best, winner = scores.double().max(1, keepdim=True)
         pairs = components.gather(1, winner) * size + components
         distances = best - scores
-        told = distances.isfinite() & (components != components.gather(1, winner))
-        known = self._weight > 0
+        is_comparable = distances.isfinite() & (components != components.gather(1, winner))
+        is_listed = self._weight > 0
         first = torch.arange(size, device=pairs.device).unsqueeze(-1) * size + self.neighbours
-        pairs, where = torch.cat([first[known], pairs[told]]).unique(return_inverse=True)
+        pairs, where = torch.cat([first[is_listed], pairs[is_comparable]]).unique(return_inverse=True)
         # What earlier searches have seen counts half as much with every search.
-        weights = torch.cat([0.5 * self._weight[known], torch.ones_like(distances[told])])
+        weights = torch.cat([0.5 * self._weight[is_listed], torch.ones_like(distances[is_comparable])])
         total = torch.zeros(len(pairs), dtype=torch.float64, device=pairs.device)
-        mean = total.index_add(0, where, weights * torch.cat([self._distance[known], distances[told]]))
+        mean = total.index_add(0, where, weights * torch.cat([self._distance[is_listed], distances[is_comparable]]))
         total = total.index_add(0, where, weights)
         self._keep_nearest(pairs, mean / total, total)
 
@@ -141,8 +141,8 @@ class NeighbourSearch(Search):
         component = pairs[order] // size
         starts = torch.searchsorted(component, torch.arange(size, device=pairs.device))
         rank = torch.arange(len(order), device=pairs.device) - starts[component]
-        kept = rank < self.num_neighbours
-        order, place = order[kept], (component[kept], rank[kept])
+        is_near = rank < self.num_neighbours
+        order, place = order[is_near], (component[is_near], rank[is_near])
         self.neighbours = torch.arange(size, device=pairs.device).unsqueeze(-1).repeat(1, self.num_neighbours)
         self._distance, self._weight = torch.full_like(self._distance, torch.inf), torch.zeros_like(self._weight)
         self.neighbours[place], self._distance[place], self._weight[place] = pairs[order] % size, distance[order], weight[order]

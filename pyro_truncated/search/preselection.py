@@ -147,8 +147,8 @@ class _Dictionary(abc.ABC):
             raise ValueError(f"{type(self).__name__} needs the name of one observed site (site=...); the model has {names}")
         if self.site is not None and self.site not in names:
             raise ValueError(f"{type(self).__name__} found no observed site {self.site!r}; the model has {names}")
-        found = batch.observations[names[0] if self.site is None else self.site]
-        return found if found.is_floating_point() else found.to(torch.get_default_dtype())
+        value = batch.observations[names[0] if self.site is None else self.site]
+        return value if value.is_floating_point() else value.to(torch.get_default_dtype())
 
 
 class Projection(_Dictionary):
@@ -190,14 +190,14 @@ class Cosine(_Dictionary):
     def _compare(self, observed: Tensor, weight: Tensor) -> Tensor:
         missing = observed.isnan()
         if not bool(missing.any()):
-            direction: Tensor = weight / _or_one(weight.norm(dim=0))
+            direction: Tensor = weight / _replace_zeros(weight.norm(dim=0))
             return observed @ direction
         norm = ((~missing).to(weight) @ weight.square()).sqrt()
         projection: Tensor = observed.nan_to_num(nan=0.0) @ weight
-        return projection / _or_one(norm)
+        return projection / _replace_zeros(norm)
 
 
-def _or_one(norm: Tensor) -> Tensor:
+def _replace_zeros(norm: Tensor) -> Tensor:
     return torch.where(norm > 0, norm, 1.0)
 
 
@@ -269,8 +269,8 @@ class Preselection(AffinitySearch):
     def propose(self, batch: SearchBatch) -> Population:
         """The states over the selected latents: ``(N, S)``, distinct within each data point."""
         options = space_options(batch.space, batch.population.words.device)
-        chosen = options.words[self._select(batch, options)]
-        return batch.evaluate(chosen if batch.space.num_latents == 1 else combine(chosen, self.max_active))
+        words = options.words[self._select(batch, options)]
+        return batch.evaluate(words if batch.space.num_latents == 1 else combine(words, self.max_active))
 
     def step(self, batch: SearchBatch) -> Population:
         """The improved populations, or, without ``merge``, the best of the proposals alone.
@@ -307,16 +307,16 @@ class Preselection(AffinitySearch):
         scores = self._scores(batch, options)
         draws = batch.draws(self.generator)
         lottery = ops.Stream(ops.draw_seed(draws["generator"]))
-        chosen = _best(scores, options, num_selected)
+        selection = _select_best(scores, options, num_selected)
         offset = ops.uniform(shape=(1,), **draws)
         num_random = (self.explore * num_selected + offset).floor().long().clamp(max=num_selected)
         # A device does the work for all data points rather than be waited for to know which ones need it.
-        rows = slice(None) if ops.is_vectorised(chosen) else num_random.squeeze(1).nonzero().squeeze(1)
+        rows = slice(None) if ops.is_vectorised(selection) else num_random.squeeze(1).nonzero().squeeze(1)
         most = min(num_selected, int(self.explore * num_selected) + 1)
-        if len(chosen[rows]) and most:
+        if len(selection[rows]) and most:
             keys = ops.uniform(draws["rows"][rows], (len(options),), generator=lottery)
-            chosen[rows] = _with_chance(chosen[rows], num_random[rows], most, options, keys)
-        return chosen
+            selection[rows] = _replace_by_chance(selection[rows], num_random[rows], most, options, keys)
+        return selection
 
     def _scores(self, batch: SearchBatch, options: Options) -> Tensor:
         scores = self.affinity(batch)
@@ -331,20 +331,20 @@ class Preselection(AffinitySearch):
         return scores.detach()
 
 
-def _with_chance(chosen: Tensor, num_random: Tensor, most: int, options: Options, keys: Tensor) -> Tensor:
+def _replace_by_chance(selection: Tensor, num_random: Tensor, most: int, options: Options, keys: Tensor) -> Tensor:
     """Fills the last places of selections ``(N, K)`` by largest random keys.
 
     ``num_random`` is ``(N, 1)``. Options come from groups not selected.
     """
-    place = torch.arange(chosen.shape[1], device=chosen.device) - (chosen.shape[1] - num_random)
-    taken = torch.zeros(len(chosen), options.num_groups, dtype=torch.bool, device=chosen.device)
-    taken.scatter_(1, options.group[chosen], place < 0)
+    place = torch.arange(selection.shape[1], device=selection.device) - (selection.shape[1] - num_random)
+    is_selected = torch.zeros(len(selection), options.num_groups, dtype=torch.bool, device=selection.device)
+    is_selected.scatter_(1, options.group[selection], place < 0)
     # At least as many groups are left as places; what the fill would add beyond them is never looked at.
-    others = _best(keys.masked_fill(taken[:, options.group], -math.inf), options, most)
-    return torch.where(place < 0, chosen, others.gather(1, place.clamp(0, most - 1)))
+    others = _select_best(keys.masked_fill(is_selected[:, options.group], -math.inf), options, most)
+    return torch.where(place < 0, selection, others.gather(1, place.clamp(0, most - 1)))
 
 
-def _best(scores: Tensor, options: Options, count: int) -> Tensor:
+def _select_best(scores: Tensor, options: Options, count: int) -> Tensor:
     """Returns positions ``(N, count)`` of the largest scores ``(N, P)``.
 
     At most one of every group, the best first.
@@ -407,12 +407,12 @@ class CombinedFlips(Search):
     def propose(self, batch: SearchBatch) -> Population:
         """The best states with all combinations of their most promising flips, ``(N, rounds * 2**num_selected)``."""
         self.check_space(batch.space)
-        found = [self._around(batch.population.mode(), batch)]
-        while len(found) < self.rounds:
-            found.append(self._around(found[-1].mode(), batch))
-        return join(found)
+        populations = [self._combine_flips(batch.population.mode(), batch)]
+        while len(populations) < self.rounds:
+            populations.append(self._combine_flips(populations[-1].mode(), batch))
+        return join(populations)
 
-    def _around(self, best: Tensor, batch: SearchBatch) -> Population:
+    def _combine_flips(self, best: Tensor, batch: SearchBatch) -> Population:
         """Returns ``(N, W)`` states with all combinations of their best flips.
 
         The states themselves come first.
@@ -423,5 +423,5 @@ class CombinedFlips(Search):
         if gains is None:
             # A few at a time, so that words of many latents need no more memory than those of other searches.
             gains = torch.cat([batch.score(states ^ some) for some in flips.split(256)], 1)
-        chosen = gains.topk(min(self.num_selected, gains.shape[1]), 1).indices
-        return batch.evaluate(combine(flips[chosen]) ^ states)
+        index = gains.topk(min(self.num_selected, gains.shape[1]), 1).indices
+        return batch.evaluate(combine(flips[index]) ^ states)

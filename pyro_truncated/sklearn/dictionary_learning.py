@@ -15,7 +15,7 @@ from torch import Tensor
 from pyro_truncated.em.closed_form import ClosedForm
 from pyro_truncated.models import BinarySparseCoding, NoisyOr, SpikeSlabSparseCoding
 from pyro_truncated.multistart.config import LearnConfig
-from pyro_truncated.multistart.learning import learn
+from pyro_truncated.multistart.multi_start import learn
 from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.sklearn.estimators import ColumnUnits, binary_posteriors, isolated_state, validated_array, validated_data
 from pyro_truncated.states.population import Population

@@ -184,7 +184,7 @@ def lacks_parameters(content: dict[str, Any], svi: SVI) -> bool:
     if content["params"].keys() - loose_parameters(svi).keys():
         return True
     pairs = ((module, content["modules"].get(name, {})) for name, module in run_modules(svi).items())
-    return any(key in state for module, state in pairs for key in names_alone(module, state))
+    return any(key in state for module, state in pairs for key in unmatched_names(module, state))
 
 
 MAY_DIFFER = ("model", "guide", "optimizer", "elbo", "search", "data")
@@ -202,8 +202,8 @@ def refuse_other_runs(
         raise ValueError(f"may_differ names {unknown}; the parts of a run are {list(MAY_DIFFER)}")
     if settings is not None:
         refuse_other_settings(content["settings"], dict(settings), path)
-    compared = {*run, *(content["run"] if any(_group(name) == "data" for name in run) else ())}
-    names = sorted(name for name in compared if _group(name) not in may_differ and content["run"].get(name) != run.get(name))
+    all_names = {*run, *(content["run"] if any(_group(name) == "data" for name in run) else ())}
+    names = sorted(name for name in all_names if _group(name) not in may_differ and content["run"].get(name) != run.get(name))
     if names:
         groups = sorted({_group(name) for name in names})
         lines = "; ".join(_difference(name, content["run"].get(name, "absent"), run.get(name, "absent")) for name in names)
@@ -218,24 +218,24 @@ def _group(name: str) -> str:
 
 
 def _difference(name: str, saved: str, now: str) -> str:
-    """Returns where two descriptions differ, shortened around the first difference."""
+    """Returns where two descriptions differ, 160 characters from 40 before the first difference."""
     same = next((i for i, (a, b) in enumerate(zip(saved, now, strict=False)) if a != b), min(len(saved), len(now)))
     start = max(0, same - 40) if max(len(saved), len(now)) > 160 else 0
     cut = ["..." * bool(start) + text[start : start + 160] + "..." * (len(text) > start + 160) for text in (saved, now)]
     return f"{name}: {cut[0]} in the checkpoint, {cut[1]} now"
 
 
-def refuse_other_settings(saved: dict[str, Any], wanted: dict[str, Any], path: str | Path) -> None:
+def refuse_other_settings(saved: dict[str, Any], current: dict[str, Any], path: str | Path) -> None:
     """Compares settings with those saved.
 
     Raises:
         ValueError: naming what differs.
     """
-    differing = sorted(
-        name for name in saved.keys() | wanted.keys() if name not in saved or name not in wanted or saved[name] != wanted[name]
+    names = sorted(
+        name for name in saved.keys() | current.keys() if name not in saved or name not in current or saved[name] != current[name]
     )
-    if differing:
-        lines = "; ".join(f"{name}: {saved.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} now" for name in differing)
+    if names:
+        lines = "; ".join(f"{name}: {saved.get(name, 'absent')} in the checkpoint, {current.get(name, 'absent')} now" for name in names)
         raise ValueError(f"{path} was written by a run with other settings ({lines}). Use those, another file, or start over without it.")
 
 
@@ -257,7 +257,7 @@ def refuse_other_models(content: dict[str, Any], svi: SVI, params: Mapping[str, 
     for name in saved.keys() & modules.keys():
         state = saved[name]
         pairs |= {f"{name}.{key}": (state[key], value) for key, value in modules[name].named_parameters() if key in state}
-        problems += _other_names(modules[name], state, name)
+        problems += _describe_unmatched(modules[name], state, name)
         for prefix, part in modules[name].named_modules():
             if isinstance(part, AutoTruncated):
                 problems += filter(None, [part.mismatch(state, f"{prefix}." if prefix else "")])
@@ -266,11 +266,11 @@ def refuse_other_models(content: dict[str, Any], svi: SVI, params: Mapping[str, 
         raise ValueError(f"{path} was written by a run of another model or guide: {'; '.join(problems)}")
 
 
-def _other_names(module: torch.nn.Module, state: Mapping[str, Any], name: str) -> list[str]:
-    return [f"{name}.{key} is only {'in the checkpoint' if key in state else 'here'}" for key in names_alone(module, state)]
+def _describe_unmatched(module: torch.nn.Module, state: Mapping[str, Any], name: str) -> list[str]:
+    return [f"{name}.{key} is only {'in the checkpoint' if key in state else 'here'}" for key in unmatched_names(module, state)]
 
 
-def names_alone(module: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
+def unmatched_names(module: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
     """Returns names that only one of two states has.
 
     Parts that decide themselves what they load do not count.
@@ -345,20 +345,20 @@ def keep_state(svi: SVI) -> Callable[[], None]:
     optim = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in vars(optimizer).items()}
     generators = [(generator, generator.get_state()) for _, generator in find_generators(svi)]
     search, counts = find_search(svi), {name: getattr(find_elbo(svi), name) for name in _COUNTS if hasattr(find_elbo(svi), name)}
-    learned = {} if search is None else search.state_dict()
+    search_state = {} if search is None else search.state_dict()
 
     def undo() -> None:
         """Puts everything back as it was."""
-        for part, held in parts:
-            part.__dict__.update(held)
+        for part, attributes in parts:
+            part.__dict__.update(attributes)
         with torch.no_grad():
             for tensor, value in values:
                 tensor.copy_(value)
         vars(optimizer).update(optim)
         if search is not None:
-            search.load_state_dict(learned)
-        for generator, drawn in generators:
-            generator.set_state(drawn)
+            search.load_state_dict(search_state)
+        for generator, state in generators:
+            generator.set_state(state)
         for name, count in counts.items():
             setattr(find_elbo(svi), name, count)
 
@@ -388,10 +388,10 @@ def run_modules(svi: SVI) -> dict[str, torch.nn.Module]:
 
     Methods and handlers are unwrapped.
     """
-    found = {name: module for name, part in (("model", svi.model), ("guide", svi.guide)) if (module := _unwrap_module(part)) is not None}
-    if found.get("model") is found.get("guide"):
-        found.pop("guide", None)
-    return found
+    modules = {name: module for name, part in (("model", svi.model), ("guide", svi.guide)) if (module := _unwrap_module(part)) is not None}
+    if modules.get("model") is modules.get("guide"):
+        modules.pop("guide", None)
+    return modules
 
 
 def _unwrap_module(part: Any) -> torch.nn.Module | None:
@@ -403,8 +403,8 @@ def _unwrap_module(part: Any) -> torch.nn.Module | None:
 
 def loose_parameters(svi: SVI) -> dict[str, Tensor]:
     """Returns unconstrained store parameters of no module of the run."""
-    owned = {id(param) for module in run_modules(svi).values() for param in module.parameters()}
-    return {name: param for name, param in pyro.get_param_store().named_parameters() if id(param) not in owned}
+    module_ids = {id(param) for module in run_modules(svi).values() for param in module.parameters()}
+    return {name: param for name, param in pyro.get_param_store().named_parameters() if id(param) not in module_ids}
 
 
 def find_elbo(svi: SVI) -> Any:
@@ -493,31 +493,31 @@ def save_sharded_checkpoint(
     rows: dict[str, Tensor] = {_short(name): modules["guide"].pop(name) for name in _row_names(svi.guide)}
     if isinstance(svi.guide, AutoTruncated) and isinstance(svi.guide.populations, ProductStore):
         numbers = [len(store.words) // store.portion.size for store in svi.guide.populations.stores if store.portion is not None]
-        rows = _by_data_point(rows, numbers, portion.size)
+        rows = _group_by_data_point(rows, numbers, portion.size)
     portion = portion.times(len(next(iter(rows.values()))) // portion.size)
     if optim.get("visited") is not None:
         rows["visited"] = optim.pop("visited")
     rows |= {_SEARCH + name: _pad(value, portion.size) for name, value in collect_rows(content["search"]).items()}
     content["search"] = without_rows(content["search"])
     folder = rows_folder(path) / str(number)
-    written = _by_all(lambda: write_rows(folder, rows, portion))
-    content["rows"] = {"folder": folder.name, "written": written, "total": portion.total}
-    _by_all(lambda: write_checkpoint(path, content) if collectives.rank() == 0 else None)
+    pieces = _run_on_all(lambda: write_rows(folder, rows, portion))
+    content["rows"] = {"folder": folder.name, "written": pieces, "total": portion.total}
+    _run_on_all(lambda: write_checkpoint(path, content) if collectives.rank() == 0 else None)
     if collectives.rank() == 0:
         remove_others(folder.parent, folder.name)
 
 
-def _by_all(act: Any) -> list[Any]:
+def _run_on_all(act: Any) -> list[Any]:
     """Returns all processes' results, or fails together."""
-    error, found = None, None
+    error, result = None, None
     try:
-        found = act()
+        result = act()
     except OSError as problem:
         error = problem
-    results = collectives.gather((found, None if error is None else (error.errno, str(error))))
-    told = next((problem for _, problem in results if problem is not None), None)
-    if told is not None:
-        raise error or OSError(told[0], told[1])
+    results = collectives.gather((result, None if error is None else (error.errno, str(error))))
+    first_problem = next((problem for _, problem in results if problem is not None), None)
+    if first_problem is not None:
+        raise error or OSError(first_problem[0], first_problem[1])
     return [value for value, _ in results]
 
 
@@ -528,13 +528,13 @@ def for_this_process(content: dict[str, Any], path: Path, svi: SVI, arguments: A
         ValueError: if files are damaged or missing, or the checkpoint is of another number of data points.
     """
     portion = find_portion(arguments)
-    held = content.get("rows")
-    if held is None and (portion is None or not portion.is_part):
+    stored_rows = content.get("rows")
+    if stored_rows is None and (portion is None or not portion.is_part):
         return content
     modules = {name: dict(state) for name, state in content["modules"].items()}
     optim = dict(content["optim"])
-    names = [name for name in _row_names(svi.guide) if held is not None or name in modules.get("guide", {})]
-    if held is None:
+    names = [name for name in _row_names(svi.guide) if stored_rows is not None or name in modules.get("guide", {})]
+    if stored_rows is None:
         assert portion is not None
         every = {_short(name): modules["guide"][name] for name in names}
         number = count_saved_groups(modules.get("guide", {}), _POPULATIONS)
@@ -542,8 +542,8 @@ def for_this_process(content: dict[str, Any], path: Path, svi: SVI, arguments: A
             numbers = _count_nodes(svi.guide, *arguments)
             if len(numbers) != number:
                 return content  # and named where it is loaded
-            saved = {f"groups.{place}.{name}" for place in range(number) for name in PopulationStore.ROWS}
-            every = _by_data_point({name: modules["guide"][_POPULATIONS + name] for name in saved}, numbers, portion.total)
+            store_names = {f"groups.{place}.{name}" for place in range(number) for name in PopulationStore.ROWS}
+            every = _group_by_data_point({name: modules["guide"][_POPULATIONS + name] for name in store_names}, numbers, portion.total)
         if not every:
             return content
         every["visited"] = optim.get("visited")
@@ -552,9 +552,12 @@ def for_this_process(content: dict[str, Any], path: Path, svi: SVI, arguments: A
         portion = _population_portion(portion, total, path)
         rows = {name: None if value is None else value[portion.first : portion.first + portion.size] for name, value in every.items()}
     else:
-        total = held["total"]
+        total = stored_rows["total"]
         portion = _population_portion(portion or Portion(0, total, total), total, path)
-        rows = {name: read_rows(rows_folder(path) / held["folder"], held["written"], name, portion) for name in held["written"][0]["sums"]}
+        rows = {
+            name: read_rows(rows_folder(path) / stored_rows["folder"], stored_rows["written"], name, portion)
+            for name in stored_rows["written"][0]["sums"]
+        }
     for name, value in rows.items():
         if name.startswith("groups.") and value is not None:
             names.append(_POPULATIONS + name)
@@ -562,8 +565,8 @@ def for_this_process(content: dict[str, Any], path: Path, svi: SVI, arguments: A
     modules["guide"] |= {name: rows[_short(name)] for name in names if _short(name) in rows}
     if rows.get("visited") is not None:
         optim["visited"] = rows["visited"]
-    learned = {name.removeprefix(_SEARCH): value for name, value in rows.items() if value is not None}
-    search = with_rows(content["search"], learned, portion)
+    search_rows = {name.removeprefix(_SEARCH): value for name, value in rows.items() if value is not None}
+    search = with_rows(content["search"], search_rows, portion)
     return {name: value for name, value in content.items() if name != "rows"} | {"modules": modules, "optim": optim, "search": search}
 
 
@@ -573,15 +576,15 @@ def _row_names(guide: torch.nn.Module) -> list[str]:
     return [f"{prefix}.{name}" if prefix else name for prefix, names in parts for name in names]
 
 
-def _by_data_point(rows: dict[str, Tensor], numbers: list[int], size: int) -> dict[str, Tensor]:
+def _group_by_data_point(rows: dict[str, Tensor], numbers: list[int], size: int) -> dict[str, Tensor]:
     """Rows of groups with so many nodes, as ``(size, nodes, inner plates, ...)``."""
-    found = {}
+    result = {}
     for name, value in rows.items():
         number = numbers[int(name.split(".")[1])]
         if len(value) % (number * size):
             raise ValueError(f"the checkpoint holds {len(value)} sets of {number} nodes, which are not of {size} data points")
-        found[name] = value.unflatten(0, (number, size, -1)).transpose(0, 1)
-    return found
+        result[name] = value.unflatten(0, (number, size, -1)).transpose(0, 1)
+    return result
 
 
 def _short(name: str) -> str:

@@ -93,9 +93,9 @@ def claim_path(path: Path) -> Iterator[None]:
     lock = path.with_name(f"{path.name}.lock")
     descriptor = _lock(lock, path)
     try:
-        for left in path.parent.iterdir():
-            if re.fullmatch(re.escape(path.name) + r"\.\d+\.tmp", left.name):
-                left.unlink(missing_ok=True)
+        for file in path.parent.iterdir():
+            if re.fullmatch(re.escape(path.name) + r"\.\d+\.tmp", file.name):
+                file.unlink(missing_ok=True)
         yield
     finally:
         lock.unlink(missing_ok=True)
@@ -127,15 +127,15 @@ class _HashingFile:
 
 def _write_whole(path: Path, content: Any) -> None:
     with path.open("wb") as file:
-        hashed = _HashingFile(file)
+        stream = _HashingFile(file)
         try:
-            torch.save(content, hashed)  # type: ignore[arg-type]
+            torch.save(content, stream)  # type: ignore[arg-type]
         except RuntimeError:
             # Torch speaks of positions in its archive, not of the disk.
-            if hashed.error is not None:
-                raise hashed.error from None
+            if stream.error is not None:
+                raise stream.error from None
             raise
-        file.write(_MARK + hashed.digest.hexdigest().encode())
+        file.write(_MARK + stream.digest.hexdigest().encode())
         file.flush()
         os.fsync(file.fileno())
 
@@ -227,34 +227,34 @@ def write_rows(folder: Path, values: Mapping[str, Tensor], portion: Portion) -> 
     return {"first": portion.first, "size": portion.size, "sums": sums}
 
 
-def read_rows(folder: Path, written: list[dict[str, Any]], name: str, portion: Portion) -> Tensor:
+def read_rows(folder: Path, pieces: list[dict[str, Any]], name: str, portion: Portion) -> Tensor:
     """Reads a process's rows of one tensor from the files of all.
 
     Raises:
         OSError: if a file cannot be read.
         ValueError: if a file is damaged, or there are rows in none.
     """
-    last, parts, reached = portion.first + portion.size, [], portion.first
-    for piece in sorted(written, key=lambda piece: int(piece["first"])):
+    last, parts, position = portion.first + portion.size, [], portion.first
+    for piece in sorted(pieces, key=lambda piece: int(piece["first"])):
         first, end = piece["first"], piece["first"] + piece["size"]
-        if end <= reached or first >= last:
+        if end <= position or first >= last:
             continue
         file = folder / _file_name(name, first, piece["size"])
         if _checksum(file) != piece["sums"][name]:
             raise ValueError(f"{file} is damaged: its content does not have the checksum that it was written with")
         # Mapped: only requested rows are read.
-        rows = np.load(file, mmap_mode="r", allow_pickle=False)[reached - first : min(end, last) - first]
+        rows = np.load(file, mmap_mode="r", allow_pickle=False)[position - first : min(end, last) - first]
         parts.append(torch.from_numpy(np.array(rows)))
-        reached = min(end, last)
-    if reached < last or not parts:
-        raise ValueError(f"{folder} must hold rows up to {last - 1}; got none from {reached} on")
+        position = min(end, last)
+    if position < last or not parts:
+        raise ValueError(f"{folder} must hold rows up to {last - 1}; got none from {position} on")
     return torch.cat(parts)
 
 
-def remove_others(folder: Path, kept: str) -> None:
+def remove_others(folder: Path, name: str) -> None:
     """Removes rows of earlier and of unfinished checkpoints."""
     for other in folder.iterdir():
-        if other.name != kept:
+        if other.name != name:
             with suppress(OSError):
                 shutil.rmtree(other)
 
@@ -264,8 +264,8 @@ def _file_name(name: str, first: int, size: int) -> str:
 
 
 def _checksum(file: Path) -> int:
-    found = 0
+    checksum = 0
     with file.open("rb") as stream:
         while block := stream.read(_BLOCK_BYTES):
-            found = zlib.crc32(block, found)
-    return found
+            checksum = zlib.crc32(block, checksum)
+    return checksum

@@ -38,14 +38,14 @@ def propagate_errors(guide: Any, arguments: Any) -> AbstractContextManager[None]
     return nullcontext() if shared_portion(guide, arguments) is None else collectives.propagate_errors()
 
 
-def are_shared(parts: Sequence[AutoTruncated]) -> bool:
+def span_processes(parts: Sequence[AutoTruncated]) -> bool:
     """Whether other processes hold other populations of these truncated parts."""
     return any(part.populations.is_part for part in parts)
 
 
 def total(parts: Sequence[AutoTruncated], loss: float) -> float:
     """Sums the losses of processes that hold parts of the data."""
-    return float(collectives.add([torch.tensor(loss, dtype=torch.float64)])[0]) if are_shared(parts) else loss
+    return float(collectives.add([torch.tensor(loss, dtype=torch.float64)])[0]) if span_processes(parts) else loss
 
 
 def total_loss_for_ddp(parts: Sequence[AutoTruncated], loss: Tensor) -> Tensor:
@@ -53,13 +53,13 @@ def total_loss_for_ddp(parts: Sequence[AutoTruncated], loss: Tensor) -> Tensor:
 
     The mean of its gradients over processes is that of the total loss.
     """
-    if not are_shared(parts):
+    if not span_processes(parts):
         return loss
     own = collectives.size() * loss
     return own + (collectives.add([loss.detach()])[0] - own.detach())
 
 
-def start_alike(call: Call, guide: Any, elbo: Any) -> None:
+def broadcast_start(call: Call, guide: Any, elbo: Any) -> None:
     """Broadcasts parameters, buffers, generators and searches before the first step.
 
     Warns:
@@ -102,7 +102,7 @@ class EqualShares(Messenger):
 
 
 @contextmanager
-def drawing_alike(call: Call, guide: Any, number: int) -> Iterator[None]:
+def share_draws(call: Call, guide: Any, number: int) -> Iterator[None]:
     """A context in which other guides draw as for all data.
 
     Otherwise draws would depend on the size of a shard.
@@ -130,7 +130,7 @@ def drawing_alike(call: Call, guide: Any, number: int) -> Iterator[None]:
 def divide_loss(parts: Sequence[AutoTruncated]) -> Iterator[None]:
     """Divides the loss of a guide over processes with shards."""
     _refuse_sets(parts)
-    with EqualShares(_data_plates(parts)) if are_shared(parts) else nullcontext():
+    with EqualShares(_data_plates(parts)) if span_processes(parts) else nullcontext():
         yield
 
 
@@ -140,7 +140,7 @@ def refuse_local_draws(parts: Sequence[AutoTruncated], guide: Call) -> None:
     Raises:
         NotImplementedError: saying what.
     """
-    if not are_shared(parts):
+    if not span_processes(parts):
         return
     _refuse_sets(parts)
     if current_batch() is not None:
@@ -160,7 +160,7 @@ def refuse_local_draws(parts: Sequence[AutoTruncated], guide: Call) -> None:
 
 
 def _refuse_sets(parts: Sequence[AutoTruncated]) -> None:
-    if are_shared(parts) and any(part.product is not None for part in parts):
+    if span_processes(parts) and any(part.product is not None for part in parts):
         raise NotImplementedError(
             "several processes beside other guides need populations of whole states: AutoTruncated(..., whole_states=True). "
             "Or train in one process, without distributed.shard."

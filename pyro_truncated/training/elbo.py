@@ -38,11 +38,11 @@ from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search, check_search
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.data_parallel import (
+    broadcast_start,
     divide_loss,
-    drawing_alike,
     propagate_errors,
     refuse_local_draws,
-    start_alike,
+    share_draws,
     total,
     total_loss_for_ddp,
 )
@@ -137,9 +137,9 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
             with suppress(AllObservedError), torch.no_grad(), poutine.block(), propagate_errors(guide, (args, kwargs)):
                 batch = guide.make_batch(*args, **kwargs)
                 return total([guide], _warn_if_infinite(_check_loss(-float(batch.mean_free_energy(self.num_particles))), guide))
-            with pyros_own():
+            with explain_enumeration():
                 return self._others.stock_loss(call, guide)
-        with propagate_errors(guide, (args, kwargs)), self._beside_others(call, guide):
+        with propagate_errors(guide, (args, kwargs)), self._prepare_shared_loss(call, guide):
             return total(self._others.parts(call, guide), _check_loss(self._others.loss(call, guide)))
 
     def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -157,9 +157,9 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
                 warn_if_nan(loss, "loss")
                 _warn_if_infinite(float(loss.detach()), guide)
                 return total_loss_for_ddp([guide], loss)
-            with pyros_own():
+            with explain_enumeration():
                 return self._others.stock_differentiable_loss(call, guide)
-        with propagate_errors(guide, (args, kwargs)), self._beside_others(call, guide, searches=torch.is_grad_enabled()):
+        with propagate_errors(guide, (args, kwargs)), self._prepare_shared_loss(call, guide, searches=torch.is_grad_enabled()):
             return total_loss_for_ddp(self._others.parts(call, guide), self._others.differentiable_loss(call, guide))
 
     def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
@@ -179,9 +179,9 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
             temperature = self._temperature()
             with suppress(AllObservedError):
                 return total([guide], _check_loss(self._search_batch(call, guide).backward_(temperature, self.num_particles)))
-            with pyros_own():
+            with explain_enumeration():
                 return self._others.stock_loss_and_grads(call, guide)
-        with self._beside_others(call, guide, searches=True):
+        with self._prepare_shared_loss(call, guide, searches=True):
             return total(self._others.parts(call, guide), _check_loss(self._others.loss_and_grads(call, guide)))
 
     def _search_batch(self, call: Call, guide: Any) -> Any:
@@ -213,30 +213,32 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
         return batch.search_(self.search, self.search_steps) if self._search_is_due() else batch.rescore_()
 
     @contextmanager
-    def _beside_others(self, call: Call, guide: Any, *, searches: bool = False) -> Iterator[None]:
+    def _prepare_shared_loss(self, call: Call, guide: Any, *, searches: bool = False) -> Iterator[None]:
         """What surrounds the loss of a guide beside others."""
         self._num_looks -= not searches
         with (
-            pyros_own(),
-            drawing_alike(call, guide, self.num_evaluations if searches else self._num_looks),
-            self._searching(call, guide) if searches else nullcontext(),
+            explain_enumeration(),
+            share_draws(call, guide, self.num_evaluations if searches else self._num_looks),
+            self._request_search(call, guide) if searches else nullcontext(),
             divide_loss(self._others.parts(call, guide)),
         ):
             yield
 
-    def _searching(self, call: Call, guide: Any) -> AbstractContextManager[Any]:
+    def _request_search(self, call: Call, guide: Any) -> AbstractContextManager[Any]:
         """A context in which the guide's truncated part searches when it runs.
 
         It uses the minibatch and the draws of the loss.
         """
         if self._temperature() != 1.0:
-            raise NotImplementedError("a temperature needs a guide that is one AutoTruncated; leave it out beside other guides")
+            hint = f"leave it out beside other guides; got {type(guide).__name__}"
+            raise NotImplementedError(f"a temperature needs a guide that is one AutoTruncated; {hint}")
         with spare_random_numbers():
             if self._known_guide is not guide:
                 refuse_shadowed_parameters(call.model, guide)
             parts = self._others.parts(call, guide)
             if not parts:
-                raise TypeError("Truncated_ELBO needs a guide with an AutoTruncated part; for other guides use Pyro's own ELBOs")
+                kind = type(guide).__name__
+                raise TypeError(f"Truncated_ELBO needs a guide with an AutoTruncated part; got {kind}: use Pyro's own ELBOs for it")
             if self._known_guide is not guide:
                 refuse_local_draws(parts, call.with_program(guide))
             self._meet(call, guide)
@@ -247,7 +249,7 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
         """Prepares a guide before its first training step."""
         if self._known_guide is not guide:
             refuse_shadowed_parameters(call.model, guide, training=True)
-            start_alike(call, guide, self)
+            broadcast_start(call, guide, self)
             if isinstance(guide, AutoTruncated):
                 guide.populations.seen.is_new = False
             self._known_guide = guide
@@ -319,23 +321,23 @@ class EMStep:
         with poutine.block(), memory_budget(scorer.memory_budget):
             # Another caller scored or searched: the sums do not hold the old contribution.
             is_stale = self._revision is not None and self._revision != store.revision and closed_form.visited is not None
-            chosen = _plate_indices(batch)
-            previous = closed_form.previous(store.take(batch.indices if chosen is batch.plate_indices else chosen), chosen)
+            indices = _plate_indices(batch)
+            previous = closed_form.previous(store.take(batch.indices if indices is batch.plate_indices else indices), indices)
             if previous is not None and is_annealed:
                 raise ValueError("incremental minibatches cannot follow a changing temperature; use ClosedForm(model, minibatch='online')")
             old = None if previous is None else _statistics(closed_form, previous, temperature, call)
             with defer_checks():
                 population = improve(batch)
                 # A model that looks at its statistics brings it along.
-                known = lazy_values(batch.scale * population.free_energy().sum() + batch.outside())
+                values = lazy_values(batch.scale * population.free_energy().sum() + batch.outside())
                 new = _statistics(closed_form, population, temperature, call)
-                (free_energy,) = known()
+                (free_energy,) = values()
                 flush_checks()
             self._revision = store.revision
-            closed_form.collect(new, old, chosen, scorer.full_size, scale=batch.data_per_row, is_part=store.is_part)
-            if closed_form.visited is not None and chosen is not None and _anywhere(is_stale, store.is_part):
-                visited = closed_form.visited.nonzero().squeeze(-1).to(store.words.device)
-                closed_form.renew(_statistics(closed_form, store.population(visited), temperature, call), is_part=store.is_part)
+            closed_form.collect(new, old, indices, scorer.full_size, scale=batch.data_per_row, is_part=store.is_part)
+            if closed_form.visited is not None and indices is not None and _holds_anywhere(is_stale, store.is_part):
+                positions = closed_form.visited.nonzero().squeeze(-1).to(store.words.device)
+                closed_form.renew(_statistics(closed_form, store.population(positions), temperature, call), is_part=store.is_part)
             return -free_energy
 
 
@@ -363,11 +365,11 @@ def _plate_indices(batch: Batch) -> Tensor | None:
     indices, minibatch = batch.plate_indices, current_batch()
     if not batch.populations.is_part:
         return indices
-    is_minibatch = _anywhere(indices is not None, True) if minibatch is None else minibatch.scale > 1
+    is_minibatch = _holds_anywhere(indices is not None, True) if minibatch is None else minibatch.scale > 1
     return torch.arange(batch.scorer.full_size) if indices is None and is_minibatch else indices
 
 
-def _anywhere(condition: bool, is_part: bool) -> bool:
+def _holds_anywhere(condition: bool, is_part: bool) -> bool:
     """Whether it holds in one of the processes that train together."""
     return bool(collectives.add([torch.tensor(float(condition))])[0]) if is_part else condition
 
@@ -433,7 +435,7 @@ class MixedGuides:
 
     def loss_and_grads(self, call: Call, guide: Any) -> float:
         """The loss, whose gradient is accumulated."""
-        part = self._slow_part(call, guide)
+        part = self._find_slow_part(call, guide)
         if part is None:
             return self.stock_loss_and_grads(call, guide)
         try:
@@ -463,18 +465,18 @@ class MixedGuides:
         They announce themselves at their index sites.
         """
         if self._known_parts is None or self._known_parts[0] is not guide:
-            with spare_random_numbers(), poutine.block(), torch.no_grad(), _before_search():
+            with spare_random_numbers(), poutine.block(), torch.no_grad(), _silence_impossible():
                 marks: list[Any] = [node["infer"].get("truncated") for node in sample_nodes(call.with_program(guide).trace()).values()]
             self._known_parts = guide, list(dict.fromkeys(mark["guide"]() for mark in marks if mark is not None))
         return self._known_parts[1]
 
     def prepare(self, call: Call, guide: Any) -> None:
         """Lets Pyro's ELBO count plates before training."""
-        if self._slow_part(call, guide) is None and self.stock.max_plate_nesting == math.inf:
-            with _silence_plate_warning(), _before_search():
+        if self._find_slow_part(call, guide) is None and self.stock.max_plate_nesting == math.inf:
+            with _silence_plate_warning(), _silence_impossible():
                 self.stock._guess_max_plate_nesting(call.model, guide, call.args, call.kwargs)
 
-    def _slow_part(self, call: Call, guide: Any) -> AutoTruncated | None:
+    def _find_slow_part(self, call: Call, guide: Any) -> AutoTruncated | None:
         """Returns a truncated part that Pyro cannot enumerate in parallel, if any.
 
         It must score this very model.
@@ -487,7 +489,7 @@ class MixedGuides:
 
         ``None`` if there is none, or the model observes all discrete sites.
         """
-        part = self._slow_part(call, guide)
+        part = self._find_slow_part(call, guide)
         if part is None:
             return None
         try:
@@ -503,7 +505,7 @@ class MixedGuides:
 
 
 @contextmanager
-def _before_search() -> Iterator[None]:
+def _silence_impossible() -> Iterator[None]:
     """Silences warnings of states that a search will replace."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"the loss is infinite|Encountered \+inf")
@@ -522,7 +524,7 @@ def _silence_plate_warning() -> Iterator[None]:
 
 
 @contextmanager
-def pyros_own() -> Iterator[None]:
+def explain_enumeration() -> Iterator[None]:
     """Prepares what Pyro's own ELBO runs.
 
     Small subsamples cost little, and errors of enumeration say their reason.
@@ -564,9 +566,9 @@ def free_energy_given_draws(part: AutoTruncated, guide: Call) -> Tensor:
     log_q = log_density(companions.values())
     _check_reparametrisation(companions)
     subsamples = {name: node["value"] for name, node in trace.nodes.items() if site_is_subsample(node)}
-    drawn = {name: node["value"] for name, node in companions.items() if name in part.layout.other_latents}
-    batch = part.batch(guide.with_program(part.model), {**drawn, **subsamples})
-    beyond = {name: node for name, node in batch.scorer.nodes.items() if name in drawn and not batch.scorer.is_inside(node)}
+    latents = {name: node["value"] for name, node in companions.items() if name in part.layout.other_latents}
+    batch = part.batch(guide.with_program(part.model), {**latents, **subsamples})
+    beyond = {name: node for name, node in batch.scorer.nodes.items() if name in latents and not batch.scorer.is_inside(node)}
     return batch.free_energy() + log_density(beyond.values()) - log_q  # type: ignore[no-any-return]
 
 

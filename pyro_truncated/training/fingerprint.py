@@ -36,8 +36,8 @@ def describe_run(svi: SVI) -> dict[str, str]:
 
 def describe_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, str]:
     """Describes each of a model's arguments in one line, with hashes."""
-    named = {f"argument {position}": value for position, value in enumerate(args, 1)} | {f"argument {k}": v for k, v in kwargs.items()}
-    return {name: _describe_argument(value) for name, value in named.items()}
+    arguments = {f"argument {position}": value for position, value in enumerate(args, 1)} | {f"argument {k}": v for k, v in kwargs.items()}
+    return {name: _describe_argument(value) for name, value in arguments.items()}
 
 
 def describe(value: Any, depth: int = 6) -> str:
@@ -70,11 +70,11 @@ def _call(name: str, arguments: Mapping[Any, Any], depth: int) -> str:
 def _configuration(value: Any) -> Iterator[tuple[str, Any]]:
     """Returns the constructor arguments that an object stores, and its submodules."""
     if hasattr(value, "pt_optim_constructor"):
-        yield from ((name, held) for name, held in vars(value).items() if name.startswith("pt_") or name == "kwargs")
+        yield from ((name, attributes) for name, attributes in vars(value).items() if name.startswith("pt_") or name == "kwargs")
         return
     names = {name for kind in type(value).__mro__ for name in _constructor_parameters(kind)} - _LEFT_OUT
-    held = vars(value) if hasattr(value, "__dict__") else {}
-    yield from ((name, held[name]) for name in sorted(names & held.keys()) if not isinstance(held[name], torch.nn.Module))
+    attributes = vars(value) if hasattr(value, "__dict__") else {}
+    yield from ((name, attributes[name]) for name in sorted(names & attributes.keys()) if not isinstance(attributes[name], torch.nn.Module))
     if "conditional" in names:
         yield "conditional", getattr(value, "conditional", None)
     if isinstance(value, torch.nn.Module) and (isinstance(value, AutoGuideList) or not isinstance(value, AutoGuide)):
@@ -124,6 +124,6 @@ def _as_tensor(leaf: Any) -> Tensor | None:
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
     entries = tensor.resolve_conj().resolve_neg().reshape(-1)
-    size = max(1, 2**24 // max(1, entries.element_size()))
+    size = max(1, 2**24 // max(1, entries.element_size()))  # 16 MiB at a time
     for start in range(0, len(entries), size):
         yield memoryview(entries[start : start + size].cpu().contiguous().view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -200,16 +200,16 @@ def _run(
             start(training)
     model, guide = getattr(training.svi, "model", None), getattr(training.svi, "guide", None)
     refuse_shadowed_parameters(model, guide, training=True)
-    decided: Callable[[bool], bool] = bool if shared_portion(guide, (work.args, work.kwargs)) is None else collectives.agree
-    shown = False if collectives.rank() and decided is not bool else progress
-    training.stopped_early = decided(_has_ended(training, patience, tolerance))
-    with progress_bar(shown, total=steps, initial=training.steps, unit="step") as bar:
+    decide: Callable[[bool], bool] = bool if shared_portion(guide, (work.args, work.kwargs)) is None else collectives.agree
+    progress = False if collectives.rank() and decide is not bool else progress
+    training.stopped_early = decide(_check_patience(training, patience, tolerance))
+    with progress_bar(progress, total=steps, initial=training.steps, unit="step") as bar:
         while training.steps < steps and not training.stopped_early:
             with ShadowWatch(guide) if training.steps == 0 else contextlib.nullcontext():
                 _step(training, callbacks, work)
             bar.set_postfix_str(f"free energy {training.free_energy:.6g}", refresh=False)
             bar.update()
-            training.stopped_early = decided(_has_ended(training, patience, tolerance))
+            training.stopped_early = decide(_check_patience(training, patience, tolerance))
             is_last = training.steps >= steps or training.stopped_early
             if writer is not None:
                 writer.after_step(training, is_last)
@@ -220,18 +220,18 @@ def _step(training: Training, callbacks: Sequence[Callback], work: _Work) -> Non
     training.record["free_energy"].append(-work.step(training.svi, training.steps))
     training.seconds.append(time.monotonic() - start)
     for callback in callbacks:
-        found = callback(training)
-        if isinstance(found, Mapping):
-            for name, value in found.items():
+        result = callback(training)
+        if isinstance(result, Mapping):
+            for name, value in result.items():
                 training.record.setdefault(name, []).append(float(value))
-        elif found:
+        elif result:
             training.stopped_early = True
     lengths = {name: len(values) for name, values in training.record.items()}
     if set(lengths.values()) != {training.steps}:
         raise ValueError(f"callbacks must return the same names at every step, each once; after {training.steps} steps there are {lengths}")
 
 
-def _has_ended(training: Training, patience: int | None, tolerance: float) -> bool:
+def _check_patience(training: Training, patience: int | None, tolerance: float) -> bool:
     values = training.record["free_energy"]
     if not training.stopped_early and patience is not None and len(values) >= 2 * patience:
         recent, before = float(np.mean(values[-patience:])), float(np.mean(values[-2 * patience : -patience]))
@@ -246,11 +246,11 @@ class _CheckpointWriter:
         self, path: Path, seconds: float, settings: Mapping[str, Any] | None, run: Mapping[str, str], portion: Portion | None
     ) -> None:
         self.path, self.seconds, self.settings, self.run, self.portion = path, seconds, settings, run, portion
-        self.saved = time.monotonic()
+        self.last_time = time.monotonic()
 
     def after_step(self, training: Training, is_last: bool) -> None:
         """Writes a checkpoint if one is due."""
-        is_due = is_last or time.monotonic() - self.saved >= self.seconds
+        is_due = is_last or time.monotonic() - self.last_time >= self.seconds
         if not (is_due if self.portion is None else collectives.agree(is_due)):
             return
         history = {"record": training.record, "seconds": training.seconds, "stopped_early": training.stopped_early}
@@ -264,7 +264,7 @@ class _CheckpointWriter:
             then = "it has ended, and its last steps are not saved" if is_last else "it goes on, and tries again later"
             message = f"{error}; the last checkpoint of this run, if there is one, is as it was. After {training.steps} steps {then}"
             warnings.warn(message, CheckpointWarning, stacklevel=4)
-        self.saved = time.monotonic()
+        self.last_time = time.monotonic()
 
 
 def _resume(
@@ -372,9 +372,10 @@ def fit_restarts(
             trainings.append(fit(make(restart), *args, checkpoint=path, **kwargs))
         # Not copies: modules and optimisers keep these tensors.
         stores.append(copy.copy(state))
-    reached = [np.mean(training.record["free_energy"][-max(1, training.steps // 10) :]) for training in trainings]
+    # Means over the last tenth of the steps, as minibatches are noisy.
+    energies = [np.mean(training.record["free_energy"][-max(1, training.steps // 10) :]) for training in trainings]
     # A run that ended in NaN has reached nothing.
-    best = int(np.argmax(np.nan_to_num(reached, nan=-np.inf, neginf=-np.inf)))
+    best = int(np.argmax(np.nan_to_num(energies, nan=-np.inf, neginf=-np.inf)))
     store.set_state(stores[best])
     return Restarts(trainings, best, stores)
 

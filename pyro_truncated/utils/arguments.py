@@ -113,7 +113,7 @@ def names_arguments(function: Callable[P, T]) -> Callable[P, T]:
     return wrapper
 
 
-def check_kinds(function: Callable[..., Any], /, **given: Any) -> None:
+def check_kinds(function: Callable[..., Any], /, **arguments: Any) -> None:
     """Refuses arguments of other kinds than annotated, before any work.
 
     Raises:
@@ -121,7 +121,7 @@ def check_kinds(function: Callable[..., Any], /, **given: Any) -> None:
         ValueError: if that is NaN.
     """
     signature = inspect.signature(function)
-    for name, value in given.items():
+    for name, value in arguments.items():
         hint = _hint(function, signature, name)
         if not _fits(value, hint):
             kind = ValueError if isinstance(value, float) and math.isnan(value) and hint is not bool else TypeError
@@ -133,45 +133,42 @@ def _complaint(
 ) -> Exception | None:
     """Returns the message that replaces an error; ``None`` keeps the error."""
     try:
-        given = _flat(signature, signature.bind(*args, **kwargs).arguments)
+        values = _flat(signature, signature.bind(*args, **kwargs).arguments)
     except TypeError:
         # Arguments are missing or unknown, and Python says which.
         return None
-    if (isinstance(error, _UNTOUCHED) and _OF_TORCH not in str(error)) or _is_said_by_us(error):
+    if isinstance(error, _UNTOUCHED) and _OF_TORCH not in str(error):
         return None
-    if isinstance(error, (TypeError, ValueError)) and _names_any(str(error), given):
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    # This library says it, by the name of the module: in a checkout the models are not in the folder of the package.
+    is_ours = str(frame.f_globals.get("__name__")).startswith(_HERE)
+    if is_ours and linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise"):
+        return None
+    if isinstance(error, (TypeError, ValueError)) and _names_any(str(error), values):
         return None
     try:
-        check_kinds(function, **{name: value for name, value in given.items() if name in signature.parameters})
+        check_kinds(function, **{name: value for name, value in values.items() if name in signature.parameters})
     except (TypeError, ValueError) as complaint:
         return complaint
-    told = ", ".join(f"{name}: {describe(value)}" for name, value in given.items())
+    description = ", ".join(f"{name}: {describe(value)}" for name, value in values.items())
     reason = next(iter(str(error).splitlines()), "") or type(error).__name__
     kind = TypeError if isinstance(error, TypeError) else ValueError
-    return kind(f"{function.__qualname__.removesuffix('.__init__')} cannot take these arguments together ({told}): {reason}")
+    return kind(f"{function.__qualname__.removesuffix('.__init__')} cannot take these arguments together ({description}): {reason}")
 
 
 def _flat(signature: inspect.Signature, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns arguments by name, without ``self``, with keyword arguments expanded."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in arguments.items():
         if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            found |= value
+            values |= value
         elif name not in ("self", "cls"):
-            found[name] = value
-    return found
+            values[name] = value
+    return values
 
 
-def _is_said_by_us(error: Exception) -> bool:
-    """Whether this library raised an error itself, not a function it called."""
-    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-    # By the name of the module: in a checkout the models are not in the folder of the package.
-    is_ours = str(frame.f_globals.get("__name__")).startswith(_HERE)
-    return is_ours and linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise")
-
-
-def _names_any(text: str, given: Mapping[str, Any]) -> bool:
-    return any(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) for name in given)
+def _names_any(text: str, names: Mapping[str, Any]) -> bool:
+    return any(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) for name in names)
 
 
 def _hint(function: Callable[..., Any], signature: inspect.Signature, name: str) -> Any:

@@ -117,20 +117,17 @@ def _from_objects(array: np.ndarray) -> np.ndarray:
     if array.dtype != object:
         return array
     entries = array.ravel().tolist()
-    if not all(_is_missing(entry) or isinstance(entry, (numbers.Real, decimal.Decimal, np.bool_)) for entry in entries):
+    present = [None if type(entry).__name__ == "NAType" else entry for entry in entries]
+    if not all(entry is None or isinstance(entry, (numbers.Real, decimal.Decimal, np.bool_)) for entry in present):
         return array
-    return np.array([np.nan if _is_missing(entry) else float(entry) for entry in entries]).reshape(array.shape)
-
-
-def _is_missing(entry: Any) -> bool:
-    return entry is None or type(entry).__name__ == "NAType"
+    return np.array([np.nan if entry is None else float(entry) for entry in present]).reshape(array.shape)
 
 
 def _without_fill_values(array: Any) -> np.ndarray:
     """The numbers of a ``DataArray``, NaN where they are fill values."""
     values = np.asarray(array.values)
-    kept = {} if array.encoding.keys() & {"scale_factor", "add_offset"} else array.encoding
-    fills = [np.ravel(source[name]) for source in (array.attrs, kept) for name in _FILL_VALUES if source.get(name) is not None]
+    encoding = {} if array.encoding.keys() & {"scale_factor", "add_offset"} else array.encoding
+    fills = [np.ravel(source[name]) for source in (array.attrs, encoding) for name in _FILL_VALUES if source.get(name) is not None]
     if not fills or values.dtype.kind not in "biuf":
         return _from_objects(values)
     is_fill = np.isin(values, np.concatenate(fills))
@@ -143,9 +140,9 @@ def with_missing(values: np.ndarray, is_missing: np.ndarray) -> np.ndarray:
     Numbers become floating point numbers, anything else objects.
     """
     kind = values.dtype.kind
-    found = values.astype(np.float64 if kind in "biu" else values.dtype if kind in "fc" else object)
-    found[is_missing] = np.nan
-    return found
+    result = values.astype(np.float64 if kind in "biu" else values.dtype if kind in "fc" else object)
+    result[is_missing] = np.nan
+    return result
 
 
 def _is(value: Any, package: str, *names: str) -> bool:
@@ -154,8 +151,8 @@ def _is(value: Any, package: str, *names: str) -> bool:
 
 
 def _label(name: Any, index: Any) -> tuple[str | None, np.ndarray | None]:
-    named = None if name is None or _UNNAMED.fullmatch(str(name)) else str(name)
-    return named, None if index is None else _labels(index)
+    label = None if name is None or _UNNAMED.fullmatch(str(name)) else str(name)
+    return label, None if index is None else _labels(index)
 
 
 def _labels(index: Sequence[Any]) -> np.ndarray:
@@ -202,6 +199,7 @@ def warn_if_rounded(data: Tensor, dtype: torch.dtype) -> None:
     """
     if not data.numel() or not data.dim() or data.dtype.itemsize <= dtype.itemsize:
         return
+    # About 256 rows are looked at.
     rows = data[:: max(1, len(data) // 256)].flatten(1) if data.dim() > 1 else data.unsqueeze(-1)
     exact = rows.detach().double()
     center = exact.nanmean(0)
@@ -217,6 +215,12 @@ def warn_if_rounded(data: Tensor, dtype: torch.dtype) -> None:
             UserWarning,
             stacklevel=3,
         )
+
+
+def rounding_tolerance(values: Tensor, dtype: torch.dtype | None = None) -> float:
+    """A thousand rounding errors of the largest finite value, or of one."""
+    finite = values[values.isfinite()].abs()
+    return 1e3 * torch.finfo(dtype or values.dtype).eps * (1.0 + (float(finite.max()) if finite.numel() else 0.0))
 
 
 def as_plain_array(value: Any, name: str | None = None) -> Any:
@@ -243,21 +247,21 @@ def as_data(name: str, value: Any, like: Tensor | None = None) -> Tensor:
         return check_dense_real(name, value)
     if _is(value, "xarray", "Dataset"):
         raise TypeError(f"{name} must be a tensor, an array or a list of numbers; got a Dataset: give one of its variables")
-    found = as_plain_array(value, name)
+    result = as_plain_array(value, name)
     try:
-        if holds_arrays(found):
-            found = torch.stack([as_data(name, part) for part in found])
-        elif found is not None:
-            found = as_tensors(_from_objects(np.asarray(found)))
+        if holds_arrays(result):
+            result = torch.stack([as_data(name, part) for part in result])
+        elif result is not None:
+            result = as_tensors(_from_objects(np.asarray(result)))
     except (ValueError, RuntimeError) as error:
         kind = f"a {type(value).__name__} of unlike lengths"
         raise TypeError(f"{name} must be a tensor, an array or a list of numbers; got {kind}") from error
-    if isinstance(found, np.ndarray) and found.dtype.kind == "c":
-        raise TypeError(f"{name} must hold real numbers; got {found.dtype}")
-    if not isinstance(found, Tensor):
-        kind = f"an array of {found.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
+    if isinstance(result, np.ndarray) and result.dtype.kind == "c":
+        raise TypeError(f"{name} must hold real numbers; got {result.dtype}")
+    if not isinstance(result, Tensor):
+        kind = f"an array of {result.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
         raise TypeError(f"{name} must be a tensor, an array or a list of numbers; got {kind}")
-    return _move(found, like)
+    return _move(result, like)
 
 
 def check_dense_real(name: str, value: Tensor) -> Tensor:
@@ -333,8 +337,8 @@ def takes_arrays(method: Callable[P, T]) -> Callable[P, T]:
             return method(*args, **kwargs)
         like = module_number(args[0] if args else kwargs.get("model"))
         positional = [convert(name, value, like) for name, value in itertools.zip_longest(names[1 : len(args)], args[1:])]
-        named = {name: convert(name, value, like) for name, value in kwargs.items()}
-        return method(*args[:1], *positional, **named)  # type: ignore[arg-type]
+        keywords = {name: convert(name, value, like) for name, value in kwargs.items()}
+        return method(*args[:1], *positional, **keywords)  # type: ignore[arg-type]
 
     return wrapper
 
@@ -350,6 +354,6 @@ def _may_hold_array(value: Any) -> bool:
 def module_number(module: Any) -> Tensor | None:
     """A tensor of the type and device of a module's numbers."""
     # In its constructor a module has no parameters to ask for yet.
-    is_made = isinstance(module, torch.nn.Module) and "_parameters" in vars(module)
-    tensors = (*module.parameters(), *module.buffers()) if is_made else ()
+    has_parameters = isinstance(module, torch.nn.Module) and "_parameters" in vars(module)
+    tensors = (*module.parameters(), *module.buffers()) if has_parameters else ()
     return next((tensor for tensor in tensors if tensor.is_floating_point()), None)

@@ -76,6 +76,7 @@ def _smooth(log_ratios: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     # Impossible draws are far from the tail that is fitted, but infinite logs would spoil the sorting.
     ratios = np.where(np.isfinite(ratios), ratios, lowest - 1000.0)
     weights, shapes = np.full(ratios.shape, -np.log(ratios.shape[1])), np.zeros(len(ratios))
+    # Ratios that are equal but for rounding have no tail.
     varies = np.ptp(ratios, axis=1) > 1e-10 * (1 + np.abs(ratios).max(axis=1))
     if varies.any():
         smooth = _smooth_rows if ARVIZ_V1 else _smooth_all
@@ -136,8 +137,8 @@ def compare(idatas: Mapping[str, Any], var_names: Mapping[str, str]) -> Any:
         if not ARVIZ_V1:
             return _arviz().compare(results, ic="loo")
         # Some releases round unless told not to, others cannot be told.
-        rounding = {"round_to": "none"} if "round_to" in inspect.signature(_arviz().compare).parameters else {}
-        return _arviz().compare(results, **rounding)
+        options = {"round_to": "none"} if "round_to" in inspect.signature(_arviz().compare).parameters else {}
+        return _arviz().compare(results, **options)
 
 
 def _loo(idata: Any, var_name: str) -> Any:
@@ -174,6 +175,7 @@ def draw_pareto_k(shapes: np.ndarray, ax: Axes) -> None:
             _arviz().plot_khat(shapes, ax=ax, show_hlines=True, textsize=9)
         return
     ax.plot(np.arange(len(shapes)), shapes, "+", color="C0")
+    # Unreliable above 0.7; above 1 the weights have no mean.
     for level, style in ((0.7, "--"), (1.0, "-.")):
         ax.axhline(level, linestyle=style, color="grey", linewidth=0.8)
     ax.set(xlabel="Data Point", ylabel="Shape parameter k")
@@ -186,11 +188,11 @@ def draw_predictive_check(idata: Any, group: str, name: str, ax: Axes, draws: in
     predicted = predicted.isel(draw=slice(0, max(1, draws // predicted.sizes["chain"])))
     if np.isnan(observed[name].values).any():
         # Of both only what was observed.
-        seen = np.flatnonzero(~np.isnan(observed[name].values.ravel()))
-        observed = xr.Dataset({name: ("entry", observed[name].values.ravel()[seen])})
+        index = np.flatnonzero(~np.isnan(observed[name].values.ravel()))
+        observed = xr.Dataset({name: ("entry", observed[name].values.ravel()[index])})
         rows = predicted[name].values
-        predicted = xr.Dataset({name: (("chain", "draw", "entry"), rows.reshape(*rows.shape[:2], -1)[..., seen])})
-    are_whole = all(_are_whole(data[name].values) for data in (observed, predicted))
+        predicted = xr.Dataset({name: (("chain", "draw", "entry"), rows.reshape(*rows.shape[:2], -1)[..., index])})
+    are_whole = all(_holds_integers(data[name].values) for data in (observed, predicted))
     if are_whole:
         observed, predicted = observed.astype(np.int64), predicted.astype(np.int64)
     # ArviZ's histograms put whole numbers between themselves and the next.
@@ -224,16 +226,16 @@ def _name_lines(ax: Axes) -> None:
     ax.legend([Line2D([], [], color="C0"), Line2D([], [], color="black")], ["drawn", "observed"], frameon=False, fontsize=8)
 
 
-def _are_whole(values: np.ndarray) -> bool:
+def _holds_integers(values: np.ndarray) -> bool:
     """Whether all values are whole numbers that an integer holds."""
     return bool((np.isfinite(values) & (np.abs(values) < 2**53)).all() and (values == np.round(values)).all())
 
 
-def _bins(observed: np.ndarray, drawn: np.ndarray) -> np.ndarray:
+def _bins(observed: np.ndarray, predicted: np.ndarray) -> np.ndarray:
     """Edges that hold all observed and drawn values."""
-    low, high = min(observed.min(), drawn.min()), max(observed.max(), drawn.max())
+    low, high = min(observed.min(), predicted.min()), max(observed.max(), predicted.max())
     if np.issubdtype(observed.dtype, np.integer):
-        width = max(1, (high - low) // 50)
+        width = max(1, (high - low) // 50)  # about 50 bins
         return np.arange(low, high + 1 + width, width) - 0.5
     count = len(np.histogram_bin_edges(observed, "auto", (low, high)))
     return np.linspace(low, high, min(max(count, 11), 101))
@@ -299,5 +301,5 @@ def convert_owner(owner: Any, *args: Any, **options: Any) -> Any:
 
 def find_converter(owner: Any) -> Callable[..., Any] | None:
     """The function registered for an object's class or bases, if any."""
-    found = convert_owner.dispatch(type(owner))
-    return None if found is convert_owner.dispatch(object) else found
+    converter = convert_owner.dispatch(type(owner))
+    return None if converter is convert_owner.dispatch(object) else converter

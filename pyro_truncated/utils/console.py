@@ -68,16 +68,15 @@ class ReprFromArguments:
     """
 
     def __repr__(self) -> str:
-        shown = [
-            f"{name}={_text(getattr(self, name))}"
-            for name, parameter in inspect.signature(type(self)).parameters.items()
-            if name in vars(self) and (parameter.kind is parameter.POSITIONAL_OR_KEYWORD or not _is_default(getattr(self, name), parameter))
-        ]
-        return f"{type(self).__name__}({', '.join(shown)})"
-
-
-def _is_default(value: Any, parameter: inspect.Parameter) -> bool:
-    return value is parameter.default or (isinstance(value, (bool, int, float, str)) and value == parameter.default)
+        arguments = []
+        for name, parameter in inspect.signature(type(self)).parameters.items():
+            if name not in vars(self):
+                continue
+            value, default = getattr(self, name), parameter.default
+            is_default = value is default or (isinstance(value, (bool, int, float, str)) and value == default)
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD or not is_default:
+                arguments.append(f"{name}={_text(value)}")
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
 
 def _text(value: Any) -> str:

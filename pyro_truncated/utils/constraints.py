@@ -22,8 +22,8 @@ class _Finite(constraints.Constraint):
     def check(self, value: Any) -> Tensor:
         """Whether entries are finite."""
         # Two passes; torch's ``isfinite`` takes four.
-        found: Tensor = value.abs() < torch.inf
-        return found
+        is_finite: Tensor = value.abs() < torch.inf
+        return is_finite
 
     def __repr__(self) -> str:
         return "finite"
@@ -34,8 +34,8 @@ class _PositiveFinite(_Finite):
 
     def check(self, value: Any) -> Tensor:
         """Whether entries are positive and finite."""
-        found: Tensor = (value > 0) & super().check(value)
-        return found
+        is_valid: Tensor = (value > 0) & super().check(value)
+        return is_valid
 
     def __repr__(self) -> str:
         return "positive and finite"
@@ -46,8 +46,8 @@ class _NonNegativeFinite(_Finite):
 
     def check(self, value: Any) -> Tensor:
         """Whether entries are finite and not negative."""
-        found: Tensor = (value >= 0) & super().check(value)
-        return found
+        is_valid: Tensor = (value >= 0) & super().check(value)
+        return is_valid
 
     def __repr__(self) -> str:
         return "finite and not negative"
@@ -60,22 +60,34 @@ finite, positive_finite, nonnegative_finite = _Finite(), _PositiveFinite(), _Non
 LARGEST = 1e150
 
 
+def first_invalid(values: Tensor, is_valid: Tensor) -> str:
+    """Names the first entry that is not valid, and counts the others."""
+    places = (~is_valid).nonzero()
+    first = tuple(places[0].tolist())
+    value = "NaN" if bool(values[first].isnan()) else f"{values[first].item():g}"
+    return f"{value} at {first}" + (f" and {len(places) - 1} more" if len(places) > 1 else "")
+
+
 def in_double(name: str, values: Any) -> Tensor:
     """A tensor, an array or a list in float64."""
     values = as_data(name, values)
     if values.is_complex():
         raise ValueError(f"{name} must be real; got {values.dtype}")
-    found: Tensor = values.double()
-    if not bool((found.abs() <= LARGEST).all()):
-        raise ValueError(f"{name} must be finite, of magnitude {LARGEST:g} at most; got NaN, infinity or more")
-    return found
+    tensor: Tensor = values.double()
+    is_valid = tensor.abs() <= LARGEST
+    if not bool(is_valid.all()):
+        raise ValueError(f"{name} must be finite, of magnitude {LARGEST:g} at most; got {first_invalid(tensor, is_valid)}")
+    return tensor
 
 
 def check_entries(constraint: constraints.Constraint, **tensors: Tensor) -> None:
     """Refuses tensors of which an entry is outside of a constraint."""
     for name, tensor in tensors.items():
-        if tensor.is_complex() or tensor.dtype == torch.bool or not bool(constraint.check(tensor).all()):
-            raise ValueError(f"{name} must be {constraint!r}; got {tensor.dtype} of shape {tuple(tensor.shape)} with other entries")
+        if tensor.is_complex() or tensor.dtype == torch.bool:
+            raise ValueError(f"{name} must be {constraint!r}; got {tensor.dtype} of shape {tuple(tensor.shape)}")
+        is_valid = constraint.check(tensor)
+        if not bool(is_valid.all()):
+            raise ValueError(f"{name} must be {constraint!r}; got {first_invalid(tensor, is_valid)}")
 
 
 class or_missing(constraints.Constraint):

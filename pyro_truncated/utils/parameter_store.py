@@ -53,11 +53,11 @@ def free_plate_dims() -> Iterator[None]:
 
     Plates ask one private allocator for their dimensions, which no handler can stand in for.
     """
-    held, _DIM_ALLOCATOR._stack = _DIM_ALLOCATOR._stack, []
+    stack, _DIM_ALLOCATOR._stack = _DIM_ALLOCATOR._stack, []
     try:
         yield
     finally:
-        _DIM_ALLOCATOR._stack = held
+        _DIM_ALLOCATOR._stack = stack
 
 
 def spare_random_numbers() -> AbstractContextManager[None]:
@@ -87,22 +87,22 @@ def load_snapshot(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
 
 def program_modules(*programs: Any) -> list[torch.nn.Module]:
     """The modules of programs, under handlers, methods, closures and guides."""
-    found: dict[int, torch.nn.Module] = {}
-    pending = list(programs)
-    while pending:
-        program = pending.pop(0)
+    modules: dict[int, torch.nn.Module] = {}
+    queue = list(programs)
+    while queue:
+        program = queue.pop(0)
         if isinstance(program, torch.nn.Module):
-            if id(program) not in found:
-                found[id(program)] = program
-                pending += [part._model[0] for part in program.modules() if isinstance(part, AutoGuide) and part._model is not None]
+            if id(program) not in modules:
+                modules[id(program)] = program
+                queue += [part._model[0] for part in program.modules() if isinstance(part, AutoGuide) and part._model is not None]
         elif isinstance(program, functools.partial):
-            pending += [program.func, *program.args]
+            queue += [program.func, *program.args]
         elif inspect.ismethod(program):
-            pending.append(program.__self__)
+            queue.append(program.__self__)
         elif inspect.isfunction(program):
             found_here = ((value, value.__self__ if inspect.ismethod(value) else value) for value in _variables(program))
-            pending += [value for value, owner in found_here if isinstance(owner, torch.nn.Module)]
-    return list(found.values())
+            queue += [value for value, owner in found_here if isinstance(owner, torch.nn.Module)]
+    return list(modules.values())
 
 
 def _variables(function: Any) -> Iterator[Any]:
@@ -149,12 +149,12 @@ def empty_store() -> Iterator[None]:
     which :class:`~pyro.infer.SVI` recognises those that the recorded step has read.
     """
     store = pyro.get_param_store()
-    held = store._params, store._param_to_name, store._constraints
+    before = store._params, store._param_to_name, store._constraints
     store._params, store._param_to_name, store._constraints = {}, {}, {}
     try:
         yield
     finally:
-        store._params, store._param_to_name, store._constraints = held
+        store._params, store._param_to_name, store._constraints = before
 
 
 # The modules in whose hands a tensor of the store has been seen. They may be gone: then it has been another module's all the same.
@@ -166,9 +166,9 @@ def replaced_parameters(*programs: Any) -> Iterator[tuple[Parameter, Tensor]]:
     store = pyro.get_param_store()._params
     for module in program_modules(*programs):
         for parameter in store_parameters(module):
-            stored = store.get(parameter.name)
-            if stored is not None and stored is not parameter.tensor:
-                yield parameter, stored
+            replacement = store.get(parameter.name)
+            if replacement is not None and replacement is not parameter.tensor:
+                yield parameter, replacement
 
 
 def refuse_shadowed_parameters(*programs: Any, training: bool = False) -> None:
@@ -180,15 +180,16 @@ def refuse_shadowed_parameters(*programs: Any, training: bool = False) -> None:
     """
     if pyro.settings.get("module_local_params"):
         return
-    shadowed = [
+    names = [
         parameter.name
-        for parameter, stored in replaced_parameters(*programs)
-        if _was_used(stored) and (_differs(parameter.tensor, stored) or (training and not _may_go_on(parameter, stored)))
+        for parameter, replacement in replaced_parameters(*programs)
+        if _had_owner_or_change(replacement)
+        and (_differs(parameter.tensor, replacement) or (training and not _may_go_on(parameter, replacement)))
     ]
     if training:
-        shadowed += [name for module in program_modules(*programs) for name in _find_shared_parameters(module)]
-    if shadowed:
-        raise ValueError(_complaint(shadowed))
+        names += [name for module in program_modules(*programs) for name in _find_shared_parameters(module)]
+    if names:
+        raise ValueError(_complaint(names))
     for module in program_modules(*programs):
         for parameter in store_parameters(module):
             hold(parameter, training)
@@ -205,44 +206,44 @@ class ShadowWatch(Messenger):
         if len(msg["args"]) < 2:
             return
         name, own = msg["args"][:2]
-        stored = pyro.get_param_store()._params.get(name)
-        if stored is None or stored is own:
+        replacement = pyro.get_param_store()._params.get(name)
+        if replacement is None or replacement is own:
             return
-        is_made_anew = self._prefix is not None and name.startswith(self._prefix) and _was_used(stored)
-        if is_made_anew or (isinstance(own, torch.nn.Parameter) and _was_used(stored) and _differs(own, stored)):
+        is_made_anew = self._prefix is not None and name.startswith(self._prefix) and _had_owner_or_change(replacement)
+        if is_made_anew or (isinstance(own, torch.nn.Parameter) and _had_owner_or_change(replacement) and _differs(own, replacement)):
             raise ValueError(_complaint([name]))
 
 
 def hold(parameter: Parameter, training: bool) -> None:
     """Records a parameter's owner and the store's tensor that replaces it."""
-    stored = pyro.get_param_store()._params.get(parameter.name, parameter.tensor)
-    tensors = [parameter.tensor, stored] if training or _may_go_on(parameter, stored) else [parameter.tensor]
+    replacement = pyro.get_param_store()._params.get(parameter.name, parameter.tensor)
+    tensors = [parameter.tensor, replacement] if training or _may_go_on(parameter, replacement) else [parameter.tensor]
     for tensor in tensors:
         _holders.setdefault(tensor, weakref.WeakSet()).add(parameter.holder)
 
 
-def was_held(stored: Tensor) -> bool:
+def had_owner(tensor: Tensor) -> bool:
     """Whether a tensor of the store has been some module's."""
-    return stored in _holders
+    return tensor in _holders
 
 
-def _may_go_on(parameter: Parameter, stored: Tensor) -> bool:
+def _may_go_on(parameter: Parameter, replacement: Tensor) -> bool:
     """Whether a module equal to the store may train the store's tensor.
 
     Equal numbers after training are those of a copy, which goes on from there. Pyro puts parameters that it manages in place of the
     module's own; others would not be trained at all.
     """
-    return is_managed(parameter) and (stored._version > 0 or not _is_held_by_others(parameter, stored))
+    return is_managed(parameter) and (replacement._version > 0 or not _is_held_by_others(parameter, replacement))
 
 
-def _differs(own: Tensor, stored: Tensor) -> bool:
-    return own.shape != stored.shape or not torch.equal(own.detach().to(stored), stored.detach())
+def _differs(own: Tensor, replacement: Tensor) -> bool:
+    return own.shape != replacement.shape or not torch.equal(own.detach().to(replacement), replacement.detach())
 
 
-def _was_used(stored: Tensor) -> bool:
+def _had_owner_or_change(tensor: Tensor) -> bool:
     """Whether a tensor of the store belonged to a module or changed."""
     # How often torch.load changes a tensor in place while it makes it.
-    return stored in _holders or (isinstance(stored, torch.nn.Parameter) and stored._version > 1)
+    return tensor in _holders or (isinstance(tensor, torch.nn.Parameter) and tensor._version > 1)
 
 
 def _find_shared_parameters(module: torch.nn.Module) -> list[str]:
@@ -257,8 +258,8 @@ def _find_shared_parameters(module: torch.nn.Module) -> list[str]:
     ]
 
 
-def _is_held_by_others(parameter: Parameter, stored: Tensor) -> bool:
-    return any(holder is not parameter.holder for holder in _holders.get(stored, ()))
+def _is_held_by_others(parameter: Parameter, tensor: Tensor) -> bool:
+    return any(holder is not parameter.holder for holder in _holders.get(tensor, ()))
 
 
 def _complaint(names: Iterable[str]) -> str:
@@ -280,27 +281,29 @@ class PrefixStrippingModule(torch.nn.Module):
 def without_prefix(state_dict: Mapping[str, Any], module: torch.nn.Module) -> Mapping[str, Any]:
     """The state by the names of a module."""
     own = _first_names(module)
-    if not isinstance(state_dict, Mapping) or any(_first(name) in own for name in state_dict):
+    if not isinstance(state_dict, Mapping) or any(_first_part(name) in own for name in state_dict):
         return state_dict
-    prefixes = sorted({prefix for name in state_dict for prefix in _prefixes(name) if _first(name.removeprefix(prefix)) in own}, key=len)
+    prefixes = sorted(
+        {prefix for name in state_dict for prefix in _prefixes(name) if _first_part(name.removeprefix(prefix)) in own}, key=len
+    )
     common = next((prefix for prefix in prefixes if all(name.startswith(prefix) for name in state_dict)), None)
     if common is not None:
         return {name.removeprefix(common): value for name, value in state_dict.items()}
     if prefixes:
-        found = repr(prefixes[0])
+        prefix = repr(prefixes[0])
         raise RuntimeError(
-            f"the state is of a module that holds this {type(module).__name__}, as its names begin with {found}. Load it into that module, "
-            f"or pass {{name.removeprefix({found}): value for name, value in state.items() if name.startswith({found})}}"
+            f"the state is of a module that holds this {type(module).__name__}, as its names begin with {prefix}. Load it into that "
+            f"module, or pass {{name.removeprefix({prefix}): value for name, value in state.items() if name.startswith({prefix})}}"
         )
     return state_dict
 
 
 def _first_names(module: torch.nn.Module) -> set[str]:
     names = (name for name, _ in (*module.named_children(), *module.named_parameters(), *module.named_buffers()))
-    return {"_extra_state", *map(_first, names)}
+    return {"_extra_state", *map(_first_part, names)}
 
 
-def _first(name: str) -> str:
+def _first_part(name: str) -> str:
     return name.partition(".")[0]
 
 
@@ -404,7 +407,7 @@ def _settle(module: UniqueModule) -> None:
     shapes = {parameter.name: parameter.tensor.shape for parameter in parameters}
     if store.keys().isdisjoint(shapes):
         for name, keys in _families(type(module).__name__, store).items():
-            if all(not was_held(store[key]) and shapes.get(own + key.removeprefix(name)) == store[key].shape for key in keys):
+            if all(not had_owner(store[key]) and shapes.get(own + key.removeprefix(name)) == store[key].shape for key in keys):
                 _logger.warning("%s takes over the parameters that were read into Pyro's store under the name %s", own, name)
                 _rename(module, name, module._pyro_context)
                 break
@@ -414,22 +417,22 @@ def _settle(module: UniqueModule) -> None:
 
 def _families(kind: str, store: Iterable[str]) -> dict[str, list[str]]:
     """Groups names in the store by the module that owns them."""
-    found: dict[str, list[str]] = defaultdict(list)
+    families: dict[str, list[str]] = defaultdict(list)
     for key in store:
         if match := re.match(rf"{re.escape(kind)}(_\d+)?(?=\.)", key):
-            found[match[0]].append(key)
-    return found
+            families[match[0]].append(key)
+    return families
 
 
-def relative_names(named: Mapping[str, Any], *programs: Any) -> dict[str, Any]:
+def relative_names(values: Mapping[str, Any], *programs: Any) -> dict[str, Any]:
     """A dictionary whose names number :class:`UniqueModule` within the programs."""
-    return {_translate(name, _ranked_names(*programs)): value for name, value in named.items()}
+    return {_translate(name, _ranked_names(*programs)): value for name, value in values.items()}
 
 
-def absolute_names(named: Mapping[str, Any], *programs: Any) -> dict[str, Any]:
+def absolute_names(values: Mapping[str, Any], *programs: Any) -> dict[str, Any]:
     """The inverse of :func:`relative_names`."""
     names = {relative: absolute for absolute, relative in _ranked_names(*programs).items()}
-    return {_translate(name, names): value for name, value in named.items()}
+    return {_translate(name, names): value for name, value in values.items()}
 
 
 def _ranked_names(*programs: Any) -> dict[str, str]:

@@ -70,7 +70,7 @@ def test_restarts_that_agree_and_one_that_does_not(restarts):
     expected = np.array([training.record["free_energy"][-1] for training in runs.trainings])
     np.testing.assert_allclose(found.free_energy, expected, rtol=1e-3)
     assert found.best in (0, 1)
-    shared = found.shared(0.9)
+    shared = found.match_rate(0.9)
     assert shared[0] == shared[1] == 1
     assert shared[2] <= 2 / 3
     np.testing.assert_allclose(found.activation[0], found.activation[1], atol=0.02)

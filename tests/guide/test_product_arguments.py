@@ -153,7 +153,7 @@ def test_a_minibatch_touches_its_own_sets_in_files(tmp_path):
     Truncated_ELBO(ConditionalSearch()).loss_and_grads(model, guide, torch.randn(1000))
     assert guide.product is not None
     for store in guide.populations.stores:
-        assert int(store._has_begun.sum()) == 2
+        assert int(store._is_started.sum()) == 2
 
 
 @pytest.mark.slow

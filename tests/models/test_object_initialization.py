@@ -164,7 +164,7 @@ class Rising:
         self.profile = SimpleNamespace(
             is_informed=True, has_companion=False, is_conditional=False, is_product=False, config=LearnConfig(), tolerance=0.05
         )
-        self.guide = self.truncated = SimpleNamespace(population=lambda: SimpleNamespace(free_energy=lambda: torch.zeros(1)))
+        self.guide = self.truncated_guide = SimpleNamespace(population=lambda: SimpleNamespace(free_energy=lambda: torch.zeros(1)))
 
     def step(self) -> float:
         self.taken += 1

@@ -135,7 +135,9 @@ def test_the_rows_for_a_thousand_components_are_drawn_one_by_one(monkeypatch: py
 @pytest.fixture
 def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand functions are looked for in groups, for any number of data."""
-    monkeypatch.setattr(MaxInnerProductIndex, "EFFORT", dataclasses.replace(MaxInnerProductIndex.EFFORT, few=1000, rows_per_function=0))
+    monkeypatch.setattr(
+        MaxInnerProductIndex, "EFFORT", dataclasses.replace(MaxInnerProductIndex.EFFORT, max_exhaustive=1000, rows_per_function=0)
+    )
 
 
 @pytest.mark.slow

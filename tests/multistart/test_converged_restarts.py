@@ -16,7 +16,7 @@ from pyro_truncated.multistart.multi_start import MultiStart
 from pyro_truncated.multistart.profile import Profile, profile_model
 from pyro_truncated.multistart.pruning import num_parameters_per_latent, start_overcomplete
 from pyro_truncated.multistart.solution import Solution
-from pyro_truncated.multistart.trainer import Trainer, to_convergence, train
+from pyro_truncated.multistart.trainer import Trainer, convergence_schedule, train
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.console import progress_bar
 
@@ -34,7 +34,7 @@ def start_that_knows(weight: Tensor, y: Tensor) -> Solution:
     model.weight, model.prior, model.scale = weight.clone(), torch.full((weight.shape[1],), 0.25), torch.tensor(1.0)
     run = Trainer(profile_of(y).replace(model=model))
     run.find_states()
-    return run.record(train(run, to_convergence(run, 10)))
+    return run.record(train(run, convergence_schedule(run, 10)))
 
 
 @pytest.mark.slow

@@ -18,8 +18,8 @@ from pyro_truncated.guide.batch import Batch
 from pyro_truncated.models import BinarySparseCoding, MaxSpikeSlabSparseCoding, NoisyOr, OcclusiveComponents
 from pyro_truncated.multistart import LearnConfig, learn
 from pyro_truncated.multistart.profile import profile_model
-from pyro_truncated.multistart.solution import have_agreed
-from pyro_truncated.multistart.trainer import Schedule, Trainer, by_gradients, finish, remaining_gain, to_convergence, train
+from pyro_truncated.multistart.solution import energies_agree
+from pyro_truncated.multistart.trainer import Schedule, Trainer, convergence_schedule, finish, gradient_schedule, remaining_gain, train
 from pyro_truncated.training import cooling
 from tests.multistart.started_models import StartedAtRows
 
@@ -76,7 +76,7 @@ def test_training_begins_with_good_states(search):
     optimum = exact.rescore(exact.make_scorer(y)).free_energy().mean()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     run.find_states()
-    found = run.truncated.population().free_energy().mean()
+    found = run.truncated_guide.population().free_energy().mean()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     # The populations hold an eighth of the states; without a search the first step finds a free energy tens of nats lower.
     assert optimum - 0.1 < found <= optimum + 1e-9
@@ -114,7 +114,7 @@ def test_a_search_that_was_asked_for_stays():
 
 def run_of(values, has_companion=False, has_decoder=False):
     guide = SimpleNamespace(conditional=None, population=lambda: SimpleNamespace(free_energy=lambda: torch.zeros(3)))
-    run = SimpleNamespace(step=lambda: values.pop(0), intensify_search=lambda: None, end=lambda: None, truncated=guide, guide=guide)
+    run = SimpleNamespace(step=lambda: values.pop(0), intensify_search=lambda: None, end=lambda: None, truncated_guide=guide, guide=guide)
     run.fit_decoder, run.relocate = lambda: None, lambda: False
     kind = {"has_companion": has_companion, "is_conditional": False, "is_product": False, "has_decoder": has_decoder}
     run.profile = SimpleNamespace(**kind, config=LearnConfig(), tolerance=0.0)
@@ -124,7 +124,7 @@ def run_of(values, has_companion=False, has_decoder=False):
 def test_starts_are_compared_at_convergence():
     def reached(values, steps):
         run = run_of(values)
-        return train(run, to_convergence(run, steps))
+        return train(run, convergence_schedule(run, steps))
 
     rising = [float(step) for step in range(12)] + [12.0] * 60
     # Five steps from the last rise on are the first that raise nothing.
@@ -148,7 +148,7 @@ def test_what_falls_has_not_converged():
     assert not has_converged([1.0, 0.9, 0.8, 0.7, 0.6, 0.5], 0.003, is_relative=True)
     falling = [*(1.0 - 0.1 * step for step in range(10)), *[3.0] * 60]
     run = run_of(falling)
-    assert train(run, to_convergence(run, 60)).free_energy == 3.0
+    assert train(run, convergence_schedule(run, 60)).free_energy == 3.0
 
 
 @pytest.mark.parametrize("approach", [lambda t: 1 - 1 / t, lambda t: 1 - torch.exp(-t / 100), lambda t: 1 - torch.exp(-t / 400)])
@@ -254,7 +254,7 @@ def test_starts_by_gradients_go_on_while_they_rise_and_then_slow_down(values, ha
     slowed = []
     run = run_of(values, has_decoder=has_decoder)
     run.slow_down = lambda steps: slowed.append((126 - len(values), steps))
-    assert train(run, by_gradients(run, 20)).free_energy == pytest.approx(reached)
+    assert train(run, gradient_schedule(run, 20)).free_energy == pytest.approx(reached)
     assert slowed == [(steps, 20)]
     assert 126 - len(values) == steps + 20
 
@@ -284,11 +284,11 @@ class Noisy:
 
 def test_runs_beside_continuous_latents_end_where_neither_steps_nor_smaller_rates_gain():
     run = Noisy()
-    reached = train(run, by_gradients(run, 60))
+    reached = train(run, gradient_schedule(run, 60))
     assert run.rates == pytest.approx([1.0, 0.3, 0.09, 0.027, 0.0081][: len(run.rates)])
     assert len(run.rates) >= 4
     assert 300 < reached.steps == run.steps <= 60 * 16
-    assert reached.remaining <= 0.02
+    assert reached.remaining_gain <= 0.02
     # Twenty nats over the steps, a fifth of them for the steps that are averaged, and the rate are left.
     assert abs(reached.free_energy + 20 / run.steps + run.rates[-1]) < reached.noise + 0.02
 
@@ -299,11 +299,11 @@ def test_runs_that_are_cut_off_say_what_they_would_have_gained_and_do_not_agree(
     # Half of the steps that are left are taken at each rate.
     assert reached.steps == run.steps == 100
     assert run.rates == pytest.approx([1.0, 0.3, 0.09, 0.027, 0.0081])
-    assert reached.remaining > 0.1
-    assert not have_agreed([reached, reached], 0.02)
-    assert have_agreed([reached._replace(remaining=0.01)] * 2, 0.02)
+    assert reached.remaining_gain > 0.1
+    assert not energies_agree([reached, reached], 0.02)
+    assert energies_agree([reached._replace(remaining_gain=0.01)] * 2, 0.02)
     cut = train(Noisy(), Schedule(0, 30, 0.02, window=20, stride=20, first_rate=1.0))
-    assert (cut.remaining, cut.steps) == (math.inf, 30)
+    assert (cut.remaining_gain, cut.steps) == (math.inf, 30)
 
 
 class Slow(Noisy):
@@ -324,7 +324,7 @@ def test_the_last_training_beside_continuous_latents_sees_gains_that_short_windo
     reached = finish(run, 1600, 0.0)
     # Of the tenth of a nat at most the tolerance is left.
     assert 0.1 * math.exp(-run.steps / 300) < 0.01
-    assert reached.remaining <= 0.01
+    assert reached.remaining_gain <= 0.01
 
 
 class Constant(Slow):
@@ -348,7 +348,7 @@ def test_networks_that_decode_states_are_fitted_to_them_once_a_start_has_converg
     take = run.step
     run.step = lambda: done.append("step") or take()
     run.fit_decoder, run.slow_down = lambda: done.append("fit"), lambda steps: done.append("slow down")
-    train(run, by_gradients(run, 20))
+    train(run, gradient_schedule(run, 20))
     assert done == 20 * ["step"] + ["fit", "slow down"] + 20 * ["step"]
 
 

@@ -449,7 +449,7 @@ def test_mixtures_exchange_components() -> None:
     assert child.free_energy == pytest.approx(float(component_joint(CENTRES, y).logsumexp(-1).mean()), rel=1e-5)
     exact_shares = [component_joint(loc, y).softmax(-1) for loc in (CENTRES, one)]
     correlation = torch.corrcoef(torch.cat(exact_shares, 1).mT)[:4, 4:]
-    assert crossing.are_shared(child, first).sum() == (correlation > 0.9).any(1).sum() > 0
+    assert crossing.shared_mask(child, first).sum() == (correlation > 0.9).any(1).sum() > 0
     assert crossing.find_redundant(first).tolist() == [False, False, True, True]
     assert not crossing.find_redundant(child).any()
 

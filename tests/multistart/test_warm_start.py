@@ -21,7 +21,7 @@ from pyro_truncated.multistart.model_parameters import snapshot
 from pyro_truncated.multistart.profile import ResizableModel, profile_model
 from pyro_truncated.multistart.solution import FreeEnergyEstimate, share_most
 from pyro_truncated.multistart.trainer import Trainer, run_restart
-from pyro_truncated.multistart.warm_start import LinearCauses, decoded_values, shuffle, teach
+from pyro_truncated.multistart.warm_start import LinearCauses, decoder_targets, shuffle, teach
 from tests.multistart.scripted import disagreement, ended, scripted_restarts
 
 NUM_LATENTS, NUM_OBSERVED = 4, 6
@@ -84,7 +84,7 @@ def data(number: int = 40) -> Tensor:
 @pytest.mark.parametrize("make", [lambda: behind(perceptron()), lambda: Frozen(is_frozen=False)])
 def test_what_a_network_decodes_states_into_is_given_in_units_of_its_deviation(make):
     y = data()
-    values = decoded_values(profile_model(make(), y, num_states=4))
+    values = decoder_targets(profile_model(make(), y, num_states=4))
     torch.testing.assert_close(values.mean(0), torch.zeros(NUM_OBSERVED), rtol=0, atol=1e-5)
     assert float(values.std(correction=0)) == pytest.approx(1.0)
     ratio = (y - y.mean(0)) / values
@@ -105,7 +105,7 @@ def test_all_other_models_begin_as_before(kind):
         "draws its starts": lambda: BinaryVAE(NUM_OBSERVED, NUM_LATENTS, hidden=(8,)),
     }
     make = models.get(kind, lambda: behind(perceptron(), kind))
-    assert decoded_values(profile_model(make(), y, num_states=4)) is None
+    assert decoder_targets(profile_model(make(), y, num_states=4)) is None
 
 
 def test_the_linear_model_is_what_starts_need_and_its_m_step_is_least_squares():

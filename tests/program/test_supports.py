@@ -375,7 +375,7 @@ def test_supports_that_depend_on_nothing_are_not_checked_again():
     guide = truncated(model, 18)
     guide.setup()
     assert guide.space.cardinalities == (3, 6)
-    assert not guide.layout.checked
+    assert not guide.layout.sites_to_check
 
 
 def test_code_that_cannot_follow_provenance_is_compared_over_runs(monkeypatch):

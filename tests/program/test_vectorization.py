@@ -177,7 +177,7 @@ def test_losses_gradients_and_weights_equal_brute_force(model, sites, local, sco
     (expected,) = torch.autograd.grad(exact, pyro.get_param_store()._params["weight"])
     for vectorize in (None, False):
         guide = quietly(AutoTruncated(model, len(joint), vectorize=vectorize), Y)
-        assert guide._scoring == (scoring if vectorize is None else "singly")
+        assert guide._run_mode == (scoring if vectorize is None else "singly")
         for elbo in (Truncated_ELBO(ExhaustiveSearch(), max_plate_nesting=1), TraceEnum_ELBO(max_plate_nesting=1)):
             loss, gradient = evaluated(elbo, model, guide, Y)
             assert loss == pytest.approx(exact.item(), rel=1e-12)
@@ -443,7 +443,7 @@ def test_what_is_scored_together_but_cannot_be_enumerated_in_parallel_works_unde
 
     guide = list_of(model, "gamma", AutoDelta, 16)
     guide(Y)
-    assert guide[1]._scoring == "together"
+    assert guide[1]._run_mode == "together"
     assert not guide[1].is_enumerable
     joint = table(poutine.condition(model, data={"shift": guide[0].median()["shift"]}), {"gamma": bits()}, False)
     for elbo in (Truncated_ELBO(ExhaustiveSearch(), max_plate_nesting=1), TraceEnum_ELBO(max_plate_nesting=1)):

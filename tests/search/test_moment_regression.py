@@ -77,7 +77,7 @@ def test_a_second_order_is_exact_for_one_flip_and_up_to_third_order_for_two() ->
     likelihoods, random = some_likelihoods(), generator(4)
     states = (torch.rand(3, 2, H, generator=random) < 0.5).float()
     beside = QuadraticFunctions(torch.randn(3, 2, H, generator=random), torch.zeros(H, H))
-    near = likelihoods.near(states, beside)
+    near = likelihoods.second_order(states, beside)
     value = likelihoods(states) + (states * beside.effects).sum(-1)
     for h in range(H):
         flipped = states.clone()
@@ -85,7 +85,7 @@ def test_a_second_order_is_exact_for_one_flip_and_up_to_third_order_for_two() ->
         gain = likelihoods(flipped) + (flipped * beside.effects).sum(-1) - value
         torch.testing.assert_close(near.gains(states)[..., h].double(), gain, rtol=1e-3, atol=1e-3)
     linear = likelihoods._replace(pairs=torch.zeros_like(likelihoods.pairs))
-    near, other = linear.near(states, beside), 1 - states
+    near, other = linear.second_order(states, beside), 1 - states
     value = linear(states) + (states * beside.effects).sum(-1)
 
     def of(s: Tensor) -> Tensor:

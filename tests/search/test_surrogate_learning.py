@@ -80,7 +80,7 @@ def test_own_effects_deviate_by_what_likelihoods_were_wrong_and_impossible_state
 
 def test_likelihoods_that_mislead_later_are_forgotten(deviations, monkeypatch) -> None:
     votes = iter([True, True, False])
-    monkeypatch.setattr(ScoredBatch, "is_explained", lambda self: next(votes))
+    monkeypatch.setattr(ScoredBatch, "baseline_fits", lambda self: next(votes))
     search = SurrogateSearch(4)
     searched(search)
     assert [least is None for least in deviations] == [True, False, True, True]
@@ -91,10 +91,10 @@ def test_data_points_without_possible_states_have_no_vote() -> None:
     states = torch.eye(3).double().expand(4, -1, -1)
     log_joint = torch.full((4, 3), -1e30, dtype=torch.float64)
     log_joint[0] = torch.tensor([0.0, -5.0, -1e30])
-    explained = torch.tensor([0.0, -4.0, 7.0], dtype=torch.float64).expand(4, -1)
-    samples = ScoredBatch(states, log_joint, torch.ones(4, 1).double(), explained)
-    assert samples.is_explained()
-    assert not dataclasses.replace(samples, explained=-3 * explained).is_explained()
+    baseline = torch.tensor([0.0, -4.0, 7.0], dtype=torch.float64).expand(4, -1)
+    samples = ScoredBatch(states, log_joint, torch.ones(4, 1).double(), baseline)
+    assert samples.baseline_fits()
+    assert not dataclasses.replace(samples, baseline=-3 * baseline).baseline_fits()
 
 
 # --- other data, and other searches ---
@@ -103,7 +103,7 @@ def test_data_points_without_possible_states_have_no_vote() -> None:
 def test_new_data_do_not_vote_on_likelihoods(monkeypatch) -> None:
     search = SurrogateSearch(4)
     guide = searched(search, Y[:16])
-    monkeypatch.setattr(ScoredBatch, "is_explained", lambda self: False)
+    monkeypatch.setattr(ScoredBatch, "baseline_fits", lambda self: False)
     guide.infer(Y[16:], search, steps=2)
     assert search.takes_moments
 

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from pyro_truncated import AutoTruncated, distributed, gp
+from pyro_truncated.diagnostics.prediction import RestartComparison
 from pyro_truncated.diagnostics.truncation.evidence import ExactComparison
 from pyro_truncated.distributions import PiecewiseGaussian
 from pyro_truncated.em import ClosedForm, GibbsEM
 from pyro_truncated.extend import Renamed
 from pyro_truncated.gplvm import Latents, Posterior, SpikeSlabGPLVM
 from pyro_truncated.models import BinarySparseCoding, GatedDecoder, OcclusiveComponents
+from pyro_truncated.multistart import LearnReport
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.scenes import Match, PlacementSelection
 from pyro_truncated.search import ConditionalSearch, Preselection, SearchBatch, Singletons
@@ -59,6 +61,17 @@ def test_names_of_the_version_before_lead_to_todays() -> None:
     match = Match(torch.eye(2), torch.zeros(2, 2, 2, dtype=torch.int64))
     with pytest.warns(DeprecationWarning, match="recovered has a new name: use is_recovered"):
         assert torch.equal(match.recovered(), match.is_recovered())
+
+
+def test_old_names_of_reports_lead_to_todays() -> None:
+    comparison = RestartComparison(
+        torch.zeros(2), 0, torch.zeros(2, 1, dtype=torch.int64), torch.tensor([[1.0], [0.5]]), torch.zeros(2, 1, 1)
+    )
+    with pytest.warns(DeprecationWarning, match="shared has a new name: use match_rate"):
+        assert comparison.shared().tolist() == [1.0, 0.0]
+    report = LearnReport((), {}, "", None, 3, 0.5, "gradients", {})
+    with pytest.warns(DeprecationWarning, match="remaining has a new name: use remaining_gain"):
+        assert report.remaining == report.remaining_gain == 0.5
 
 
 def test_old_names_of_guides_populations_and_functions_lead_to_todays() -> None:

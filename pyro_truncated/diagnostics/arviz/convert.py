@@ -31,19 +31,12 @@ from pyro_truncated.diagnostics.truncation.coverage import gather_guide
 from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.shards import find_part
 from pyro_truncated.program.sites import DiscreteSite
+from pyro_truncated.program.supports import get_support
 from pyro_truncated.utils.arguments import check_count
 from pyro_truncated.utils.arrays import Axis, as_tensors, find_package, labelled_axes, module_number
 from pyro_truncated.utils.arviz_compat import find_converter, make_idata
 from pyro_truncated.utils.budget import DEFAULT_BUDGET
 from pyro_truncated.utils.parameter_store import spare_random_numbers
-
-
-def is_discrete(fn: Any) -> bool:
-    """Whether a distribution is known to be one of integers."""
-    try:
-        return bool(fn.support.is_discrete)
-    except (NotImplementedError, AttributeError):
-        return False
 
 
 def variable_name(site: str) -> str:
@@ -57,7 +50,7 @@ def event_dims(node: Mapping[str, Any], shape: Sequence[int]) -> int:
     ``pyro.deterministic`` takes all dimensions for an event's, so leading ones of the plates' sizes are the plates'.
     """
     event_dim: int = node["fn"].event_dim
-    if role(node) != "computed" or event_dim < len(shape):
+    if role(node) != "deterministic" or event_dim < len(shape):
         return event_dim
     sizes = {frame.dim: frame.size for frame in node["cond_indep_stack"] if frame.vectorized}
     depth = max((-dim for dim in sizes), default=0)
@@ -65,7 +58,7 @@ def event_dims(node: Mapping[str, Any], shape: Sequence[int]) -> int:
     return len(shape) - depth if is_batch else event_dim
 
 
-def without_hidden(node: Mapping[str, Any]) -> Tensor:
+def mask_hidden_entries(node: Mapping[str, Any]) -> Tensor:
     """The value of an observed site, NaN where a mask hides it."""
     value: Tensor = node["value"]
     hidden = hidden_entries(node)
@@ -149,20 +142,20 @@ def without_labels(
 ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[LabelledTensor, ...]]:
     """The arguments with tensors in the place of labelled arrays, and these."""
     like = next((number for part in (model, guide) if (number := module_number(part)) is not None), torch.empty(0))
-    found: list[LabelledTensor] = []
-    taken = tuple(_bare(value, like, found) for value in args)
-    named = {name: _bare(value, like, found) for name, value in kwargs.items()}
-    return taken, named, tuple(found)
+    tensors: list[LabelledTensor] = []
+    bare_args = tuple(_bare(value, like, tensors) for value in args)
+    bare_kwargs = {name: _bare(value, like, tensors) for name, value in kwargs.items()}
+    return bare_args, bare_kwargs, tuple(tensors)
 
 
-def _bare(value: Any, like: Tensor, found: list[LabelledTensor]) -> Any:
+def _bare(value: Any, like: Tensor, tensors: list[LabelledTensor]) -> Any:
     if find_package(value):
-        found.append(LabelledTensor(as_tensors(value, like), labelled_axes(value)))
-        return found[-1].value
+        tensors.append(LabelledTensor(as_tensors(value, like), labelled_axes(value)))
+        return tensors[-1].value
     if type(value) in (list, tuple) and any(map(find_package, value)):
-        return type(value)(_bare(part, like, found) for part in value)
+        return type(value)(_bare(part, like, tensors) for part in value)
     if isinstance(value, Mapping) and any(map(find_package, value.values())):
-        return {name: _bare(part, like, found) for name, part in value.items()}
+        return {name: _bare(part, like, tensors) for name, part in value.items()}
     return value
 
 
@@ -171,28 +164,28 @@ class DimensionNamer:
 
     Args:
         draws: with the sites of the model.
-        reserved: names of dimensions and variables that no dimension of the data may take.
+        reserved_names: names of dimensions and variables that no dimension of the data may take.
         default_plate: the name of a plate's dimension where data bring none.
         dims: names that the user gives, by site and argument.
-        labelled: dimensions that the user gives labels for: they keep the names they have without those of the data.
+        labelled_dims: dimensions that the user gives labels for: they keep the names they have without those of the data.
     """
 
     def __init__(
         self,
         draws: Draws,
-        reserved: set[str],
+        reserved_names: set[str],
         default_plate: Callable[[str], str],
         dims: Mapping[str, Sequence[str]],
-        labelled: Collection[str],
+        labelled_dims: Collection[str],
     ) -> None:
-        self.draws, self.default_plate, self.dims, self.labelled = draws, default_plate, dims, labelled
+        self.draws, self.default_plate, self.dims, self.labelled_dims = draws, default_plate, dims, labelled_dims
         frames = {frame.name for node in draws.nodes.values() for frame in node["cond_indep_stack"]}
-        self.used = reserved | set(map(variable_name, draws.nodes)) | set(map(default_plate, frames))
+        self.used_names = reserved_names | set(map(variable_name, draws.nodes)) | set(map(default_plate, frames))
         self.labels = DataLabels()
 
     def label(self, tensors: tuple[LabelledTensor, ...], arguments: Mapping[str, Any]) -> DataLabels:
         """Names the dimensions of observed sites and unobserved arguments."""
-        self.used |= set(map(variable_name, arguments))
+        self.used_names |= set(map(variable_name, arguments))
         for tensor in tensors:
             data = [(name, node["value"]) for name, node in self.draws.nodes.items() if role(node) == "data"]
             sites = [name for name, value in data if torch.is_tensor(value) and is_same(value, tensor.value)]
@@ -215,34 +208,34 @@ class DimensionNamer:
     def _add_argument(self, name: str | None, tensor: LabelledTensor) -> None:
         """Its leading dimensions are the data plates' where the sizes are."""
         sizes = tuple(self.draws.plates.values())
-        leading = len(sizes) if tuple(tensor.value.shape[: len(sizes)]) == sizes and name not in self.dims else 0
-        for plate, axis in zip(self.draws.plates, tensor.axes[:leading], strict=False):
+        num_leading = len(sizes) if tuple(tensor.value.shape[: len(sizes)]) == sizes and name not in self.dims else 0
+        for plate, axis in zip(self.draws.plates, tensor.axes[:num_leading], strict=False):
             self._add_plate(plate, axis)
         if name is not None:
-            self._add_rest(self.labels.arguments, name, tensor.axes[leading:])
+            self._add_rest(self.labels.arguments, name, tensor.axes[num_leading:])
 
     def _add_plate(self, plate: str, axis: Axis) -> None:
         if plate not in self.labels.plates:
             self.labels.plates[plate] = self._name(axis, self.default_plate(plate))
         self._label(self.labels.plates[plate], axis)
 
-    def _add_rest(self, names: dict[str, tuple[str, ...]], of: str, axes: tuple[Axis, ...]) -> None:
-        if of not in self.dims:
-            names[of] = tuple(self._name(axis, f"{variable_name(of)}_dim_{position}") for position, axis in enumerate(axes))
-        for dim, axis in zip(self.dims.get(of, names.get(of, ())), axes, strict=False):
+    def _add_rest(self, names: dict[str, tuple[str, ...]], owner: str, axes: tuple[Axis, ...]) -> None:
+        if owner not in self.dims:
+            names[owner] = tuple(self._name(axis, f"{variable_name(owner)}_dim_{position}") for position, axis in enumerate(axes))
+        for dim, axis in zip(self.dims.get(owner, names.get(owner, ())), axes, strict=False):
             self._label(dim, axis)
 
     def _name(self, axis: Axis, default: str) -> str:
         """Returns the axis' own name, unless it is taken."""
         own = None if axis.name is None else axis.name.replace("/", ".")
-        if own is None or default in self.labelled:
+        if own is None or default in self.labelled_dims:
             return default
-        if own != default and own in self.used:
+        if own != default and own in self.used_names:
             # Data may have labelled another event's dimension of this name alike, such as genes in two tables.
             events = {name for names in (*self.labels.dims.values(), *self.labels.arguments.values()) for name in names}
             if own not in events or axis.labels is None or not np.array_equal(self.labels.coords.get(own, ()), axis.labels):
                 return default
-        self.used.add(own)
+        self.used_names.add(own)
         return own
 
     def _label(self, dim: str, axis: Axis) -> None:
@@ -268,7 +261,7 @@ class Writer:
         memory_budget: bytes that a single array may take.
         arguments: the model's arguments by name, for which ``dims`` may be given, too.
         num_chains: chains that the draws are dealt to, one after the other.
-        labelled: what was labelled among the arguments; what ``dims`` and ``coords`` say comes first.
+        labelled_tensors: what was labelled among the arguments; what ``dims`` and ``coords`` say comes first.
 
     Raises:
         ValueError: if ``dims`` names something unknown.
@@ -282,14 +275,14 @@ class Writer:
         memory_budget: int,
         arguments: Mapping[str, Any],
         num_chains: int = 1,
-        labelled: tuple[LabelledTensor, ...] = (),
+        labelled_tensors: tuple[LabelledTensor, ...] = (),
     ) -> None:
         self.draws, self.dims, self.memory_budget = draws, dims, memory_budget
         self.nodes, self.num_chains = draws.nodes, num_chains
-        self.reserved = {"chain", "draw"} | ({STATE, LATENT} if draws.states is not None else set())
+        self.reserved_names = {"chain", "draw"} | ({STATE, LATENT} if draws.states is not None else set())
         self.labels = DataLabels()
-        self.labels = DimensionNamer(draws, {STATE, LATENT} | self.reserved | _VARIABLES, self.dimension, dims, set(coords)).label(
-            labelled, arguments
+        self.labels = DimensionNamer(draws, {STATE, LATENT} | self.reserved_names | _VARIABLES, self.dimension, dims, set(coords)).label(
+            labelled_tensors, arguments
         )
         self.coords = {**self.labels.coords, **coords}
         self.datum, self.sizes = tuple(map(self.dimension, draws.plates)), tuple(draws.plates.values())
@@ -301,31 +294,31 @@ class Writer:
         """Names the dimension of a plate, after the data if possible."""
         if plate in self.labels.plates:
             return self.labels.plates[plate]
-        return f"{plate}_plate" if plate in self.reserved else variable_name(plate)
+        return f"{plate}_plate" if plate in self.reserved_names else variable_name(plate)
 
     def posterior(self) -> xr.Dataset:
         """Returns draws of index, discrete sites, other latents and computed values."""
         variables: dict[str, Variable] = {}
-        omitted: list[str] = []
+        too_large: list[str] = []
         if self.draws.states is not None:
-            self._add_states(self.draws.states, variables, omitted)
-        for name, values in {**self.draws.latents, **self.draws.computed}.items():
+            self._add_states(self.draws.states, variables, too_large)
+        for name, values in {**self.draws.latents, **self.draws.deterministic}.items():
             if values.numel() * values.element_size() > self.memory_budget:
-                omitted.append(name)
+                too_large.append(name)
             else:
                 variables[name] = self._site(name, self._as_integers(name, values))
-        if not omitted:
+        if not too_large:
             return self._sample(variables)
-        hint = f"{', '.join(omitted)}: over the memory budget"
+        hint = f"{', '.join(too_large)}: over the memory budget"
         if self.draws.states is not None:
             hint += f"; {self.draws.states.part.index_name} indexes the state dimension of truncated_posterior"
         return self._sample(variables).assign_attrs({"omitted": hint})
 
-    def _add_states(self, states: States, variables: dict[str, Variable], omitted: list[str]) -> None:
+    def _add_states(self, states: States, variables: dict[str, Variable], too_large: list[str]) -> None:
         variables[states.part.index_name] = self._per_datum(states.part.layout.plates, states, states.index.to(torch.int32))
         for name, site in states.part.layout.sites.items():
             if states.index.numel() * site.num_latents > self.memory_budget:
-                omitted.append(name)
+                too_large.append(name)
             else:
                 variables[name] = self._discrete_draws(states, name, site)
 
@@ -353,7 +346,9 @@ class Writer:
                 variables[name] = (self.datum, as_array(values.reshape(len(values), *self.sizes)))
             else:
                 variables[name] = self._site(name, values, event_dim=0)
-        return self._sample(variables).assign_attrs({"conditional_on": ", ".join(sorted(self.draws.given))} if self.draws.given else {})
+        return self._sample(variables).assign_attrs(
+            {"conditional_on": ", ".join(sorted(self.draws.conditional_on))} if self.draws.conditional_on else {}
+        )
 
     def log_likelihood_conditional(self, values: Mapping[str, Tensor]) -> xr.Dataset:
         """Log likelihoods of observed sites given everything that was drawn."""
@@ -374,7 +369,7 @@ class Writer:
     def _as_integers(self, name: str, values: Tensor) -> Tensor:
         """A discrete site's values as integers, of latents of smallest type."""
         node: Any = self.nodes[name]
-        if role(node) in ("computed", "factor") or not is_discrete(node["fn"]) or not values.numel():
+        if role(node) in ("deterministic", "factor") or not getattr(get_support(node["fn"]), "is_discrete", False) or not values.numel():
             return values
         if role(node) == "latent":
             return values.to(level_type([int(values.max()) + 1, -int(values.min())]))
@@ -390,7 +385,7 @@ class Writer:
         variables = {}
         for name, node in self.nodes.items():
             if role(node) == "data" and torch.is_tensor(node["value"]):
-                names, array = self._site(name, self._as_integers(name, without_hidden(node).unsqueeze(0)))
+                names, array = self._site(name, self._as_integers(name, mask_hidden_entries(node).unsqueeze(0)))
                 variables[name] = (names, array[0])
         return self._dataset(variables)
 
@@ -409,9 +404,9 @@ class Writer:
             if len(self.dims[name]) != value.dim():
                 raise ValueError(f"argument '{name}' has {value.dim()} dimensions; dims names {len(self.dims[name])}: {self.dims[name]}")
             return tuple(self.dims[name])
-        leading = self.datum if self.datum and tuple(value.shape[: len(self.sizes)]) == self.sizes else ()
-        rest = (f"{name}_dim_{position}" for position in range(value.dim() - len(leading)))
-        return (*leading, *self.labels.arguments.get(name, rest))
+        plates = self.datum if self.datum and tuple(value.shape[: len(self.sizes)]) == self.sizes else ()
+        rest = (f"{name}_dim_{position}" for position in range(value.dim() - len(plates)))
+        return (*plates, *self.labels.arguments.get(name, rest))
 
     def truncated_posterior(self, states: States) -> xr.Dataset:
         """The populations and exact expectations under them."""
@@ -568,8 +563,8 @@ def to_arviz(
     # The other processes draw nothing meanwhile.
     with spare_random_numbers():
         with collectives.propagate_errors():
-            found = [gather_guide(one, args, kwargs) for one in (guide if several else [guide])]
-        every = [one for one in found if one is not None]
+            answers = [gather_guide(one, args, kwargs) for one in (guide if several else [guide])]
+        every = [one for one in answers if one is not None]
         if not every:
             return None
         guides = [one.guide for one in every]
@@ -606,21 +601,25 @@ def _convert(model: Any, guide: Any, args: tuple[Any, ...], kwargs: Mapping[str,
     """What :func:`to_arviz` returns of data that one process holds."""
     owner, data = (model, (guide, *args)) if find_converter(model) else (getattr(guide, "__self__", None), args)
     if converter := find_converter(owner):
-        if given := [name for name in ("training", "checks", "stores", "dims", "coords") if getattr(settings, name) is not None]:
-            raise TypeError(f"{type(owner).__name__} converts itself and takes num_samples, num_chains and seed only; got also {given}")
+        if settings_without_use := [
+            name for name in ("training", "checks", "stores", "dims", "coords") if getattr(settings, name) is not None
+        ]:
+            raise TypeError(
+                f"{type(owner).__name__} converts itself and takes num_samples, num_chains and seed only; got also {settings_without_use}"
+            )
         counts = {"num_samples": settings.num_samples, "num_chains": settings.num_chains}
         return converter(owner, *data, **counts, seed=settings.seed, **kwargs)
     several = isinstance(guide, list | tuple)
     guides: list[Any] = list(guide) if several else [guide]
     models: list[Any] = list(model) if isinstance(model, list | tuple) else [model] * len(guides)
     _check_chains(models, guides, settings)
-    args, kwargs, labelled = without_labels(models[0], guides[0], args, kwargs)
+    args, kwargs, labelled_tensors = without_labels(models[0], guides[0], args, kwargs)
     with _seed(settings.seed), torch.no_grad():
         chains = []
         for position, (one, its_model) in enumerate(zip(guides, models, strict=True)):
             stores = settings.stores
             with contextlib.nullcontext() if stores is None else pyro.get_param_store().scope(stores[position]):
-                chains.append(_build_groups(its_model, one, args, kwargs, labelled, settings))
+                chains.append(_build_groups(its_model, one, args, kwargs, labelled_tensors, settings))
     datasets = _side_by_side(chains) if several else chains[0]
     _add_records(datasets, settings)
     attrs = _common_attributes(guides, datasets, settings.seed)
@@ -669,13 +668,15 @@ def _build_groups(
     guide: Any,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    labelled: tuple[LabelledTensor, ...],
+    labelled_tensors: tuple[LabelledTensor, ...],
     settings: _Settings,
 ) -> dict[str, xr.Dataset]:
     """The groups of one guide, without empty ones."""
     draws = draw(model, guide, args, kwargs, settings.num_samples * settings.num_chains)
     arguments = _arguments(model, args, kwargs)
-    writer = Writer(draws, settings.dims or {}, settings.coords or {}, settings.memory_budget, arguments, settings.num_chains, labelled)
+    writer = Writer(
+        draws, settings.dims or {}, settings.coords or {}, settings.memory_budget, arguments, settings.num_chains, labelled_tensors
+    )
     datasets = {"posterior": writer.posterior(), "sample_stats": writer.sample_stats(), "log_likelihood": writer.log_likelihood()}
     if settings.conditional_log_likelihood:
         datasets["log_likelihood_conditional"] = writer.log_likelihood_conditional(conditional_likelihoods(model, draws, args, kwargs))
@@ -691,9 +692,9 @@ def _build_groups(
         datasets["truncated_posterior"] = writer.truncated_posterior(draws.states).assign_attrs(limits)
     datasets = _drop_unobserved_data(datasets, draws, writer)
     # Whether some global latent has a posterior that is no point.
-    of_all = [values for name, values in draws.latents.items() if name not in draws.local]
+    global_draws = [values for name, values in draws.latents.items() if name not in draws.local]
     is_drawn = draws.states is not None and not draws.states.part.layout.plates
-    is_drawn = is_drawn or any(len(values) == 1 or bool((values != values[:1]).any()) for values in of_all)
+    is_drawn = is_drawn or any(len(values) == 1 or bool((values != values[:1]).any()) for values in global_draws)
     attrs = {
         "point_estimates_only": int(not is_drawn),
         "latents_of_data_points": ", ".join(sorted(map(variable_name, draws.local))),
@@ -703,13 +704,15 @@ def _build_groups(
 
 def _drop_unobserved_data(datasets: dict[str, xr.Dataset], draws: Draws, writer: Writer) -> dict[str, xr.Dataset]:
     """Drops data points without observations from the groups on data."""
-    seen = draws.observed_rows()
-    if seen is None:
+    is_observed = draws.observed_rows()
+    if is_observed is None:
         return datasets
     (plate,) = writer.datum
-    chosen = {plate: seen.nonzero().squeeze(-1).numpy()}
-    kept = {name: data.isel(chosen) if name in _ON_DATA and plate in data.dims else data for name, data in datasets.items()}
-    return _count(kept, [variable_name(name) for name, node in draws.nodes.items() if is_discrete(node["fn"])])
+    rows = {plate: is_observed.nonzero().squeeze(-1).numpy()}
+    observed_data = {name: data.isel(rows) if name in _ON_DATA and plate in data.dims else data for name, data in datasets.items()}
+    return _count(
+        observed_data, [variable_name(name) for name, node in draws.nodes.items() if getattr(get_support(node["fn"]), "is_discrete", False)]
+    )
 
 
 def _count(datasets: dict[str, xr.Dataset], names: Sequence[str]) -> dict[str, xr.Dataset]:
@@ -725,30 +728,30 @@ def _count(datasets: dict[str, xr.Dataset], names: Sequence[str]) -> dict[str, x
 def _predictive(
     model: Callable[..., Any], draws: Draws, writer: Writer, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: _Settings
 ) -> dict[str, xr.Dataset]:
-    chains, wanted = settings.num_chains, settings.num_predictive
+    chains, num_predictive = settings.num_chains, settings.num_predictive
     # As many as fit into the budget with the largest site.
     largest = max((torch.as_tensor(node["value"]).numel() for node in draws.nodes.values()), default=1)
-    affordable = min(wanted * chains, settings.memory_budget // (4 * max(1, largest)))
+    affordable = min(num_predictive * chains, settings.memory_budget // (4 * max(1, largest)))
     count = max(1, affordable // chains)
     # The first draws of each chain.
-    chosen = [chain * settings.num_samples + position for chain in range(chains) for position in range(count)]
-    latents, observed = prior_draws(model, args, kwargs, len(chosen))
+    positions = [chain * settings.num_samples + position for chain in range(chains) for position in range(count)]
+    latents, observed = prior_draws(model, args, kwargs, len(positions))
     results = {
         "prior": latents,
         "prior_predictive": observed,
-        "posterior_predictive": posterior_draws(model, draws, args, kwargs, chosen, anew=False),
+        "posterior_predictive": posterior_draws(model, draws, args, kwargs, positions, new_latents=False),
     }
     if draws.local:
-        results["marginal_predictive"] = posterior_draws(model, draws, args, kwargs, chosen, anew=True)
-    note = {"omitted": f"all but {count} of {wanted} draws per chain: over the memory budget"} if count < wanted else {}
+        results["marginal_predictive"] = posterior_draws(model, draws, args, kwargs, positions, new_latents=True)
+    note = {"omitted": f"all but {count} of {num_predictive} draws per chain: over the memory budget"} if count < num_predictive else {}
     return {name: writer.sites(values).assign_attrs(note) for name, values in results.items()}
 
 
 def _arguments(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The model's arguments by name."""
-    called = model.forward if isinstance(model, torch.nn.Module) else model
+    program = model.forward if isinstance(model, torch.nn.Module) else model
     try:
-        return dict(inspect.signature(called).bind(*args, **kwargs).arguments)
+        return dict(inspect.signature(program).bind(*args, **kwargs).arguments)
     except (TypeError, ValueError):
         return {f"argument_{position}": value for position, value in enumerate(args)} | dict(kwargs)
 
@@ -756,21 +759,21 @@ def _arguments(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
 def _side_by_side(chains: list[dict[str, xr.Dataset]]) -> dict[str, xr.Dataset]:
     """Guides side by side along ``chain``."""
     names = [name for name in chains[0] if all(name in chain for chain in chains)]
-    joined = {}
+    groups = {}
     for name in names:
         parts = [chain[name] for chain in chains]
         if len({tuple(part.sizes.items()) for part in parts}) > 1:
             raise ValueError(f"the guides do not go together: {name} must have equal sizes; got {[dict(part.sizes) for part in parts]}")
         if name in ("observed_data", "constant_data"):
-            joined[name] = parts[0]
+            groups[name] = parts[0]
             continue
         numbers = xr.DataArray(np.arange(len(parts)), dims="chain", name="chain")
         if name in ("posterior", "sample_stats", "log_prior", "prior", *_ON_DATA[1:]):
             parts = [part.assign_coords(chain=[number]) for number, part in enumerate(parts)]
-            joined[name] = xr.concat(parts, dim="chain", combine_attrs="override")
+            groups[name] = xr.concat(parts, dim="chain", combine_attrs="override")
         else:
-            joined[name] = xr.concat(parts, dim=numbers, combine_attrs="override")
-    return joined
+            groups[name] = xr.concat(parts, dim=numbers, combine_attrs="override")
+    return groups
 
 
 def _label_like(arrays: Mapping[str, np.ndarray], data: xr.Dataset) -> xr.Dataset:

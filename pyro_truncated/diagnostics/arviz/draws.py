@@ -33,7 +33,7 @@ from pyro_truncated.utils.parameter_store import Assign, isolate, spare_random_n
 Node = Mapping[str, Any]
 
 
-def role(node: Node) -> Literal["data", "factor", "computed", "latent"]:
+def role(node: Node) -> Literal["data", "factor", "deterministic", "latent"]:
     """What a site is: data, a density without value, computed, or latent.
 
     Computed are ``pyro.deterministic``, an unobserved ``Delta``, a latent that a reparametrisation has replaced, and the completed values
@@ -44,12 +44,12 @@ def role(node: Node) -> Literal["data", "factor", "computed", "latent"]:
         return "factor"
     if family(fn) == "Delta":
         if not is_observed or node["infer"].get("_deterministic") or getattr(fn, "_mask", None) is False:
-            return "computed"
+            return "deterministic"
         # Some reparametrisations carry a density: they observe the very tensor that the point mass lies at.
         while hasattr(fn, "base_dist"):
             fn = fn.base_dist
         if torch.is_tensor(node["value"]) and node["value"].data_ptr() == fn.v.data_ptr():
-            return "computed"
+            return "deterministic"
     return "data" if is_observed else "latent"
 
 
@@ -86,7 +86,7 @@ def leaves(
         return frozenset()
     dependencies = Dependencies(Call(model, args, kwargs))
     return frozenset(
-        name for name in names if all(role(nodes[site]) == "computed" for site in dependencies.dependents({name}) if site in nodes)
+        name for name in names if all(role(nodes[site]) == "deterministic" for site in dependencies.dependents({name}) if site in nodes)
     )
 
 
@@ -105,7 +105,7 @@ class Enumeration:
         kwargs: its keyword arguments.
         nodes: sites of a run of the model.
         names: the discrete latents.
-        hidden: unknown latents on which nothing depends. Their densities are left out.
+        silent: unknown latents on which nothing depends. Their densities are left out.
 
     Attributes:
         plates: the plates from left to right, with their sizes. Empty if no data point has such latents of its own.
@@ -120,10 +120,10 @@ class Enumeration:
         kwargs: Mapping[str, Any],
         nodes: Mapping[str, Any],
         names: Collection[str],
-        hidden: Collection[str] = (),
+        silent: Collection[str] = (),
     ) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
-        self.names, self.hidden = frozenset(names), frozenset(hidden)
+        self.names, self.silent = frozenset(names), frozenset(silent)
         self.first_dim = -1 - max(len(node["fn"].batch_shape) for node in nodes.values())
         self._find_plates({name: node["value"] for name, node in nodes.items() if role(node) == "latent" and name not in names})
 
@@ -137,8 +137,8 @@ class Enumeration:
     def log_evidence(self, values: Mapping[str, Any]) -> Tensor:
         """Log density of the data and the other latents."""
         trace = self._enumerate(values, self.names)
-        chosen = [name for name in sample_nodes(trace) if name not in self.hidden]
-        return sum((term.double().sum() for term in _contract(trace, chosen, self.names)), torch.zeros(()).double())
+        sites = [name for name in sample_nodes(trace) if name not in self.silent]
+        return sum((term.double().sum() for term in _contract(trace, sites, self.names)), torch.zeros(()).double())
 
     def log_likelihood(self, values: Mapping[str, Any], leaves: Collection[str]) -> Tensor:
         """The log likelihood of each data point, of shape :attr:`plates`.
@@ -154,14 +154,14 @@ class Enumeration:
 
     def _prepare(self, values: Mapping[str, Any], names: Collection[str]) -> Model:
         """The model with other latents fixed, marked for enumeration."""
-        given = {name: value for name, value in values.items() if name not in names}
+        other_values = {name: value for name, value in values.items() if name not in names}
         marks: Any = {True: {"enumerate": "parallel"}, False: {"enumerate": None}}
-        configured: Model = poutine.infer_config(self.model, lambda site: marks[site["name"] in names])
+        marked_model: Model = poutine.infer_config(self.model, lambda site: marks[site["name"] in names])
 
         def program(*args: Any, **kwargs: Any) -> Any:
             """The model, called with its own arguments."""
-            with Assign(given), _Silence(self.hidden):
-                return configured(*args, **kwargs)
+            with Assign(other_values), _Silence(self.silent):
+                return marked_model(*args, **kwargs)
 
         return program
 
@@ -177,9 +177,9 @@ class Enumeration:
     def _find_plates(self, values: Mapping[str, Any]) -> None:
         """Finds the plates of data that depend on the discrete latents."""
         trace = self._enumerate(values, self.names)
-        nodes, summed = sample_nodes(trace), _sum_dims(trace, self.names)
+        nodes, sum_dims = sample_nodes(trace), _sum_dims(trace, self.names)
         below = [node for node in nodes.values() if role(node) in ("data", "factor")]
-        below = [node for node in below if summed.intersection(node["packed"]["unscaled_log_prob"]._pyro_dims)]
+        below = [node for node in below if sum_dims.intersection(node["packed"]["unscaled_log_prob"]._pyro_dims)]
         shared = frozenset.intersection(*map(site_plates, below)) if below else frozenset()
         self.local = frozenset(name for name in self.names if site_plates(nodes[name]) & shared)
         shared = shared.intersection(*(site_plates(nodes[name]) for name in self.local)) if self.local else frozenset()
@@ -195,11 +195,11 @@ class Enumeration:
         for term in terms:
             dims: str = term._pyro_dims  # type: ignore[attr-defined]
             extra = [position for position, symbol in enumerate(dims) if symbol not in symbols]
-            reduced = term.double().sum(extra) if extra else term.double()
-            kept = [symbol for symbol in dims if symbol in symbols]
-            reduced = reduced.permute([kept.index(symbol) for symbol in symbols if symbol in kept])
-            shape = [size if symbol in kept else 1 for symbol, size in zip(symbols, self.plates.values(), strict=True)]
-            total = total.to(reduced.device) + reduced.reshape(shape)
+            sums = term.double().sum(extra) if extra else term.double()
+            plates = [symbol for symbol in dims if symbol in symbols]
+            sums = sums.permute([plates.index(symbol) for symbol in symbols if symbol in plates])
+            shape = [size if symbol in plates else 1 for symbol, size in zip(symbols, self.plates.values(), strict=True)]
+            total = total.to(sums.device) + sums.reshape(shape)
         return total
 
 
@@ -221,17 +221,17 @@ def _sum_dims(trace: poutine.Trace, names: Collection[str]) -> set[str]:
     return {mark["_dim_to_symbol"][mark["_enumerate_dim"]] for mark in marks if mark.get("_enumerate_dim") in mark["_dim_to_symbol"]}
 
 
-def _contract(trace: poutine.Trace, chosen: Collection[str], names: Collection[str]) -> list[Tensor]:
+def _contract(trace: poutine.Trace, sites: Collection[str], names: Collection[str]) -> list[Tensor]:
     """Sums sites out of log densities; returns a tensor per connected part."""
     tree: OrderedDict[frozenset[str], list[Tensor]] = OrderedDict()
-    for name in chosen:
+    for name in sites:
         node = trace.nodes[name]
         ordinal = frozenset(trace.plate_to_symbol[frame.name] for frame in node["cond_indep_stack"] if frame.vectorized and frame.size > 1)
         # What is summed out has a distribution whether masked or not, as in TraceEnum_ELBO.
         mask = None if name in names else node["packed"]["mask"]
         tree.setdefault(ordinal, []).append(packed.scale_and_mask(node["packed"]["unscaled_log_prob"], mask=mask))
-    found = contract_tensor_tree(tree, _sum_dims(trace, names))
-    return [term for terms in found.values() for term in terms]
+    terms_by_plates = contract_tensor_tree(tree, _sum_dims(trace, names))
+    return [term for terms in terms_by_plates.values() for term in terms]
 
 
 Sites = dict[str, Tensor]
@@ -269,13 +269,13 @@ class Draws:
     Attributes:
         nodes: the sites of one run of the model.
         latents: draws of the latents, without those of ``states``, by site name, ``(draws, *shape)``.
-        computed: values that follow from the latents (``pyro.deterministic``, reparametrised latents), likewise.
+        deterministic: values that follow from the latents (``pyro.deterministic``, reparametrised latents), likewise.
         lp: log joint density of each draw.
         log_q: log density of each draw under the guide.
         log_likelihood: by name, log likelihoods of the observations, ``(draws, *shape)``. Empty where they do not exist.
         log_prior: log prior density of each latent that belongs to no data point, ``(draws,)`` by site name.
         local: names of the latents of data points.
-        given: those of them that ``log_likelihood`` is conditional on.
+        conditional_on: those of them that ``log_likelihood`` depends on.
         plates: plates whose members are the data points, by dimension from left to right, with their sizes.
         joint: name of the variable of ``log_likelihood`` that has one entry per data point. Others have the shapes of their sites.
         states: of a truncated guide.
@@ -283,13 +283,13 @@ class Draws:
 
     nodes: dict[str, Any]
     latents: Sites
-    computed: Sites
+    deterministic: Sites
     lp: Tensor
     log_q: Tensor
     log_likelihood: Sites
     log_prior: Sites
     local: frozenset[str]
-    given: frozenset[str]
+    conditional_on: frozenset[str]
     plates: dict[str, int]
     joint: str = ""
     states: States | None = None
@@ -323,7 +323,7 @@ class Collector:
         self.local, self.states = local, states
         self.lp: list[Tensor] = []
         self.log_q: list[Tensor] = []
-        self.groups: dict[str, list[Mapping[str, Tensor]]] = {"latents": [], "computed": [], "log_likelihood": [], "log_prior": []}
+        self.groups: dict[str, list[Mapping[str, Tensor]]] = {"latents": [], "deterministic": [], "log_likelihood": [], "log_prior": []}
 
     def add(self, nodes: Mapping[str, Any], lp: Tensor, log_q: Tensor, log_likelihood: Mapping[str, Tensor]) -> None:
         """Adds a draw: sites of a run with log probabilities."""
@@ -331,7 +331,7 @@ class Collector:
         self.log_q.append(log_q)
         latents = [name for name, node in nodes.items() if role(node) == "latent"]
         self.groups["latents"].append({name: nodes[name]["value"] for name in latents if name not in self.states})
-        self.groups["computed"].append({name: node["value"] for name, node in nodes.items() if role(node) == "computed"})
+        self.groups["deterministic"].append({name: node["value"] for name, node in nodes.items() if role(node) == "deterministic"})
         self.groups["log_likelihood"].append(log_likelihood)
         self.groups["log_prior"].append({name: nodes[name]["log_prob_sum"].double() for name in latents if name not in self.local})
 
@@ -343,11 +343,11 @@ class Collector:
 
 def _stack(draws: Iterable[Mapping[str, Any]]) -> Sites:
     """Values of all draws by name."""
-    found: dict[str, list[Tensor]] = {}
+    stacks: dict[str, list[Tensor]] = {}
     for values in draws:
         for name, value in values.items():
-            found.setdefault(name, []).append(torch.as_tensor(value).detach())
-    return {name: torch.stack(values) for name, values in found.items()}
+            stacks.setdefault(name, []).append(torch.as_tensor(value).detach())
+    return {name: torch.stack(values) for name, values in stacks.items()}
 
 
 def data_latents(nodes: Mapping[str, Any]) -> frozenset[str]:
@@ -366,9 +366,9 @@ def data_plate_sizes(nodes: Mapping[str, Any]) -> dict[str, int]:
 
 def joint_name(nodes: Mapping[str, Any], names: Collection[str]) -> str:
     """Names the likelihood of several sites by its data or factors."""
-    found = [name for name in names if role(nodes[name]) == "data"] or [name for name in names if role(nodes[name]) == "factor"]
+    members = [name for name in names if role(nodes[name]) == "data"] or [name for name in names if role(nodes[name]) == "factor"]
     # The observations of a long sequence would make a name that files cannot hold.
-    return "_".join(found) if len(found) <= 4 else f"{found[0]}_to_{found[-1]}"
+    return "_".join(members) if len(members) <= 4 else f"{members[0]}_to_{members[-1]}"
 
 
 def likelihoods_given_all(nodes: Mapping[str, Any]) -> Sites:
@@ -376,16 +376,16 @@ def likelihoods_given_all(nodes: Mapping[str, Any]) -> Sites:
 
     The density of a ``pyro.factor`` joins that of data in the same plates.
     """
-    found = {name: node["log_prob"].double() for name, node in nodes.items() if role(node) == "data"}
+    log_probs = {name: node["log_prob"].double() for name, node in nodes.items() if role(node) == "data"}
     for name, node in nodes.items():
         if role(node) != "factor":
             continue
-        host = next((other for other in found if site_plates(nodes[other]) == site_plates(node)), None)
+        host = next((other for other in log_probs if site_plates(nodes[other]) == site_plates(node)), None)
         if host is not None:
-            found[host] = found[host] + node["log_prob"].double()
+            log_probs[host] = log_probs[host] + node["log_prob"].double()
         elif site_plates(node):
-            found[name] = node["log_prob"].double()
-    return found
+            log_probs[name] = node["log_prob"].double()
+    return log_probs
 
 
 def refuse_subsamples(nodes: Mapping[str, Any]) -> None:
@@ -473,13 +473,15 @@ class _Program:
             self.nodes = sample_nodes(self._run({name: node["value"] for name, node in sample_nodes(guide_trace).items()}))
         refuse_subsamples(self.nodes)
         missing = [name for name, node in self.nodes.items() if role(node) == "latent" and name not in guide_trace]
-        summed = [name for name in missing if self.nodes[name]["fn"].support.is_discrete and self.nodes[name]["fn"].has_enumerate_support]
-        self.drawn_anew = frozenset(missing) - set(summed)
+        enumerable = [
+            name for name in missing if self.nodes[name]["fn"].support.is_discrete and self.nodes[name]["fn"].has_enumerate_support
+        ]
+        self.drawn_anew = frozenset(missing) - set(enumerable)
         self._refuse_prior_draws()
-        self.enumeration = Enumeration(model, args, kwargs, self.nodes, summed, self.drawn_anew) if summed else None
+        self.enumeration = Enumeration(model, args, kwargs, self.nodes, enumerable, self.drawn_anew) if enumerable else None
         inside = frozenset() if self.enumeration is None else frozenset(self.enumeration.inside)
         self.local = data_latents(self.nodes) | {name for name in inside if role(self.nodes[name]) == "latent"}
-        self.leaves = leaves(model, self.nodes, self.local - set(summed), args, kwargs)
+        self.leaves = leaves(model, self.nodes, self.local - set(enumerable), args, kwargs)
         self.collector = Collector(self.local)
 
     def _refuse_prior_draws(self) -> None:
@@ -524,12 +526,12 @@ class _Program:
     def result(self) -> Draws:
         """All draws stacked."""
         plates = self.enumeration.plates if self.enumeration is not None else {}
-        summed = self.enumeration.local if self.enumeration is not None else frozenset()
+        discrete = self.enumeration.local if self.enumeration is not None else frozenset()
         return Draws(
             nodes=self.nodes,
             **self.collector.stack(),
             local=self.local,
-            given=self.local - summed - self.leaves,
+            conditional_on=self.local - discrete - self.leaves,
             plates=plates or data_plate_sizes(self.nodes),
             joint=joint_name(self.nodes, self.enumeration.inside) if self.enumeration is not None and plates else "",
         )
@@ -543,19 +545,19 @@ def draw_states(model: Callable[..., Any], guide: AutoTruncated, args: tuple[Any
     population = guide.rescore(log_joint)
     free_energy = population.free_energy()
     index = torch.multinomial(population.weights(), num_draws, replacement=True).mT
-    drawn = population.log_joint.double().gather(1, index.mT).mT
-    log_q = (drawn - free_energy).sum(1)
+    scores = population.log_joint.double().gather(1, index.mT).mT
+    log_q = (scores - free_energy).sum(1)
     name = _likelihood_name(log_joint)
     likelihood = {name: free_energy.expand(num_draws, -1)} if name else {}
     states = States(guide, log_joint, population, _certify_covered_mass(log_joint, population), index)
-    lp = drawn.sum(1) + log_joint.outside()
+    lp = scores.sum(1) + log_joint.outside()
     draws = Draws(
         log_joint.nodes, {}, {}, lp, log_q, likelihood, {}, frozenset(guide.layout.sites), frozenset(), _plates(log_joint), name, states
     )
-    if any(role(node) == "computed" for node in log_joint.nodes.values()):
+    if any(role(node) == "deterministic" for node in log_joint.nodes.values()):
         traces = _trace_draws(model, draws, args, kwargs)
         runs = (sample_nodes(trace).items() for trace in traces)
-        draws.computed = _stack({name: node["value"] for name, node in run if role(node) == "computed"} for run in runs)
+        draws.deterministic = _stack({name: node["value"] for name, node in run if role(node) == "deterministic"} for run in runs)
     return draws
 
 
@@ -585,18 +587,18 @@ def draw_jointly(
     model: Callable[..., Any], guide: Any, part: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_draws: int
 ) -> Draws:
     """Draws states and other latents; populations are scored for each draw."""
-    gathered: _Accumulator | None = None
+    accumulator: _Accumulator | None = None
     own = {*part.layout.sites, part.index_name}
     for _ in range(num_draws):
         guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
         others = {name: node["value"] for name, node in guide_trace.nodes.items() if node["type"] == "sample" and name not in own}
         log_joint = part.make_scorer(*args, values=others, **kwargs)
         refuse_subsamples(log_joint.nodes)
-        if gathered is None:
-            gathered = _Accumulator(model, part, log_joint, args, kwargs, num_draws)
-        gathered.add(log_joint, guide_trace, poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs))
-    assert gathered is not None
-    return gathered.result()
+        if accumulator is None:
+            accumulator = _Accumulator(model, part, log_joint, args, kwargs, num_draws)
+        accumulator.add(log_joint, guide_trace, poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs))
+    assert accumulator is not None
+    return accumulator.result()
 
 
 class _Accumulator:
@@ -619,18 +621,19 @@ class _Accumulator:
         self.leaves = leaves(model, nodes, self.local & set(part.layout.other_latents), args, kwargs)
         self.collector = Collector(self.local, part.layout.sites)
         self.index: list[Tensor] = []
-        self.covered: list[Tensor] = []
+        self.covered_mass: list[Tensor] = []
         self.weights, self.free_energy = torch.zeros(()), torch.zeros(())
         self.has_likelihood = True
-        self.given: frozenset[str] = frozenset()
+        self.conditional_on: frozenset[str] = frozenset()
 
     def add(self, log_joint: LogJoint, guide_trace: poutine.Trace, model_trace: poutine.Trace) -> None:
         """Adds a draw of the global sites: its populations and traces."""
         population = self.part.rescore(log_joint)
         self.weights = self.weights + population.weights().double() / self.num_draws
         self.free_energy = self.free_energy + population.free_energy() / self.num_draws
-        if len(self.covered) < 8:
-            self.covered.append(_certify_covered_mass(log_joint, population))
+        # The certificate scores all neighbours of states: it is the mean over the first eight draws.
+        if len(self.covered_mass) < 8:
+            self.covered_mass.append(_certify_covered_mass(log_joint, population))
         self.index.append(torch.as_tensor(guide_trace.nodes[self.part.index_name]["value"]).reshape(-1))
         model_trace.compute_log_prob()
         nodes = sample_nodes(model_trace)
@@ -646,7 +649,7 @@ class _Accumulator:
     def _likelihoods(self, log_joint: LogJoint, population: Population, nodes: Mapping[str, Any]) -> Sites:
         """Log likelihoods with the states of data points summed out."""
         if self.is_global:
-            self.given = self.local - self.leaves
+            self.conditional_on = self.local - self.leaves
             return likelihoods_given_all(nodes)
         value = self._marginal_likelihood(log_joint, population) if self.has_likelihood else None
         self.has_likelihood = value is not None
@@ -663,13 +666,13 @@ class _Accumulator:
         if not local:
             return population.free_energy()
         terms = log_joint.site_log_probs(population.words[:, :2])
-        scored = [name for name in local if name in terms and f"conditional of {name}" not in terms]
-        self.given = frozenset(scored) - self.leaves if log_joint.conditional is None else frozenset()
-        self.given |= (log_joint.uncovered & self.local) - self.leaves - set(terms)
+        own_sites = [name for name in local if name in terms and f"conditional of {name}" not in terms]
+        self.conditional_on = frozenset(own_sites) - self.leaves if log_joint.conditional is None else frozenset()
+        self.conditional_on |= (log_joint.uncovered_latents & self.local) - self.leaves - set(terms)
         free_energy = population.free_energy()
-        if self.leaves & set(scored):
+        if self.leaves & set(own_sites):
             free_energy = _free_energy_without(log_joint, population, self.leaves)
-        for name in self.given & set(scored):
+        for name in self.conditional_on & set(own_sites):
             # A term that varies with the states has one entry for either of them.
             if terms[name].shape[0] > 1:
                 return None
@@ -681,13 +684,13 @@ class _Accumulator:
         # Log joints that give back both means.
         population = self.part.rescore(self.log_joint)
         population = dataclasses.replace(population, log_joint=self.weights.log() + self.free_energy.unsqueeze(-1))
-        states = States(self.part, self.log_joint, population, torch.stack(self.covered).mean(0), torch.stack(self.index))
+        states = States(self.part, self.log_joint, population, torch.stack(self.covered_mass).mean(0), torch.stack(self.index))
         local = self.local | (frozenset() if self.is_global else frozenset(self.part.layout.sites))
         return Draws(
             nodes=self.log_joint.nodes,
             **self.collector.stack(),
             local=local,
-            given=self.given,
+            conditional_on=self.conditional_on,
             plates=_plates(self.log_joint),
             joint="" if self.is_global else _likelihood_name(self.log_joint),
             states=states,
@@ -710,25 +713,31 @@ def prior_draws(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
 
 
 def posterior_draws(
-    model: Callable[..., Any], draws: Draws, args: tuple[Any, ...], kwargs: Mapping[str, Any], chosen: Sequence[int], *, anew: bool
+    model: Callable[..., Any],
+    draws: Draws,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    positions: Sequence[int],
+    *,
+    new_latents: bool,
 ) -> Sites:
     """Observations drawn given draws of the latents, ``(draws, *shape)`` by site.
 
-    With ``anew`` the latents of data points are drawn from their prior: predictions of unseen data points. Otherwise the data points that
-    were inferred are repeated, which favours the model.
+    With ``new_latents`` the latents of data points are drawn from their prior: predictions of unseen data points. Otherwise the data
+    points that were inferred are repeated, which favours the model.
     """
-    left_out = draws.local if anew else frozenset()
-    given = ({name: value for name, value in draws.values(position).items() if name not in left_out} for position in chosen)
-    return _stack(_split_sites(_free_run(model, values, args, kwargs))[1] for values in given)
+    left_out = draws.local if new_latents else frozenset()
+    latents = ({name: value for name, value in draws.values(position).items() if name not in left_out} for position in positions)
+    return _stack(_split_sites(_free_run(model, values, args, kwargs))[1] for values in latents)
 
 
 def conditional_likelihoods(model: Callable[..., Any], draws: Draws, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sites:
     """Log likelihoods of the observations given all drawn latents, ``(draws, *batch shape)`` by site."""
-    found = []
+    log_probs = []
     for trace in _trace_draws(model, draws, args, kwargs):
         trace.compute_log_prob()
-        found.append({name: value.cpu() for name, value in likelihoods_given_all(sample_nodes(trace)).items()})
-    return _stack(found)
+        log_probs.append({name: value.cpu() for name, value in likelihoods_given_all(sample_nodes(trace)).items()})
+    return _stack(log_probs)
 
 
 def _free_run(model: Callable[..., Any], values: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,6 +48,7 @@ def plot_restarts(idata: Any, ax: Axes) -> Axes:
         is_best = position == ends.argmax()
         label = f"restart {position}: {ends[position]:.6g}" if len(curves) > 1 else None
         ax.plot(steps, curves[position], color=COLOUR if is_best else GAPS, linewidth=1.8 if is_best else 1.2, label=label)
+    # The axis shows the last four fifths, with room below and above.
     late = curves[:, curves.shape[1] // 5 :]
     late = late[np.isfinite(late)]
     if late.size and np.ptp(late) > 0:
@@ -80,9 +81,9 @@ def plot_covered_mass(idata: Any, ax: Axes, *, worst: int = 5) -> Axes:
     order = values.argsort()
     ax.plot(np.arange(len(values)), values[order], color=COLOUR, marker="." if len(values) < 80 else None)
     ax.axhline(COVERED_LIMIT, color=ACCENT, linestyle=":", linewidth=1.2)
-    shown = order[:worst]
-    lines = [f"{names[point]}: {values[point]:.3g}" for point in shown]
-    ax.plot(np.arange(len(shown)), values[shown], "o", color=ACCENT, markersize=4)
+    points = order[:worst]
+    lines = [f"{names[point]}: {values[point]:.3g}" for point in points]
+    ax.plot(np.arange(len(points)), values[points], "o", color=ACCENT, markersize=4)
     ax.text(0.98, 0.04, "\n".join(["least covered", *lines]), transform=ax.transAxes, ha="right", va="bottom", fontsize=8)
     ax.set(xlabel="data points, least covered first", ylabel="covered mass, at most", ylim=(min(0.0, values.min()), 1.03))
     return tidy(ax)
@@ -103,9 +104,9 @@ def plot_effective_states(idata: Any, ax: Axes) -> Axes:
         The axes.
     """
     data = get_dataset(idata, "truncated_posterior")
-    kept = data.sizes["state"]
-    ax.hist(data["effective_states"].values.ravel(), bins=np.linspace(1, max(kept, 2), 31).tolist(), color=COLOUR)
-    ax.axvline(kept, color=ACCENT, linestyle=":", label=f"{kept} kept")
+    num_states = data.sizes["state"]
+    ax.hist(data["effective_states"].values.ravel(), bins=np.linspace(1, max(num_states, 2), 31).tolist(), color=COLOUR)
+    ax.axvline(num_states, color=ACCENT, linestyle=":", label=f"{num_states} kept")
     ax.set(xlabel="effective number of states", ylabel="data points")
     ax.legend(frameon=False)
     return tidy(ax)
@@ -123,7 +124,8 @@ def plot_gap(idata: Any, ax: Axes) -> Axes:
     """
     data = get_dataset(idata, "truncated_posterior")
     if "log_evidence" not in data and "log_evidence_exact" not in data:
-        raise ValueError("no log evidence in truncated_posterior; convert with to_arviz(..., checks=check_truncation(...))")
+        names = sorted(map(str, data.data_vars))
+        raise ValueError(f"no log evidence in truncated_posterior, only {names}; convert with to_arviz(..., checks=check_truncation(...))")
     bound = data["free_energy_checked" if "free_energy_checked" in data else "free_energy"].values.ravel()
     if "log_evidence" in data:
         centre, lower, upper = (data[f"log_evidence{end}"].values.ravel() - bound for end in ("", "_lower", "_upper"))
@@ -258,13 +260,13 @@ def plot_loo_pit(idata: Any, ax: Axes, *, name: str | None = None, features: Seq
     if not 0 < level < 1:
         raise ValueError(f"level must lie between 0 and 1; got {level}")
     transforms = loo_pit(idata, name=name)
-    chosen = list(features) if features is not None else list(range(transforms.shape[1]))
-    seen = [column[np.isfinite(column)] for column in transforms[:, chosen].T]
-    seen = [np.sort(column) for column in seen if len(column)]
+    columns = list(features) if features is not None else list(range(transforms.shape[1]))
+    samples = [column[np.isfinite(column)] for column in transforms[:, columns].T]
+    samples = [np.sort(column) for column in samples if len(column)]
     grid = np.linspace(0, 1, 201)
-    bands = [math.sqrt(math.log(2 * len(seen) / level) / (2 * len(column))) for column in seen]
+    bands = [math.sqrt(math.log(2 * len(samples) / level) / (2 * len(column))) for column in samples]
     ax.fill_between(grid, -max(bands), max(bands), color=GAPS, alpha=0.4, linewidth=0, label=f"uniform, {1 - level:.0%}")
-    for column, band in zip(seen, bands, strict=True):
+    for column, band in zip(samples, bands, strict=True):
         curve = np.searchsorted(column, grid, side="right") / len(column) - grid
         is_outside = np.abs(curve).max() > band
         ax.plot(grid, curve, color=ACCENT if is_outside else COLOUR, linewidth=1.0, alpha=0.8)

@@ -165,7 +165,7 @@ class Verdict(trust.CheckResult):
     is_truncated: bool = True
 
     @property
-    def what(self) -> str:
+    def subject(self) -> str:
         """What the verdict is on."""
         return "truncated posterior" if self.is_truncated else "posterior"
 
@@ -174,7 +174,7 @@ class Verdict(trust.CheckResult):
         return f"<Verdict: {'trusted' if self.is_trusted else f'{len(self.findings)} findings'}>"
 
     def __str__(self) -> str:
-        head = f"Nothing speaks against this {self.what}." if self.is_trusted else f"Do not trust this {self.what} as it is."
+        head = f"Nothing speaks against this {self.subject}." if self.is_trusted else f"Do not trust this {self.subject} as it is."
         numbers = [f"  {name}: {value}" for name, value in self.numbers.items()]
         lines = [head, *numbers, *(f"- {finding}" for finding in self.findings), *(f"- {remark}" for remark in self.remarks)]
         return "\n".join([*lines, f"report: {self.page}"] if self.page else lines)
@@ -234,11 +234,11 @@ def diagnose(
     if path is not None:
         sections = _sections(idata, groups, weight, image_shape)
         lead = " ".join([str(verdict).partition("\n")[0], *map(str, findings), *remarks])
-        page = write_page(path, f"Diagnosis of a {verdict.what}", lead, numbers, sections)
+        page = write_page(path, f"Diagnosis of a {verdict.subject}", lead, numbers, sections)
         verdict = dataclasses.replace(verdict, page=page)
     print(verdict)
     if warn:
-        warn_findings(verdict.findings, what=verdict.what)
+        warn_findings(verdict.findings, subject=verdict.subject)
     return verdict
 
 
@@ -246,18 +246,18 @@ def _judge_truncation(idata: Any) -> tuple[list[Finding], dict[str, str]]:
     data = get_dataset(idata, "truncated_posterior")
     # Guides in rows, data points in columns.
     values = {str(name): data[name].values.reshape(data.sizes.get("chain", 1), -1) for name in data.data_vars}
-    kept = data.sizes["state"]
+    num_states = data.sizes["state"]
     bound, effective = values["support_mass_bound"], values["effective_states"]
     reference, gap = trust.free_energy_gap(values)
     outside = np.fmax(values.get("gain_by_size", gap), gap)
-    findings = trust.judge_coverage(bound, effective, kept, data.attrs.get("num_joint_states"), outside=outside)
+    findings = trust.judge_coverage(bound, effective, num_states, data.attrs.get("num_joint_states"), outside=outside)
     numbers = {
         "free energy per data point": f"{values['free_energy'].mean():.4g}",
         "covered mass, at most": f"{bound.mean():.3g}",
-        "effective states": f"{np.median(effective):.3g} of {kept}",
+        "effective states": f"{np.median(effective):.3g} of {num_states}",
     }
     if "gain_by_size" in values:
-        findings += trust.judge_growth(values["gain_by_search"], values["gain_by_size"], kept, data.attrs.get("num_joint_states"))
+        findings += trust.judge_growth(values["gain_by_search"], values["gain_by_size"], num_states, data.attrs.get("num_joint_states"))
         numbers["nats gained by twice the states"] = f"{values['gain_by_size'].mean():.3g}"
     if reference:
         findings += trust.judge_gap(gap, reference)
@@ -283,9 +283,9 @@ def _judge_guide(idata: Any, groups: set[str]) -> tuple[list[Finding], dict[str,
 def _remarks_on_training(idata: Any) -> list[str]:
     training = get_dataset(idata, "training")
     curves = training["free_energy"].values if "free_energy" in training else np.zeros((1, 1))
-    started = np.isfinite(curves).any(1)
-    remarks = [] if started.all() else [f"{np.count_nonzero(~started)} of {len(curves)} restarts have no finite free energy."]
-    curves = curves[started]
+    is_finite = np.isfinite(curves).any(1)
+    remarks = [] if is_finite.all() else [f"{np.count_nonzero(~is_finite)} of {len(curves)} restarts have no finite free energy."]
+    curves = curves[is_finite]
     if not len(curves):
         return remarks
     ends = np.array([curve[np.isfinite(curve)][-1] for curve in curves])
@@ -317,15 +317,16 @@ def _validate(idata: Any, groups: set[str]) -> CrossValidation | None:
 
 def _remarks_on_predictions(idata: Any, groups: set[str]) -> list[str]:
     remarks = []
-    for group, what in (("posterior_predictive", "repeated data points"), ("marginal_predictive", "new data points")):
+    for group, subject in (("posterior_predictive", "repeated data points"), ("marginal_predictive", "new data points")):
         if group not in groups or len(get_dataset(idata, group).data_vars) != 1:
             continue
         p_values = predictive_p_values(idata, group=group)
+        # Two-sided, at a level of 1 %.
         extreme = [f"{name} (p = {p:.3f})" for name, p in p_values.items() if min(p, 1 - p) < 0.005]
         if extreme:
-            remarks.append(f"Drawn {what} do not reproduce the data's {', '.join(extreme)}.")
+            remarks.append(f"Drawn {subject} do not reproduce the data's {', '.join(extreme)}.")
         else:
-            remarks.append(f"Drawn {what} reproduce the data's {', '.join(STATISTICS)}.")
+            remarks.append(f"Drawn {subject} reproduce the data's {', '.join(STATISTICS)}.")
     return remarks
 
 
@@ -383,9 +384,9 @@ def _sections_on_predictions(idata: Any, groups: set[str]) -> list[Section]:
     if unseen is not None and len(get_dataset(idata, unseen).data_vars) == 1:
         features = loo_pit(idata).shape[1]
         most = 16
-        shown = f" The first {most} of {features} features." if features > most else ""
+        note = f" The first {most} of {features} features." if features > most else ""
         draw = functools.partial(figures.plot_loo_pit, features=range(min(features, most)))
-        text = f"Leave-one-out transforms feature by feature; inside the band they are compatible with a uniform distribution.{shown}"
+        text = f"Leave-one-out transforms feature by feature; inside the band they are compatible with a uniform distribution.{note}"
         sections.append(_section("Calibration of predictions", text, draw, idata))
     return sections
 

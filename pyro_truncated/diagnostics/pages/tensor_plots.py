@@ -34,8 +34,8 @@ def mosaic(images: Tensor, columns: int | None = None, gap: int = 1) -> np.ndarr
     tiles = np.full((rows * columns, height + gap, width + gap), np.nan)
     tiles[:count, :height, :width] = images.detach().cpu().double().numpy()
     sheet = tiles.reshape(rows, columns, height + gap, width + gap).transpose(0, 2, 1, 3)
-    joined: np.ndarray = sheet.reshape(rows * (height + gap), columns * (width + gap))
-    return joined[: joined.shape[0] - gap, : joined.shape[1] - gap]
+    image: np.ndarray = sheet.reshape(rows * (height + gap), columns * (width + gap))
+    return image[: image.shape[0] - gap, : image.shape[1] - gap]
 
 
 def _as_images(flat: Tensor, shape: tuple[int, int] | None) -> Tensor:
@@ -85,7 +85,7 @@ def plot_free_energy(values: Sequence[float] | Tensor, ax: Axes, *, label: str |
 def plot_activations(marginals: Tensor, ax: Axes) -> Axes:
     """Plots a histogram of expected active latents, from probabilities ``(N, H)``."""
     active = marginals.detach().double().sum(-1).cpu().numpy()
-    width = max(1.0, np.ceil(active.max()) // 30)
+    width = max(1.0, np.ceil(active.max()) // 30)  # about 30 bins
     # Around whole numbers: where posteriors are points, 0.999 and 1.001 belong together.
     edges = width * np.arange((active.max() + 0.5) // width + 2) - 0.5
     ax.hist(active, bins=edges.tolist(), color=COLOUR, edgecolor="white", linewidth=0.5)

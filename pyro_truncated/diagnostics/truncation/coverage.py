@@ -88,25 +88,25 @@ class AllData:
     kwargs: Mapping[str, Any]
 
 
-def broadcast_answer(ask: Callable[..., T], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> T:
+def broadcast_answer(function: Callable[..., T], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> T:
     """Sends the first process's answer about the guide to all processes."""
     with collectives.propagate_errors(), spare_random_numbers():
         every = gather_guide(guide, args, kwargs)
-        found = collectives.agree(None if every is None else ask(every.guide, *every.args, **every.kwargs))
-    assert found is not None
-    return found
+        answer = collectives.agree(None if every is None else function(every.guide, *every.args, **every.kwargs))
+    assert answer is not None
+    return answer
 
 
 def gather_guide(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AllData | None:
     """The guide of all data on the first process, elsewhere ``None``."""
     part = find_truncated_guide(guide)
     rows = [leaf.as_subclass(torch.Tensor) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Shard)]
-    held = collectives.collect([part.words, part.log_joint, *rows])
-    if held is None:
+    shards = collectives.collect([part.words, part.log_joint, *rows])
+    if shards is None:
         return None
-    words, log_joint, *data = (torch.cat(parts) for parts in zip(*held, strict=True))
-    remaining = iter(data)
-    args, kwargs = tree_map(lambda leaf: next(remaining) if isinstance(leaf, Shard) else leaf, (args, dict(kwargs)))
+    words, log_joint, *data = (torch.cat(parts) for parts in zip(*shards, strict=True))
+    leaves = iter(data)
+    args, kwargs = tree_map(lambda leaf: next(leaves) if isinstance(leaf, Shard) else leaf, (args, dict(kwargs)))
     whole = AutoTruncated(part.model, part.num_states, **part.options)
     whole.load_state_dict(
         {"populations.words": words, "populations.log_joint": log_joint, "populations.cardinalities": part.populations.cardinalities}
@@ -180,8 +180,8 @@ def _new_neighbours(moves: Moves, words: Tensor, parents: Tensor, memory_budget:
     """Returns which neighbours are outside the population and not repeated, ``(n, P * M)``."""
     size = rows_per_block(32 * words.shape[-1] * (words.shape[1] + parents.shape[1] * moves.count), memory_budget)
     blocks = [
-        ~ops.find_duplicates(torch.cat([own, moves.neighbours(chosen)], 1))[:, words.shape[1] :]
-        for own, chosen in zip(words.split(size), parents.split(size), strict=True)
+        ~ops.find_duplicates(torch.cat([own, moves.neighbours(roots)], 1))[:, words.shape[1] :]
+        for own, roots in zip(words.split(size), parents.split(size), strict=True)
     ]
     return torch.cat(blocks)
 
@@ -261,15 +261,17 @@ def population_growth(guide: Any, *args: Any, search: Search | None = None, step
     positions = torch.arange(len(population), device=population.words.device) if population.indices is None else population.indices
     searched, doubled = [], []
     for rows in log_joint.row_blocks(3 * size):
-        known = Population(population.space, population.words[rows], population.log_joint[rows], positions[rows])
-        shown = {name: value[rows] for name, value in observations.items()}
+        current = Population(population.space, population.words[rows], population.log_joint[rows], positions[rows])
+        own_observations = {name: value[rows] for name, value in observations.items()}
         # A search that has learned from its training data keeps what it knows.
         keys: dict[str, Any] = {"first_position": part.populations.first_position, "random": random.again()}
         keys["is_linear"] = log_joint.packed_model is not None and log_joint.packed_model.is_linear
-        batch = SearchBatch(known, log_joint.scorer(rows), shown, is_new=True, **keys)
-        spare = batch.evaluate(initial_population(known.space, len(known), size, batch.random, known.words.device, rows=batch.positions))
+        batch = SearchBatch(current, log_joint.scorer(rows), own_observations, is_new=True, **keys)
+        spare = batch.evaluate(
+            initial_population(current.space, len(current), size, batch.random, current.words.device, rows=batch.positions)
+        )
         small = search.improve(batch, steps)
-        large = search.improve(dataclasses.replace(batch, population=known.merge(spare, size)), steps)
+        large = search.improve(dataclasses.replace(batch, population=current.merge(spare, size)), steps)
         # Of all that either search has found, so that the two numbers differ by the size alone.
         large = large.merge(small)
         doubled.append(large.free_energy())

@@ -323,8 +323,10 @@ def estimate_evidence(
     result = summarize(population.free_energy(), torch.cat(outside), torch.cat(at_exact) if at_exact else None, confidence)
     result = dataclasses.replace(result, is_complete=population.is_complete)
     if not population.is_complete and not bool(result.possible_draws.all()):
-        of_prior = _possible_prior_draws(log_joint)
-        result = dataclasses.replace(result, possible_draws=torch.where(result.possible_draws > 0, result.possible_draws, of_prior))
+        possible_prior_draws = _possible_prior_draws(log_joint)
+        result = dataclasses.replace(
+            result, possible_draws=torch.where(result.possible_draws > 0, result.possible_draws, possible_prior_draws)
+        )
     findings = judge_estimate(result.is_reliable.numpy(), result.possible_draws.numpy())
     if findings:
         warnings.warn(
@@ -337,23 +339,23 @@ def estimate_evidence(
 
 def _possible_prior_draws(log_joint: LogJoint) -> Tensor:
     """How many draws have positive prior probability, ``(N,)``."""
-    layout, drawn = log_joint.layout, []
+    layout, states = log_joint.layout, []
     with spare_random_numbers():
-        for _ in range(20):
+        for _ in range(20):  # draws of the prior
             nodes = sample_nodes(log_joint.run(log_joint.values))
             # A count may be drawn beyond its bound.
             with contextlib.suppress(ValueError):
-                drawn.append(layout.encode_values({name: nodes[name]["value"] for name in layout.sites}, log_joint.sizes))
-    if not drawn:
+                states.append(layout.encode_values({name: nodes[name]["value"] for name in layout.sites}, log_joint.sizes))
+    if not states:
         return torch.zeros(log_joint.num_data, dtype=torch.int64)
-    return plain((log_joint.score(layout.space.pack(torch.stack(drawn, 1))) > -math.inf).sum(-1))
+    return plain((log_joint.score(layout.space.pack(torch.stack(states, 1))) > -math.inf).sum(-1))
 
 
 def _gather_states(states: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
     """Gathers site values of all processes' data points on the first process."""
     every = collectives.collect(None if states is None else dict(states))
-    given = [own for own in every or () if own is not None]
-    return {name: torch.cat([own[name] for own in given]) for name in given[0]} if given else None
+    parts = [own for own in every or () if own is not None]
+    return {name: torch.cat([own[name] for own in parts]) for name in parts[0]} if parts else None
 
 
 def _log_ratios(scores: Tensor, proposal: Proposal, words: Tensor, rows: slice) -> Tensor:
@@ -379,8 +381,8 @@ def summarize(free_energy: Tensor, outside: Tensor, at_exact: Tensor | None, con
     bound = None
     if at_exact is not None:
         exact_share = (at_exact.squeeze(-1) - free_energy - peak).exp()
-        replaced = torch.where(at_exact.squeeze(-1) > -math.inf, mean + (exact_share - shares[:, 0]) / num_samples, mean)
-        bound = plain(free_energy + peak + (base + replaced).log())
+        mean_with_exact = torch.where(at_exact.squeeze(-1) > -math.inf, mean + (exact_share - shares[:, 0]) / num_samples, mean)
+        bound = plain(free_energy + peak + (base + mean_with_exact).log())
     standard_error = error / (base + mean)
     return Evidence(
         free_energy=plain(free_energy),
@@ -429,8 +431,8 @@ class Proposal:
         """Independent draws ``(n, count, W)`` for a slice of the data points."""
         base, words = self.base[rows], self.population.words[rows]
         component = torch.multinomial(self.shares.expand(len(base), -1), count, replacement=True, generator=self.generator)
-        chosen = torch.multinomial(base, count, replacement=True, generator=self.generator)
-        values = self.space.unpack(ops.gather_states(words, chosen), torch.int64)
+        index = torch.multinomial(base, count, replacement=True, generator=self.generator)
+        values = self.space.unpack(ops.gather_states(words, index), torch.int64)
         rates = torch.tensor([*self.rates, 0.0], dtype=torch.float64, device=self.device)[component]
         changes = self._uniform(values.shape) < rates.unsqueeze(-1)
         step = 1 + (self._uniform(values.shape) * (self.cardinality - 1)).long().minimum((self.cardinality - 2).clamp(min=0))
@@ -444,16 +446,16 @@ class Proposal:
 
     def log_density(self, words: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """Returns log densities ``(n, M)`` of states, and which are in the population."""
-        drawn, held = self._one_hot(words), self._one_hot(self.population.words[rows])
+        samples, members = self._one_hot(words), self._one_hot(self.population.words[rows])
         log_base = self.base[rows].log().unsqueeze(1)
-        parts = [self.shares[-1].log() + torch.einsum("nmk,nk->nm", drawn, self.values[rows].flatten(1).clamp(min=1e-300).log())]
+        parts = [self.shares[-1].log() + torch.einsum("nmk,nk->nm", samples, self.values[rows].flatten(1).clamp(min=1e-300).log())]
         for share, rate in zip(self.shares, self.rates, strict=False):
             # Latents of one value never change.
             change = torch.where(self.cardinality > 1, math.log(rate) - (self.cardinality - 1).clamp(min=1).double().log(), 0.0)
             stay = torch.where(self.cardinality > 1, math.log1p(-rate), 0.0)
-            agreement = drawn * (stay - change).repeat_interleave(self.values.shape[2])
-            parts.append(share.log() + change.sum() + torch.logsumexp(log_base + agreement @ held.mT, -1))
-        is_inside = (drawn @ held.mT).amax(-1) > self.space.num_latents - 0.5
+            agreement = samples * (stay - change).repeat_interleave(self.values.shape[2])
+            parts.append(share.log() + change.sum() + torch.logsumexp(log_base + agreement @ members.mT, -1))
+        is_inside = (samples @ members.mT).amax(-1) > self.space.num_latents - 0.5
         return torch.stack(parts).logsumexp(0), is_inside
 
     def _one_hot(self, words: Tensor) -> Tensor:
@@ -468,9 +470,10 @@ def _smooth(population: Population) -> Tensor:
     cardinality = space.cardinality.to(own.device)
     exists = torch.arange(own.shape[-1], device=own.device) < cardinality.unsqueeze(-1)
     uniform = exists.double() / cardinality.unsqueeze(-1)
+    # A fifth of the marginals are the mean ones; the share of uniform values falls with the number of latents.
     share = 1.0 / (space.num_latents + 1)
-    mixed = (1 - share) * (0.8 * own + 0.2 * own.mean(0)) + share * uniform
-    return mixed / mixed.sum(-1, keepdim=True)
+    mixture = (1 - share) * (0.8 * own + 0.2 * own.mean(0)) + share * uniform
+    return mixture / mixture.sum(-1, keepdim=True)
 
 
 def mean_interval(shares: Tensor, confidence: float) -> tuple[Tensor, Tensor]:
@@ -485,6 +488,7 @@ def mean_interval(shares: Tensor, confidence: float) -> tuple[Tensor, Tensor]:
     degrees = (0.5 * effective - 1).clamp(min=1.0)
     quantile = torch.from_numpy(stats.t.ppf(0.5 + confidence / 2, degrees.cpu().numpy())).to(shares)
     skewness = ((shares - mean.unsqueeze(-1)) / deviation.unsqueeze(-1)).pow(3).mean(-1)
+    # At 1e-6 the transformation is the identity but for rounding; at zero it would divide by zero.
     slope = (skewness / number**0.5).abs().clamp(min=1e-6) * skewness.sign()
     slope = torch.where(slope == 0, 1e-6, slope)
 
@@ -504,6 +508,7 @@ def mean_interval(shares: Tensor, confidence: float) -> tuple[Tensor, Tensor]:
 def tail_indices(ratios: Tensor) -> Tensor:
     """Tail indices ``(N,)`` of log ratios ``(N, M)``, NaN if many are equal."""
     num_samples = ratios.shape[1]
+    # The largest ratios: a fifth, or three roots, of their number (Vehtari et al. 2024).
     tail = ratios.sort(-1).values[:, -math.ceil(min(0.2 * num_samples, 3 * num_samples**0.5)) :]
     # Draws of zero weight differ by NaN, which exceeds nothing.
     distinct = (tail.diff(dim=-1) > 1e-9).double().mean(-1) > 0.5

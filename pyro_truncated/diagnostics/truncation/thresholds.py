@@ -65,11 +65,11 @@ class CheckResult:
         return not self.findings
 
 
-def warn_findings(findings: Sequence[Finding], stacklevel: int = 3, what: str = "truncated posterior") -> None:
+def warn_findings(findings: Sequence[Finding], stacklevel: int = 3, subject: str = "truncated posterior") -> None:
     """Issues one :class:`TruncationWarning` that holds all findings, if there are any."""
     if findings:
         lines = " ".join(str(finding) for finding in findings)
-        warnings.warn(f"do not trust this {what} as it is. {lines}", TruncationWarning, stacklevel=stacklevel)
+        warnings.warn(f"do not trust this {subject} as it is. {lines}", TruncationWarning, stacklevel=stacklevel)
 
 
 def silently(call: Callable[[], Result]) -> Result:
@@ -79,7 +79,7 @@ def silently(call: Callable[[], Result]) -> Result:
         return call()
 
 
-def _at(position: np.intp, values: np.ndarray) -> int:
+def _data_point(position: np.intp, values: np.ndarray) -> int:
     """The data point at a position of values ``(N,)``, or of ``(guides, N)``."""
     return int(position % values.shape[-1])
 
@@ -93,33 +93,33 @@ def judge_guide(shape: float, log_weights: np.ndarray) -> list[Finding]:
 
 
 def judge_coverage(
-    covered: np.ndarray, effective: np.ndarray, num_states: int, space_size: int | None = None, *, outside: np.ndarray | None = None
+    covered_mass: np.ndarray, effective: np.ndarray, num_states: int, space_size: int | None = None, *, outside: np.ndarray | None = None
 ) -> list[Finding]:
     """Findings from bounds of covered mass and effective numbers of states.
 
     Each is ``(N,)`` or ``(guides, N)``. ``outside`` is the most that any check has found outside of each population, in nats.
     """
-    found = []
-    if not covered.mean() >= COVERED_LIMIT:
-        worst = _at(covered.argmin(), covered)
-        found.append(
+    findings = []
+    if not covered_mass.mean() >= COVERED_LIMIT:
+        worst = _data_point(covered_mass.argmin(), covered_mass)
+        findings.append(
             Finding(
-                f"The populations cover at most {covered.mean():.0%} of the posterior mass on average (data point {worst}: "
-                f"at most {covered.min():.1%}), because states next to theirs are missing.",
+                f"The populations cover at most {covered_mass.mean():.0%} of the posterior mass on average (data point {worst}: "
+                f"at most {covered_mass.min():.1%}), because states next to theirs are missing.",
                 "Search longer (more steps, search_steps), propose more (parents, children, generations), or keep more states.",
             )
         )
     with np.errstate(divide="ignore"):
-        outside = -np.log(covered) if outside is None else np.fmax(outside, -np.log(covered))
-    exhausted = ((effective > EXHAUSTED_LIMIT * num_states) & ~(outside <= RELEVANT_NATS)).mean()
-    if exhausted > MAX_SHARE_BEYOND and num_states > 1 and (space_size is None or num_states < space_size):
-        found.append(
+        outside = -np.log(covered_mass) if outside is None else np.fmax(outside, -np.log(covered_mass))
+    exhausted_share = ((effective > EXHAUSTED_LIMIT * num_states) & ~(outside <= RELEVANT_NATS)).mean()
+    if exhausted_share > MAX_SHARE_BEYOND and num_states > 1 and (space_size is None or num_states < space_size):
+        findings.append(
             Finding(
-                f"{exhausted:.0%} of the data points spread their posterior over more than half of their {num_states} states.",
+                f"{exhausted_share:.0%} of the data points spread their posterior over more than half of their {num_states} states.",
                 f"Keep more: num_states={_twice(num_states, space_size)}.",
             )
         )
-    return found
+    return findings
 
 
 def _twice(num_states: int, space_size: int | None) -> int:
@@ -128,9 +128,9 @@ def _twice(num_states: int, space_size: int | None) -> int:
 
 def judge_growth(by_search: np.ndarray, by_size: np.ndarray, num_states: int, space_size: int | None = None) -> list[Finding]:
     """Findings from what more search or twice the states gain, in nats."""
-    found = []
+    findings = []
     if not by_search.mean() <= GROWTH_LIMIT:
-        found.append(
+        findings.append(
             Finding(
                 f"More search gains {by_search.mean():.2f} nats per data point: the search has not converged.",
                 "Train longer, or propose more per step (search_steps, parents, children, generations, crossover=True).",
@@ -138,13 +138,13 @@ def judge_growth(by_search: np.ndarray, by_size: np.ndarray, num_states: int, sp
         )
     if not by_size.mean() <= GROWTH_LIMIT:
         more = _twice(num_states, space_size)
-        found.append(
+        findings.append(
             Finding(
                 f"{more} states gain {by_size.mean():.2f} nats per data point: the populations are too small.",
                 f"Keep all states there are: num_states={more}." if more == space_size else "Double num_states until the gain is small.",
             )
         )
-    return found
+    return findings
 
 
 def free_energy_gap(values: Mapping[str, np.ndarray]) -> tuple[str, np.ndarray]:
@@ -159,9 +159,10 @@ def judge_gap(gap: np.ndarray, reference: str) -> list[Finding]:
     """A finding from the gap of the bound, in nats."""
     if gap.mean() <= GAP_LIMIT:
         return []
+    worst = _data_point(gap.argmax(), gap)
     return [
         Finding(
-            f"The bound is {gap.mean():.2f} nats per data point below {reference} (data point {_at(gap.argmax(), gap)}: {gap.max():.2f}).",
+            f"The bound is {gap.mean():.2f} nats per data point below {reference} (data point {worst}: {gap.max():.2f}).",
             "Keep more states, or search with more variety: posteriors this spread out need both.",
         )
     ]
@@ -169,13 +170,13 @@ def judge_gap(gap: np.ndarray, reference: str) -> list[Finding]:
 
 def judge_estimate(is_reliable: np.ndarray, possible_draws: np.ndarray) -> list[Finding]:
     """Findings from estimates of the evidence that are unreliable."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     if (~is_reliable).mean() <= MAX_SHARE_BEYOND:
-        return found
+        return findings
     is_blind = ~is_reliable & (possible_draws == 0)
     few, none = (~is_reliable & ~is_blind).mean(), is_blind.mean()
     if none > 0:
-        found.append(
+        findings.append(
             Finding(
                 f"The estimated evidence of {none:.0%} of the data points is not reliable: no draw outside their populations, nor from the "
                 "prior, has positive probability.",
@@ -183,10 +184,10 @@ def judge_estimate(is_reliable: np.ndarray, possible_draws: np.ndarray) -> list[
             )
         )
     if few > 0:
-        found.append(
+        findings.append(
             Finding(
                 f"The estimated evidence of {few:.0%} of the data points rests on few draws of large weight: much more may be missing.",
                 "Estimate with more samples, or keep more states.",
             )
         )
-    return found
+    return findings

@@ -174,13 +174,12 @@ def _check_chains(batch: ChainBatch, steps: int) -> ProductReport:
     moves = posterior.transitions
     doubled = searched if posterior.is_complete else torch.maximum(improve(ChainPosterior(batch.scorer, moves, 2 * size)), searched)
     # All pairs of states of two steps are summed over.
-    exact = ChainPosterior(batch.scorer, moves, space.size).free_energy() if space.size <= 2**8 else None
-    effective, added = posterior.effective_states().double().flatten(), posterior.best_additions().double().flatten()
+    exact = plain(ChainPosterior(batch.scorer, moves, space.size).free_energy()) if space.size <= 2**8 else None
+    effective, additions = posterior.effective_states().double().flatten(), posterior.best_additions().double().flatten()
     site = batch.scorer.product.site.name
-    node = NodeReport((site,), size, space.readable_size, posterior.is_complete, plain(effective), plain(added))
+    node = NodeReport((site,), size, space.readable_size, posterior.is_complete, plain(effective), plain(additions))
     certified = free_energy if posterior.is_complete else posterior.certificate()
-    known = None if exact is None else plain(exact)
-    return ProductReport(plain(free_energy), plain(certified), plain(searched), plain(doubled), known, [node])
+    return ProductReport(plain(free_energy), plain(certified), plain(searched), plain(doubled), exact, [node])
 
 
 def full_sets(batch: ProductBatch) -> list[Tensor]:
@@ -201,9 +200,9 @@ def _node_report(batch: ProductBatch, sets: list[Tensor], number: int) -> NodeRe
         best = population.take(population.weights().topk(1, -1).indices)
         neighbours = moves.neighbours(best)
         is_new = ~ops.find_duplicates(torch.cat([sets[number], neighbours], 1))[:, sets[number].shape[1] :]
-        scored = ScoredSets.from_scorer(scorer, sets)
-        scores = NodeScores(scored, number)(neighbours).masked_fill(~is_new, -torch.inf).logsumexp(-1)
-        evidence = scored.rows(scorer.product.evidence_by_node(scored.messages), number).squeeze(-1)
+        scored_sets = ScoredSets.from_scorer(scorer, sets)
+        scores = NodeScores(scored_sets, number)(neighbours).masked_fill(~is_new, -torch.inf).logsumexp(-1)
+        evidence = scored_sets.rows(scorer.product.evidence_by_node(scored_sets.messages), number).squeeze(-1)
         addition = torch.nn.functional.softplus(scores - evidence)
     effective = population.effective_states().double()
     sites = tuple(name for layout in group.layouts for name in layout.sites)
@@ -234,29 +233,29 @@ def _double(batch: ProductBatch, words: Tensor, number: int) -> Tensor:
     size = min(2 * words.shape[1], space.size)
     others = initial_population(space, len(words), size, batch.populations.stores[number].stream(0), words.device)
     first = torch.zeros(words.shape[:2], dtype=torch.float64, device=words.device)
-    found, _ = ops.select_top(words, first, others, -1.0 - torch.rand(others.shape[:2]).double().to(words.device), size)
-    return batch.scorer.insert_known_values(found, number)
+    union, _ = ops.select_top(words, first, others, -1.0 - torch.rand(others.shape[:2]).double().to(words.device), size)
+    return batch.scorer.insert_known_values(union, number)
 
 
 def _node_findings(report: ProductReport, num_states: int) -> list[Finding]:
     by_search, by_size = (report.searched - report.free_energy).numpy(), (report.doubled - report.searched).numpy()
-    found = []
+    findings = []
     if report.exact is not None:
-        found += trust.judge_gap((report.exact - report.free_energy).numpy(), "the exact log evidence")
+        findings += trust.judge_gap((report.exact - report.free_energy).numpy(), "the exact log evidence")
     if by_search.mean() > trust.GROWTH_LIMIT:
         problem = f"More search gains {by_search.mean():.2f} nats per data point: the search has not converged."
-        found.append(Finding(problem, "Search more: more steps, search_steps, or a search with more variety."))
+        findings.append(Finding(problem, "Search more: more steps, search_steps, or a search with more variety."))
     if by_size.mean() > trust.GROWTH_LIMIT:
         problem = f"Sets twice the size gain {by_size.mean():.2f} nats per data point: the sets are too small."
-        found.append(Finding(problem, f"Larger sets: num_states={2 * num_states}, until the gain is small."))
+        findings.append(Finding(problem, f"Larger sets: num_states={2 * num_states}, until the gain is small."))
     if report.covered_mass.mean() < trust.COVERED_LIMIT:
         problem = f"The sets cover at most {float(report.covered_mass.mean()):.0%} of the posterior mass."
-        found.append(Finding(problem, "Search more, or keep larger sets."))
+        findings.append(Finding(problem, "Search more, or keep larger sets."))
     broad = [node for node in report.nodes if not node.is_exact and float(node.effective_states.mean()) > node.num_states / 4]
-    if broad and found:
+    if broad and findings:
         problem = f"The posteriors of {', '.join(broad[0].sites[:3])} are spread over {float(broad[0].effective_states.mean()):.3g} states."
-        found.append(Finding(problem, "If larger sets do not help, they are too broad for sets: sample, or use a mean field."))
-    return found
+        findings.append(Finding(problem, "If larger sets do not help, they are too broad for sets: sample, or use a mean field."))
+    return findings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,12 +295,12 @@ class TruncationReport(trust.CheckResult):
     @property
     def nats_outside(self) -> Tensor:
         """The most that checks found outside each population, in nats, ``(N,)``."""
-        found = [-self.covered_mass.log(), self.growth.doubled - self.growth.free_energy]
+        bounds = [-self.covered_mass.log(), self.growth.doubled - self.growth.free_energy]
         if self.exact is not None:
-            found.append(self.exact.gap)
+            bounds.append(self.exact.gap)
         elif self.evidence is not None:
-            found.append(self.evidence.gap.masked_fill(~self.evidence.is_reliable, math.inf))
-        return torch.stack(found).amax(0)
+            bounds.append(self.evidence.gap.masked_fill(~self.evidence.is_reliable, math.inf))
+        return torch.stack(bounds).amax(0)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The numbers by name, each ``(N,)``; :func:`~pyro_truncated.to_arviz` stores them.
@@ -434,13 +433,13 @@ def check_truncation(
 
 def _findings(report: TruncationReport, space_size: int) -> list[Finding]:
     outside = report.nats_outside.numpy()
-    found = trust.judge_coverage(
+    findings = trust.judge_coverage(
         report.covered_mass.numpy(), report.effective_states.numpy(), report.num_states, space_size, outside=outside
     )
-    found += trust.judge_growth(report.growth.by_search.numpy(), report.growth.by_size.numpy(), report.num_states, space_size)
+    findings += trust.judge_growth(report.growth.by_search.numpy(), report.growth.by_size.numpy(), report.num_states, space_size)
     if report.exact is not None:
-        found += trust.judge_gap(report.exact.gap.numpy(), "the exact log evidence")
+        findings += trust.judge_gap(report.exact.gap.numpy(), "the exact log evidence")
     elif report.evidence is not None:
-        found += trust.judge_gap(report.evidence.gap.numpy(), "the estimated log evidence")
-        found += trust.judge_estimate(report.evidence.is_reliable.numpy(), report.evidence.possible_draws.numpy())
-    return found
+        findings += trust.judge_gap(report.evidence.gap.numpy(), "the estimated log evidence")
+        findings += trust.judge_estimate(report.evidence.is_reliable.numpy(), report.evidence.possible_draws.numpy())
+    return findings

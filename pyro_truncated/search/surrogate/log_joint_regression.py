@@ -34,27 +34,28 @@ class ScoredBatch:
         states: ``(n, M, H)``, zeros and ones.
         log_joint: their log joints ``(n, M)``.
         features: of the data points, ``(n, Q)``.
-        explained: log joints known from elsewhere, ``(n, M)``, up to a constant of each data point. The regression is
+        baseline: log joints known from elsewhere, ``(n, M)``, up to a constant of each data point. The regression is
             of the rest.
         best: the best state of each data point, ``(n, 1, H)``.
         gap: how far the log joints lie below its one, ``(n, M)``.
         steps: differences of the states from it.
-        target: how far the log joints lie above the best one, but for what is explained, ``(n, M)``.
+        target: how far the log joints lie above the best one, but for the baseline, ``(n, M)``.
         variance: of the scores about the quadratic function, ``(n, M)``.
     """
 
     states: Tensor
     log_joint: Tensor
     features: Tensor
-    explained: Tensor | None = None
+    baseline: Tensor | None = None
 
     def __post_init__(self) -> None:
         best, at = self.log_joint.max(1, keepdim=True)
         put = object.__setattr__
         put(self, "best", self.states.gather(1, at.unsqueeze(-1).expand(-1, 1, self.states.shape[-1])))
         put(self, "gap", best - self.log_joint)
-        put(self, "target", -self.gap if self.explained is None else self.explained.gather(1, at) - self.explained - self.gap)
+        put(self, "target", -self.gap if self.baseline is None else self.baseline.gather(1, at) - self.baseline - self.gap)
         put(self, "steps", self.states - self.best)
+        # One nat at the best state, and 40 % of the gap below it, where a quadratic function fits less.
         put(self, "variance", 1.0 + (0.4 * self.gap).square())
 
     best: Tensor = dataclasses.field(init=False)
@@ -64,7 +65,7 @@ class ScoredBatch:
     variance: Tensor = dataclasses.field(init=False)
 
     def median_flip_change(self) -> float | None:
-        """Returns the median change of an independent flip, in nats not explained.
+        """Returns the median change of a flip, in nats beyond the baseline.
 
         ``None`` if there is nothing to compare.
         """
@@ -72,7 +73,7 @@ class ScoredBatch:
         is_other = (flips > 0) & (self.gap < IMPOSSIBLE)
         return float((self.target[is_other].abs() / flips[is_other].sqrt()).median()) if bool(is_other.any()) else None
 
-    def is_explained(self) -> bool:
+    def baseline_fits(self) -> bool:
         """Whether known log joints bring most possible states near their scores."""
         is_possible = self.log_joint > -IMPOSSIBLE
         nearer, farther = self.target.abs() < self.gap, self.target.abs() > self.gap
@@ -129,11 +130,12 @@ class LogJointRegression:
         r"""Steps towards the shared effects of these samples, and towards :math:`\tau`."""
         # Where no two scores show what a flip changes, 200 nats.
         change = max(samples.median_flip_change() or self.change or 200.0, _MIN_DEVIATION_NATS)
+        # Own effects begin with half the deviation of a change, and never have more than four times that.
         if self.change == 0:
             self.variance = torch.full_like(self.variance, max(0.5 * change, _MIN_DEVIATION_NATS) ** 2)
         self.change = max(self.change, change)
         posterior = EffectsPosterior(samples, self)
-        found = list(self.effects)
+        effects = list(self.effects)
         normal = self._normal(posterior, self.effects)
         residual = [value - image for value, image in zip(posterior.apply_adjoint(samples.target), normal, strict=True)]
         scale = self._diagonal(posterior)
@@ -145,12 +147,12 @@ class LogJointRegression:
                 break
             image = self._normal(posterior, Effects(*direction))
             step = length / _dot(direction, image)
-            found = [value + step * along for value, along in zip(found, direction, strict=True)]
+            effects = [value + step * along for value, along in zip(effects, direction, strict=True)]
             residual = [value - step * along for value, along in zip(residual, image, strict=True)]
             ready = [r / s for r, s in zip(residual, scale, strict=True)]
             before, length = length, _dot(residual, ready)
             direction = [r + length / before * d for r, d in zip(ready, direction, strict=True)]
-        self.effects = posterior.effects = Effects(*found)
+        self.effects = posterior.effects = Effects(*effects)
         squares = self._inflation(samples) * posterior.mean_squares()
         self.variance = (0.5 * (self.variance + squares)).clamp(min=_MIN_DEVIATION_NATS**2, max=(4.0 * self.change) ** 2)
 
@@ -169,13 +171,14 @@ class LogJointRegression:
         return regression
 
     def _ridge(self) -> float:
+        """The inverse variance of shared effects: 0.16 changes of a flip."""
         return (0.16 * self.change) ** -2
 
     def _inflation(self, samples: ScoredBatch) -> Tensor:
         """Returns the factors ``(H,)`` for fitted shared effects."""
         number, squares = len(samples.features), samples.features.square().sum(0)
-        taken = (squares / (squares + (self.variance * self._ridge()).unsqueeze(1))).sum(1)
-        return number / (number - taken).clamp(min=1.0)
+        degrees = (squares / (squares + (self.variance * self._ridge()).unsqueeze(1))).sum(1)
+        return number / (number - degrees).clamp(min=1.0)
 
     def _normal(self, posterior: EffectsPosterior, effects: Effects) -> list[Tensor]:
         image = posterior.apply_adjoint(posterior.samples.predict(effects))
@@ -220,9 +223,9 @@ class EffectsPosterior:
 
     def mean_squares(self) -> Tensor:
         """Expected squares of the data points' own effects, averaged over these, ``(H,)``."""
-        left = (self.variance * (1 - self.variance * self.information())).clamp(min=0.0)
-        mean = self._own((self.samples.target - self.samples.predict(self.effects)).unsqueeze(1)).squeeze(1)
-        squares: Tensor = (mean.square() + left).mean(0)
+        variances = (self.variance * (1 - self.variance * self.information())).clamp(min=0.0)
+        mean = self._own_effects((self.samples.target - self.samples.predict(self.effects)).unsqueeze(1)).squeeze(1)
+        squares: Tensor = (mean.square() + variances).mean(0)
         return squares
 
     def draws(self, effects: Tensor, errors: Tensor) -> Tensor:
@@ -235,9 +238,9 @@ class EffectsPosterior:
         prior = effects * self.variance.sqrt().unsqueeze(1)
         residual = (self.samples.target - self.samples.predict(self.effects)).unsqueeze(1)
         missing = residual - torch.einsum("nch,nmh->ncm", prior, self.samples.steps) - errors * self.samples.variance.sqrt().unsqueeze(1)
-        return (self.samples.features @ self.effects.linear.mT).unsqueeze(1) + prior + self._own(missing)
+        return (self.samples.features @ self.effects.linear.mT).unsqueeze(1) + prior + self._own_effects(missing)
 
-    def _own(self, residuals: Tensor) -> Tensor:
+    def _own_effects(self, residuals: Tensor) -> Tensor:
         """Means ``(n, C, H)`` of the data points' own effects for residuals ``(n, C, M)``."""
         return self.variance.unsqueeze(1) * torch.einsum("nmh,ncm->nch", self.samples.steps, self._solve(residuals))
 

@@ -54,6 +54,7 @@ class MomentRegression:
         if not len(self._centre):
             self._centre = moments.mean.mean(0, dtype=torch.float64)
         size, num_values = self._sums.shape
+        # Bytes of each row: of terms, and of observed values.
         for rows in row_slices(len(moments.words), 16 * size + 24 * num_values):
             # In single precision: of zeros and ones all products are exact.
             states = space.unpack(moments.words[rows]).float()
@@ -62,7 +63,7 @@ class MomentRegression:
             self._sums += terms.mT @ (moments.mean[rows] - self._centre).float()
             self._variances += moments.variance[rows].sum(0, dtype=torch.float64)
         if not len(self._axes):
-            some = moments.mean[:: max(1, len(moments.mean) // 512)]
+            some = moments.mean[:: max(1, len(moments.mean) // 512)]  # about 512 rows are enough for axes
             self._axes = principal_axes((some - self._centre) / self.scale, self.rank)
         self._effects = None
 
@@ -83,7 +84,7 @@ class MomentRegression:
         if self._effects is None:
             # In numbers of states that say something of an effect.
             ridge = torch.full_like(self._products[0], 0.5)
-            ridge[: 1 + self.num_latents] = 0.05
+            ridge[: 1 + self.num_latents] = 0.05  # linear effects and the constant; of pairs a half
             factor = torch.linalg.cholesky(self._products + torch.diag(ridge))
             self._effects = torch.cholesky_solve(self._sums @ axes, factor)
         effects = self._effects
@@ -99,10 +100,11 @@ class MomentRegression:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> MomentRegression:
         """The regression that :meth:`state_dict` has described."""
-        found = cls(state["num_latents"], state["sums"].shape[1], state["rank"], state["sums"].device)
-        found._products, found._sums = state["products"].clone(), state["sums"].clone()
-        found._variances, found._axes, found._centre = state["variances"].clone(), state["axes"].clone(), state["centre"].clone()
-        return found
+        regression = cls(state["num_latents"], state["sums"].shape[1], state["rank"], state["sums"].device)
+        regression._products, regression._sums = state["products"].clone(), state["sums"].clone()
+        regression._variances, regression._axes = state["variances"].clone(), state["axes"].clone()
+        regression._centre = state["centre"].clone()
+        return regression
 
 
 class ApproximateLikelihoods(NamedTuple):
@@ -129,7 +131,7 @@ class ApproximateLikelihoods(NamedTuple):
             values[rows] = -0.5 * here._residual(some, here._shift(some)).square().sum(-1)
         return values
 
-    def near(self, states: Tensor, beside: QuadraticFunctions) -> QuadraticFunctions:
+    def second_order(self, states: Tensor, others: QuadraticFunctions) -> QuadraticFunctions:
         r"""Their second order about states ``(n, C, H)``, and other functions beside.
 
         With flips :math:`t = s - s_0`, derivatives :math:`d_h` of the mean by latents and residuals :math:`e` at :math:`s_0`,
@@ -144,7 +146,7 @@ class ApproximateLikelihoods(NamedTuple):
         square = pairs.diagonal(dim1=-2, dim2=-1).clone()
         pairs.diagonal(dim1=-2, dim2=-1).zero_()
         linear = (slope @ residual.unsqueeze(-1)).squeeze(-1) + 0.5 * square * (1 - 2 * states) - (pairs @ states.unsqueeze(-1)).squeeze(-1)
-        return QuadraticFunctions(linear + beside.effects, pairs + beside.pairs)
+        return QuadraticFunctions(linear + others.effects, pairs + others.pairs)
 
     def _shift(self, states: Tensor) -> Tensor:
         """Returns interactions of latents with the active ones, ``(n, C, H, R)``.
@@ -180,12 +182,12 @@ class PrincipalComponents(NamedTuple):
     def fit(cls, inputs: Tensor, rank: int) -> PrincipalComponents:
         """Those of inputs ``(n, D)``."""
         centre = inputs.nanmean(0).nan_to_num(nan=0.0)
-        known = torch.where(inputs.isnan(), centre, inputs) - centre
-        components = cls(centre, principal_axes(known, min(rank, max(1, len(inputs) // 2))))
+        deviations = torch.where(inputs.isnan(), centre, inputs) - centre
+        components = cls(centre, principal_axes(deviations, min(rank, max(1, len(inputs) // 2))))
         scale = components(inputs)[:, :-1].square().mean().sqrt()
         return components._replace(axes=components.axes / torch.where(scale > 0, scale, 1.0))
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Components of inputs ``(n, D)``, and a one, ``(n, Q)``."""
-        known = torch.where(inputs.isnan(), self.centre, inputs) - self.centre
-        return torch.cat([known @ self.axes, torch.ones_like(known[:, :1])], 1)
+        deviations = torch.where(inputs.isnan(), self.centre, inputs) - self.centre
+        return torch.cat([deviations @ self.axes, torch.ones_like(deviations[:, :1])], 1)

@@ -48,23 +48,23 @@ class QuadraticFunctions(NamedTuple):
             states = (states - is_flipped.to(states)).abs()
         return states
 
-    def best_new_states(self, optimum: Tensor, space: StateSpace, scored: Tensor) -> Tensor:
+    def best_new_states(self, optimum: Tensor, space: StateSpace, words: Tensor) -> Tensor:
         """Returns the best unscored state within two flips of ``(n, C, H)``.
 
         There is one for each of the functions. Scored are words ``(n, M, W)``.
         """
         # States are known by their words, or by one number made of these; each latent adds its own.
         latent_keys = _keys(space.pack(torch.eye(optimum.shape[-1], dtype=torch.int64, device=optimum.device)))
-        taken, children = _keys(scored).sort(1).values, []
+        known_keys, children = _keys(words).sort(1).values, []
         for at, (state, gain) in enumerate(zip(optimum.unbind(1), self.gains(optimum).unbind(1), strict=True)):
             near, sign = Neighbours.from_gains(gain), 1 - 2 * state
             values = near.sums(gain)
             values[:, 1 + gain.shape[1] :] += near.between(self.pairs if self.pairs.dim() == 2 else self.pairs[:, at]) * near.products(sign)
             keys = near.sums(sign.long() * latent_keys) + (state.long() * latent_keys).sum(-1, keepdim=True)
-            place = torch.searchsorted(taken, keys).clamp(max=taken.shape[1] - 1)
-            best = values.masked_fill(taken.gather(1, place) == keys, -math.inf).argmax(1, keepdim=True)
+            place = torch.searchsorted(known_keys, keys).clamp(max=known_keys.shape[1] - 1)
+            best = values.masked_fill(known_keys.gather(1, place) == keys, -math.inf).argmax(1, keepdim=True)
             children.append((state - near.flips(best).to(state)).abs())
-            taken = torch.cat([taken, keys.gather(1, best)], 1).sort(1).values
+            known_keys = torch.cat([known_keys, keys.gather(1, best)], 1).sort(1).values
         return torch.stack(children, 1)
 
 
@@ -86,9 +86,9 @@ class Neighbours(NamedTuple):
     num_latents: int
 
     @classmethod
-    def from_gains(cls, gain: Tensor, num_paired: int = 40) -> Neighbours:
+    def from_gains(cls, gain: Tensor, num_best: int = 40) -> Neighbours:
         """Those of states whose flips gain this, ``(n, H)``."""
-        best = gain.topk(min(num_paired, gain.shape[1]), 1).indices
+        best = gain.topk(min(num_best, gain.shape[1]), 1).indices
         one, other = torch.triu_indices(best.shape[1], best.shape[1], 1, device=gain.device)
         return cls(best, one, other, gain.shape[1])
 
@@ -107,15 +107,16 @@ class Neighbours(NamedTuple):
         row, column = self.best[:, self.one], self.best[:, self.other]
         return pairs[row, column] if pairs.dim() == 2 else pairs.flatten(1).gather(1, row * self.num_latents + column)
 
-    def flips(self, chosen: Tensor) -> Tensor:
+    def flips(self, index: Tensor) -> Tensor:
         """Which latents are flipped in the chosen ones ``(n, 1)``, booleans ``(n, H)``."""
-        latent, pair = torch.arange(self.num_latents, device=chosen.device), chosen - 1 - self.num_latents
+        latent, pair = torch.arange(self.num_latents, device=index.device), index - 1 - self.num_latents
         one, other = (self.best.gather(1, which[pair.clamp(min=0)]) for which in (self.one, self.other))
-        return torch.where(pair < 0, latent == chosen - 1, (latent == one) | (latent == other))
+        return torch.where(pair < 0, latent == index - 1, (latent == one) | (latent == other))
 
 
 def _keys(words: Tensor) -> Tensor:
     """Hashes states by a sum over their words, and so over latents."""
+    # Multiples of the golden ratio's bits (Knuth's multiplicative hashing).
     factors = torch.arange(words.shape[-1], device=words.device) * 0x9E3779B97F4A7C + 1
     return (words * factors).sum(-1)
 

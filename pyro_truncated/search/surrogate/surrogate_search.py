@@ -90,9 +90,9 @@ class SurrogateSearch(Search):
         self.regressions: dict[str, LogJointRegression] = {}
         self.expected: MomentRegression | None = None
         self._projection: PrincipalComponents | None = None
-        self._scored: ScoredStates | None = None
+        self._states: ScoredStates | None = None
         self._surprise: Tensor | None = None
-        self._is_of_new_data = self._is_misled = False
+        self._has_new_data = self._is_misled = False
 
     @property
     def takes_moments(self) -> bool:
@@ -110,23 +110,23 @@ class SurrogateSearch(Search):
         self.check_space(batch.space)
         if batch.is_spread:
             raise NotImplementedError("SurrogateSearch learns from the data of one process; got a shard: pass all data in one process")
-        is_continued = self._scored is not None and self._scored.holds(batch)
+        is_continued = self._states is not None and self._states.holds(batch)
         if not is_continued:
             self._surprise = None
-        scored = self._scored = ScoredStates.from_batch(batch, self._scored)
-        kept = scored.truncate(max(self.memory, batch.population.num_states))
-        states, features = kept.states(), self._features(batch)
-        samples, likelihoods = ScoredBatch(states, kept.log_joint, features), self._likelihoods(batch, is_continued)
+        history = self._states = ScoredStates.from_batch(batch, self._states)
+        memory = history.truncate(max(self.memory, batch.population.num_states))
+        states, features = memory.states(), self._features(batch)
+        samples, likelihoods = ScoredBatch(states, memory.log_joint, features), self._likelihoods(batch, is_continued)
         # Also where likelihoods are known: of other data they may not be.
         regression = self._update_regression("log joints", samples, batch)
         if likelihoods is not None:
             # Effects of the data are in the likelihoods: what is left are the same constants for all.
-            explained = ScoredBatch(states, kept.log_joint, features[:, -1:], likelihoods(states))
-            self._is_misled |= self._may_learn(batch) and not explained.is_explained()
+            residuals = ScoredBatch(states, memory.log_joint, features[:, -1:], likelihoods(states))
+            self._is_misled |= self._may_learn(batch) and not residuals.baseline_fits()
             if self._is_misled:
                 likelihoods = None
             else:
-                samples, regression = explained, self._update_regression("rest", explained, batch)
+                samples, regression = residuals, self._update_regression("rest", residuals, batch)
         if likelihoods is None:
             self._surprise = None
         functions = QuadraticFunctions(
@@ -134,27 +134,29 @@ class SurrogateSearch(Search):
         )
         start = batch.space.unpack(draw_by_weight(batch, self.children, self.generator)).double()
         if likelihoods is None:
-            found = batch.evaluate(batch.space.pack(functions.best_new_states(functions.ascend(start), scored.space, scored.words).long()))
+            candidates = batch.evaluate(
+                batch.space.pack(functions.best_new_states(functions.ascend(start), history.space, history.words).long())
+            )
         else:
             # Half of the children start from another data point's best state.
             uniform = ops.uniform(shape=(self.children // 2,), **batch.draws(self.generator))
             others = samples.best[(uniform.double() * len(samples.best)).long(), 0]
             children = self._likely(likelihoods, functions, torch.cat([start[:, ::2], others], 1))
-            found = self._score_and_learn(children, batch)
-            self._surprise = _surprise(likelihoods, samples, children.double(), found.log_joint)
-        self._scored = scored.with_more(found)
-        return found
+            candidates = self._score_and_learn(children, batch)
+            self._surprise = _surprise(likelihoods, samples, children.double(), candidates.log_joint)
+        self._states = history.with_more(candidates)
+        return candidates
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the generator, and what has been learned of data."""
         if self._projection is None:
             return super().state_dict()
         regressions = {name: regression.state_dict() for name, regression in self.regressions.items()}
-        learned: dict[str, Any] = {"regressions": regressions, "projection": list(self._projection)}
-        learned["is_of_new_data"], learned["is_misled"] = self._is_of_new_data, self._is_misled
+        state: dict[str, Any] = {"regressions": regressions, "projection": list(self._projection)}
+        state["is_of_new_data"], state["is_misled"] = self._has_new_data, self._is_misled
         if self.expected is not None:
-            learned["expected"] = self.expected.state_dict()
-        return {**super().state_dict(), **learned}
+            state["expected"] = self.expected.state_dict()
+        return {**super().state_dict(), **state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from where a search has been; scores are made anew."""
@@ -163,40 +165,40 @@ class SurrogateSearch(Search):
         if "projection" in state:
             self.regressions = {name: LogJointRegression.from_state(regression) for name, regression in state["regressions"].items()}
             self._projection = PrincipalComponents(*state["projection"])
-            self._is_of_new_data, self._is_misled = bool(state["is_of_new_data"]), bool(state["is_misled"])
+            self._has_new_data, self._is_misled = bool(state["is_of_new_data"]), bool(state["is_misled"])
         if "expected" in state:
             self.expected = MomentRegression.from_state(state["expected"])
 
     def _features(self, batch: SearchBatch) -> Tensor:
         """Returns the first inputs' principal components and a one, ``(n, Q)``."""
         inputs = flat_observations(batch) if self.inputs is None else self.inputs(batch).detach().double()
-        if self._projection is None or len(self._projection.centre) != inputs.shape[1] or (self._is_of_new_data and not batch.is_new):
-            self.regressions, self.expected, self._is_of_new_data, self._is_misled = {}, None, batch.is_new, False
+        if self._projection is None or len(self._projection.centre) != inputs.shape[1] or (self._has_new_data and not batch.is_new):
+            self.regressions, self.expected, self._has_new_data, self._is_misled = {}, None, batch.is_new, False
             self._projection = PrincipalComponents.fit(inputs, self.rank)
         return self._projection(inputs)
 
     def _may_learn(self, batch: SearchBatch) -> bool:
-        return self._is_of_new_data or not batch.is_new
+        return self._has_new_data or not batch.is_new
 
     def _update_regression(self, name: str, samples: ScoredBatch, batch: SearchBatch) -> LogJointRegression:
         """Returns the regression of log joints, updated by training data."""
-        sizes, known = (samples.states.shape[-1], samples.features.shape[1]), self.regressions.get(name)
-        if known is None or known.effects.linear.shape != sizes:
-            known = LogJointRegression(*sizes, samples.states.device)
+        sizes, regression = (samples.states.shape[-1], samples.features.shape[1]), self.regressions.get(name)
+        if regression is None or regression.effects.linear.shape != sizes:
+            regression = LogJointRegression(*sizes, samples.states.device)
         if self._may_learn(batch):
-            self.regressions[name] = known
-            known.fit(samples)
-        return known
+            self.regressions[name] = regression
+            regression.fit(samples)
+        return regression
 
     def _score_and_learn(self, children: Tensor, batch: SearchBatch) -> Population:
         """Scores children and learns the moments of observations in them."""
         words = batch.space.pack(children.long())
         if self.expected is None or not self._may_learn(batch):
             return batch.evaluate(words)
-        found, moments = batch.evaluate_with_moments(words)
+        candidates, moments = batch.evaluate_with_moments(words)
         if moments is not None:
             self.expected.take(moments, batch.space)
-        return found
+        return candidates
 
     def _likelihoods(self, batch: SearchBatch, is_continued: bool) -> ApproximateLikelihoods | None:
         """Returns approximate likelihoods, or ``None`` where moments do not help."""
@@ -216,19 +218,19 @@ class SurrogateSearch(Search):
             self.expected.take(moments, batch.space)
         return self.expected.likelihoods(observations)
 
-    def _likely(self, likelihoods: ApproximateLikelihoods, beside: QuadraticFunctions, start: Tensor) -> Tensor:
+    def _likely(self, likelihoods: ApproximateLikelihoods, others: QuadraticFunctions, start: Tensor) -> Tensor:
         """Returns the best unscored states near optima reached from a start."""
-        assert self._scored is not None
+        assert self._states is not None
         # States whose second orders fit into the cache.
-        found, number = [], max(1, 512 // self.children)
+        children, number = [], max(1, 512 // self.children)
         for first in range(0, len(start), number):
             rows = slice(first, first + number)
             likelihood = likelihoods._replace(observed=likelihoods.observed[rows])
-            states, rest = start[rows].float(), QuadraticFunctions(beside.effects[rows].float(), beside.pairs.float())
+            states, rest = start[rows].float(), QuadraticFunctions(others.effects[rows].float(), others.pairs.float())
             for _ in range(3):
-                states = likelihood.near(states, rest).ascend_by_pairs(states)
-            found.append(likelihood.near(states, rest).best_new_states(states, self._scored.space, self._scored.words[rows]))
-        return torch.cat(found)
+                states = likelihood.second_order(states, rest).ascend_by_pairs(states)
+            children.append(likelihood.second_order(states, rest).best_new_states(states, self._states.space, self._states.words[rows]))
+        return torch.cat(children)
 
     def _draw_effects(self, posterior: EffectsPosterior, batch: SearchBatch) -> Tensor:
         """Linear effects for each child, ``(n, children, H)``."""
@@ -238,9 +240,9 @@ class SurrogateSearch(Search):
         normal[:, 0] = 0.0
         # Some children are cautious; a posterior may be wrong.
         normal[:, 1:] *= torch.logspace(-1.0, 1.0, self.children - 1, base=2.0, dtype=normal.dtype, device=normal.device).view(1, -1, 1)
-        assert self._scored is not None
+        assert self._states is not None
         # A data point gets stuck where the regression trusts itself.
-        normal *= 1.0 + (self._scored.num_since_best() >= 2 * self.children).to(normal).view(-1, 1, 1)
+        normal *= 1.0 + (self._states.num_since_best() >= 2 * self.children).to(normal).view(-1, 1, 1)
         return posterior.draws(normal[..., :num_latents], normal[..., num_latents:])
 
 
@@ -251,11 +253,11 @@ def _surprise(likelihoods: ApproximateLikelihoods, samples: ScoredBatch, childre
 
     Impossible states are left out. No error counts more than the median change of a flip, since a constraint may cost anything.
     """
-    most = dataclasses.replace(samples, explained=None).median_flip_change() or 0.0
-    said = likelihoods(children) - likelihoods(samples.best)
-    found = log_joint.double().clamp(min=_LOWEST) - samples.log_joint.amax(1, keepdim=True)
+    most = dataclasses.replace(samples, baseline=None).median_flip_change() or 0.0
+    expected = likelihoods(children) - likelihoods(samples.best)
+    actual = log_joint.double().clamp(min=_LOWEST) - samples.log_joint.amax(1, keepdim=True)
     flips = (children - samples.best).abs().sum(-1).clamp(min=1)
-    wrong = ((found - said).abs() / flips.sqrt()).clamp(max=most).masked_fill(found < -IMPOSSIBLE, torch.nan)
+    wrong = ((actual - expected).abs() / flips.sqrt()).clamp(max=most).masked_fill(actual < -IMPOSSIBLE, torch.nan)
     return wrong.square().nanmean(1).sqrt().nan_to_num(nan=0.0)
 
 
@@ -290,11 +292,11 @@ class ScoredStates:
         is_same = is_there & (population.log_joint.double().clamp(min=_LOWEST) == best)
         return bool(is_there.any()) and bool((is_same.any(1) | ~is_there.any(1)).all())
 
-    def with_more(self, found: Population) -> ScoredStates:
+    def with_more(self, population: Population) -> ScoredStates:
         """Appends other states, without repetitions within a data point."""
-        words = torch.cat([self.words, found.words], 1)
+        words = torch.cat([self.words, population.words], 1)
         is_new = ~ops.find_duplicates(words)
-        log_joint = torch.cat([self.log_joint, found.log_joint.double().clamp(min=_LOWEST)], 1).masked_fill(~is_new, _LOWEST)
+        log_joint = torch.cat([self.log_joint, population.log_joint.double().clamp(min=_LOWEST)], 1).masked_fill(~is_new, _LOWEST)
         size = max(1, int(is_new.sum(1).max()))
         order = is_new.long().sort(dim=1, descending=True, stable=True).indices[:, :size]
         return self._select(order, words, log_joint)

@@ -363,16 +363,14 @@ MECHANISMS = {
     "use of redundant latents": without(moves.RedundantLatents),
     "revival of dead latents": without(moves.DeadLatents),
     "crossover": without(moves.Crossover),
-    "tolerance of networks per number": Mechanism(
-        config=LearnConfig(network_gap=0.0), watched=((multi_start.StopRule, "_have_same_code"),)
-    ),
+    "tolerance of networks per number": Mechanism(config=LearnConfig(network_gap=0.0), watched=((multi_start.StopRule, "_share_code"),)),
     "equal latents, networks": rule("share_most", True, is_false),
-    "equal data points": rule("are_alike", True, is_false),
+    "equal data points": rule("explain_equally", True, is_false),
     "end by expected gain": rule("is_gain_below_error", False, bool),
     "split and merge": Mechanism(((trainer.Trainer, "relocate", lambda self: False),), ((trainer.Trainer, "relocate"),)),
     "refit of decoders": Mechanism(((trainer, "fit_decoder", lambda *args: False),), ((trainer, "fit_decoder"),)),
     "linear start of networks": Mechanism(
-        ((multi_start, "decoded_values", lambda *args: None),), ((multi_start, "decoded_values"),), is_there
+        ((multi_start, "decoder_targets", lambda *args: None),), ((multi_start, "decoder_targets"),), is_there
     ),
     "overcomplete start": Mechanism(watched=((multi_start, "start_overcomplete"),), config=LearnConfig(growth=1), has_acted=is_there),
     "overcomplete start and pruning": Mechanism(
