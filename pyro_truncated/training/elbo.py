@@ -5,6 +5,7 @@ Beside other guides the loss is that of Pyro's enumerating ELBO where it can com
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import warnings
@@ -14,6 +15,7 @@ from typing import Any
 
 import pyro.poutine as poutine
 import torch
+from pyro.distributions.score_parts import ScoreParts
 from pyro.infer import ELBO, TraceEnum_ELBO
 from pyro.infer.elbo import ELBOModule
 from pyro.poutine.util import site_is_subsample
@@ -404,6 +406,33 @@ _PYRO_SAYS = (
 )
 
 
+class _PromotingELBO(TraceEnum_ELBO):
+    """Pyro's ELBO with densities of one precision, the highest of all.
+
+    Data are often double, as NumPy's and pandas', and priors single. Pyro contracts only tensors of one type.
+    """
+
+    def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
+        traces = super()._get_trace(model, guide, args, kwargs)  # type: ignore[no-untyped-call]
+        packed = [site["packed"] for trace in traces for site in trace.nodes.values() if site["type"] == "sample"]
+        precision = functools.reduce(torch.promote_types, (site["log_prob"].dtype for site in packed))
+        for site in packed:
+            if site["log_prob"].dtype != precision:
+                site.update({name: _promote(value, precision) for name, value in site.items()})
+        return traces
+
+
+def _promote(value: Any, precision: torch.dtype) -> Any:
+    """Real tensors in another precision; they keep the names of their dimensions."""
+    if isinstance(value, ScoreParts):
+        return ScoreParts(*(_promote(part, precision) for part in value))
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    promoted: Any = value.to(precision)
+    promoted._pyro_dims = value._pyro_dims  # type: ignore[attr-defined]
+    return promoted
+
+
 class MixedGuides:
     """The loss and gradient of a guide with other parts, without search.
 
@@ -419,7 +448,7 @@ class MixedGuides:
 
     def __init__(self, **kwargs: Any) -> None:
         # Labels may leave nothing to enumerate.
-        self.stock = TraceEnum_ELBO(**{"strict_enumeration_warning": False, **kwargs})
+        self.stock: Any = _PromotingELBO(**{"strict_enumeration_warning": False, **kwargs})  # type: ignore[no-untyped-call]
         self._known_parts: tuple[Any, list[AutoTruncated]] | None = None
 
     def loss(self, call: Call, guide: Any) -> float:

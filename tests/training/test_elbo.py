@@ -286,3 +286,28 @@ def test_a_search_is_asked_for_through_handlers_around_the_guide(handler):
     exact = AutoTruncated(poutine.condition(shifted, data={"shift": guide[0].median(y)["shift"].detach()}), 64)
     top = exact.posterior(y).log_joint.topk(4).values.logsumexp(-1)
     torch.testing.assert_close(best.float(), top, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("search", [None, ExhaustiveSearch()])
+def test_double_data_beside_priors_in_single_precision(search):
+    """NumPy's data are double, the numbers of a program single: the loss is that of single data."""
+
+    def program(y):
+        weight = pyro.sample("weight", dist.Normal(0.0, 1.0).expand([2, 3]).to_event(2))
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Bernoulli(torch.full((2,), 0.4)).to_event(1))
+            pyro.sample("y", dist.Normal(z @ weight, 1.0).to_event(1), obs=y)
+
+    found = []
+    y = torch.randn(20, 3, dtype=torch.float64)
+    for data in (y, y.float()):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        guide = AutoGuideList(program)
+        guide.append(AutoDelta(poutine.block(program, hide=["z"])))
+        guide.append(AutoTruncated(program))
+        found.append(step(Truncated_ELBO(search), program, guide, (data,)))
+    (loss, gradient), (single_loss, single_gradient) = found
+    assert loss == pytest.approx(single_loss, rel=1e-5)
+    for name in single_gradient:
+        torch.testing.assert_close(gradient[name].float(), single_gradient[name], rtol=1e-4, atol=1e-4)
