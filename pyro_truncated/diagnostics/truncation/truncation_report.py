@@ -100,7 +100,7 @@ class ProductReport(trust.CheckResult):
         lines = [
             f"{len(self.free_energy)} data points, a set of states for each node of the factor graph",
             f"nats gained by more search      {float((self.searched - self.free_energy).mean()):.3g} in the mean",
-            f"nats gained by sets twice the size {float((self.doubled - self.searched).mean()):.3g} in the mean",
+            f"nats gained by twice the states {float((self.doubled - self.searched).mean()):.3g} in the mean",
             f"covered mass, at most           {float(self.covered_mass.min()):.3g} at worst",
         ]
         if self.exact is not None:
