@@ -87,6 +87,11 @@ def find_product(
         return chains
     inner = [frame for site in layout.sites.values() for frame in site.frames if frame.name not in layout.plates]
     is_partial = any(is_subsampled(frame) and frame.vectorized for frame in inner)
+    if dependencies.scopes is None and layout.space.size > num_states:
+        note_once(
+            "some densities depend on latents by functions that torch does not show (compiled ones, vmap): populations hold whole states. "
+            "For sets of states write these functions in plain torch."
+        )
     if dependencies.scopes is None or layout.read or (layout.space.size <= num_states and not is_partial):
         return None
     graph = build_graph(trace, dependencies.scopes, layout.sites, num_states)

@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import itertools
 import logging
-import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pyro
 import torch
 from pyro.infer.inspect import TrackProvenance
-from pyro.ops.provenance import detach_provenance, extract_provenance, get_provenance, track_provenance
+from pyro.ops.provenance import detach_provenance, get_provenance
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch.distributions import constraints
-from torch.overrides import TorchFunctionMode
 
 from pyro_truncated.program.call import Call
+from pyro_truncated.program.provenance import PythonReads
 from pyro_truncated.program.sites import family
 from pyro_truncated.program.supports import HUGE, elementwise, get_support, value_bounds
 from pyro_truncated.utils.parameter_store import Assign, isolate, spare_random_numbers
 
 _LOG = logging.getLogger(__name__)
-_READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__"}
-_LEAKS = _READS | {"ones", "zeros", "full", "nonzero"}
-# Functions that take of their other arguments the shape or type alone: a distribution's parameters are broadcast against each other.
-_KEEP_OWN_VALUES = {"broadcast_tensors", "type_as", "expand_as", "view_as", "reshape_as"}
-# Operators that write into their first argument; methods that do end with an underscore.
-_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
-_WRITES = {"__setitem__"} | {f"__i{name}__" for name in _OPERATORS}
 
 
 class Dependencies:
@@ -68,9 +60,8 @@ class Dependencies:
         sites = {name: node for name, node in trace.nodes.items() if node["type"] == "sample" and not site_is_subsample(node)}
         latents = {name for name, node in sites.items() if not node["is_observed"]}
         self.read = reader.read & latents
-        # Whatever Python code has read may be anywhere in what comes after it.
-        self.scopes = {name: (scope | marks.read.get(name, frozenset())) & latents for name, scope in scopes.items()}
-        self._add_lost(trace, latents)
+        scopes = {name: scope & latents for name, scope in scopes.items()}
+        self.scopes = scopes if self._are_complete(scopes, trace) else None
         for name, leaked in marks.seen.items():
             node: Any = trace.nodes[name]
             self.observed[name] = reader.sources(node["value"]) & latents if node["is_observed"] else frozenset()
@@ -80,39 +71,39 @@ class Dependencies:
             if get_provenance(getattr(elementwise(support), "lower_bound", 0)) & latents:
                 self.lower_varies.add(name)
 
-    def _add_lost(self, trace: Any, latents: set[str]) -> None:
-        """Adds all earlier latents to scopes that lack one.
+    def _are_complete(self, scopes: Mapping[str, frozenset[str]], trace: Any) -> bool:
+        """Whether densities do not change with latents outside of their scopes.
 
-        Functions that torch does not show, such as compiled ones and ``vmap``, lose the provenance. So runs are compared that differ in
-        latents outside of a scope: that of no latents, and those of two sites.
+        Functions that torch does not show, such as compiled ones and ``vmap``, lose the provenance, and so does Python code that
+        reads values. So runs are compared in which some latents differ: all, those outside of the scopes of some sites, random halves,
+        and those that were read. Long programs, whose sites are alike, are run less often.
 
         Args:
+            scopes: by site, the latents that its density shows.
             trace: a run.
-            latents: its latents.
         """
-        assert self.scopes is not None
-        scopes = {name: scope | latents & {name} for name, scope in self.scopes.items()}
-        others = list(dict.fromkeys(scope for scope in scopes.values() if scope and scope < latents))
-        compared = {
-            scope: {name for name, own in scopes.items() if own <= scope} for scope in [frozenset(), *others[:: 1 + len(others) // 2]]
-        }
-        compared = {scope: names for scope, names in compared.items() if names and scope < latents}
-        if not compared:
-            return
-        nodes = [node for node in trace.nodes.values() if node["type"] == "sample" and not node["is_observed"]]
-        values = {node["name"]: detach_provenance(node["value"]) for node in nodes}
+        nodes = {name: node for name, node in trace.nodes.items() if node["type"] == "sample" and not node["is_observed"]}
+        values = {name: detach_provenance(node["value"]) for name, node in nodes.items()}
+        latents = frozenset(nodes.keys() & scopes.keys())
+        # A latent's density changes with its own value.
+        own = {name: scope | (latents & {name}) for name, scope in scopes.items()}
+        if all(scope >= latents for scope in own.values()):
+            return True
+        generator = torch.Generator().manual_seed(0)
         try:
             with torch.no_grad(), pyro.validation_enabled(False), spare_random_numbers():
                 # All sites have values, so that a model draws its own random numbers alike, as those of dropout.
                 first = self._run(values)
-                other = {name: _another_value(first[name]) for name in latents & values.keys()}
-                for scope, names in compared.items():
-                    again = self._run(values | {name: other[name] for name in other.keys() - scope})
-                    for name in names:
-                        if not torch.allclose(_log_prob(first[name]), _log_prob(again[name]), rtol=1e-5, equal_nan=True):
-                            self.scopes[name] |= latents.intersection(itertools.takewhile(name.__ne__, scopes))
+                for changed, shift in _changes(sorted(latents), own, self.read, generator):
+                    other = {name: _another_value(first[name], shift, generator) for name in sorted(changed)}
+                    again = self._run(values | other)
+                    differing = [name for name, scope in own.items() if not scope & changed and not _equal(first[name], again[name])]
+                    # What differs between runs of the same values says nothing.
+                    if differing and any(_equal(node, first[name]) for name, node in self._run(values).items() if name in differing):
+                        return False
         except Exception:
             _LOG.debug("runs with other values of the latents cannot be compared", exc_info=True)
+        return True
 
     def _run(self, values: Mapping[str, Any]) -> Any:
         torch.manual_seed(0)
@@ -192,26 +183,50 @@ def _scopes(trace: Any, reader: PythonReads) -> dict[str, frozenset[str]]:
             places[name] = _resolve_points(reader.sources(_point(node["fn"])), places)
         with PythonReads(reader.written) as density:
             sources = get_provenance(node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"]))
+        sources |= reader.sources([node["mask"], node["scale"]])
         scopes[name] = _resolve_points(sources | density.names, places)
     return scopes
 
 
-def _log_prob(node: Mapping[str, Any]) -> torch.Tensor:
-    log_prob: torch.Tensor = node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"])
-    return log_prob
+def _changes(
+    latents: Sequence[str], scopes: Mapping[str, frozenset[str]], read: frozenset[str], generator: torch.Generator
+) -> Iterator[tuple[frozenset[str], int]]:
+    """Yields sets of latents that change, and by how much; 0 stands for at random."""
+    every = frozenset(latents)
+    number = max(1, min(6, 2000 // len(scopes)))
+    distinct = list(dict.fromkeys(scope for scope in scopes.values() if scope < every))
+    yield every, 0
+    for scope in distinct[:: 1 + len(distinct) // number]:
+        yield every - scope, 0
+    for _ in range(number):
+        is_changed = (torch.rand(len(latents), generator=generator) < 0.5).tolist()
+        yield frozenset(itertools.compress(latents, is_changed)), 0
+    for changed in list(dict.fromkeys(read - scope for scope in scopes.values()))[:4]:
+        yield from ((changed, shift) for shift in range(1, 9) if changed)
 
 
-def _another_value(node: Mapping[str, Any]) -> torch.Tensor:
-    """Returns the next value of finite supports, else a draw."""
+def _another_value(node: Mapping[str, Any], shift: int, generator: torch.Generator) -> torch.Tensor:
+    """Returns other values of a finite support, by a shift or of random entries, or a draw."""
     fn, value = node["fn"], torch.as_tensor(node["value"])
-    if elementwise(fn.support) is constraints.one_hot:
-        return value.roll(1, -1)
-    if fn.support.is_discrete:
+    support = get_support(fn)
+    if elementwise(support) is constraints.one_hot:
+        return value.roll(shift or int(torch.randint(1, value.shape[-1] + 1, (), generator=generator)), -1)
+    if support is not None and support.is_discrete:
         low, high = value_bounds(fn)
         if bool((high < HUGE).all()):
-            return (low + (value - low + 1) % (high - low + 1)).to(value.dtype)
+            steps: Any = torch.randint(2**31, value.shape, generator=generator).to(value.device) % (high - low + 1)
+            # One entry at least.
+            steps = shift or (steps if bool(steps.any()) else 1)
+            other: torch.Tensor = low + (value - low + steps) % (high - low + 1)
+            return other.to(value.dtype)
     draw: torch.Tensor = fn.sample()
     return draw
+
+
+def _equal(node: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether the log densities of a site in two runs are the same."""
+    first, second = (one["fn"].log_prob(one["value"], *one["args"], **one["kwargs"]) for one in (node, other))
+    return torch.allclose(first, second, rtol=1e-5, equal_nan=True)
 
 
 def _point(fn: Any) -> Any:
@@ -225,82 +240,6 @@ def _resolve_points(names: frozenset[str], places: Mapping[str, frozenset[str]])
     return frozenset().union(*(places.get(name, {name}) for name in names))
 
 
-class PythonReads(TorchFunctionMode):
-    """Records latents whose values leave tensors, where provenance ends.
-
-    It also keeps the provenance correct there, and in tensors that are written into (``x[..., 0] = z``).
-
-    Attributes:
-        names: the latents that have left it so far.
-        read: those of them whose values Python code has looked at.
-        stack: where that was so first; empty if nowhere.
-        written: by address, memory that latents were written into, and their names. While it is held nothing else gets its address.
-
-    Args:
-        written: what another one has noted of writes.
-    """
-
-    def __init__(self, written: Mapping[int, tuple[torch.UntypedStorage, frozenset[str]]] | None = None) -> None:
-        super().__init__()
-        self.written = dict(written or {})
-        self.names: frozenset[str] = frozenset()
-        self.read: frozenset[str] = frozenset()
-        self.stack: Sequence[traceback.FrameSummary] = ()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        sources: set[str] = set()
-        plain, keywords = self._strip_provenance(args, sources), self._strip_provenance(kwargs or {}, sources)
-        if name in _LEAKS:
-            self._note(frozenset(sources), name in _READS)
-        results = func(*plain, **keywords)
-        if sources and (name in _WRITES or (name.endswith("_") and not name.endswith("__"))):
-            self._note_write(plain[0], frozenset(sources))
-        elif sources and keywords.get("out") is not None:
-            self._note_write(keywords["out"], frozenset(sources))
-        if name == "new":
-            return results
-        if name not in _KEEP_OWN_VALUES:
-            return track_provenance(results, frozenset(sources)) if sources else results
-        if isinstance(results, (tuple, list)):
-            own = args[0] if isinstance(args[0], (tuple, list)) else args
-            return type(results)(track_provenance(value, get_provenance(one)) for value, one in zip(results, own, strict=True))
-        return track_provenance(results, get_provenance(args[0]))
-
-    def _note(self, names: frozenset[str], is_read: bool) -> None:
-        self.names |= names
-        if is_read and names:
-            self.stack = self.stack or traceback.extract_stack()
-            self.read |= names
-
-    def _note_write(self, target: Any, names: frozenset[str]) -> None:
-        for tensor in target if isinstance(target, (tuple, list)) else [target]:
-            storage = tensor.untyped_storage()
-            self.written[storage.data_ptr()] = (storage, names)
-
-    def sources(self, value: Any) -> frozenset[str]:
-        """Returns the sites that a value is computed from."""
-        names: set[str] = set()
-        self._strip_provenance(value, names)
-        return frozenset(names)
-
-    def _strip_provenance(self, value: Any, sources: set[str]) -> Any:
-        """Returns arguments without their provenance, which is added to a set."""
-        kind = type(value)
-        if kind is tuple or kind is list:
-            return kind([self._strip_provenance(part, sources) for part in value])
-        if kind is dict:
-            return {key: self._strip_provenance(part, sources) for key, part in value.items()}
-        # A shape stays one: torch takes a tuple in its place for numbers.
-        if kind is torch.Size or not isinstance(value, (torch.Tensor, tuple, list, dict, set, frozenset)):
-            return value
-        plain, names = (value, frozenset()) if kind is torch.Tensor else extract_provenance(value)
-        sources |= names
-        if self.written and isinstance(plain, torch.Tensor):
-            sources |= self.written.get(plain.untyped_storage().data_ptr(), (None, frozenset()))[1]
-        return plain
-
-
 class _Marks(Messenger):
     """Notes what Python has read when each sample site is reached."""
 
@@ -308,11 +247,10 @@ class _Marks(Messenger):
         super().__init__()
         self.reader = reader
         self.seen: dict[str, frozenset[str]] = {}
-        self.read: dict[str, frozenset[str]] = {}
 
     def _pyro_post_sample(self, msg: Any) -> None:
         if not site_is_subsample(msg):
-            self.seen[msg["name"]], self.read[msg["name"]] = self.reader.names, self.reader.read
+            self.seen[msg["name"]] = self.reader.names
 
 
 def constraint_sites(constraint: Any) -> frozenset[str]:

@@ -25,10 +25,10 @@ from torch import Tensor
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import CandidateRuns, Conditional, RunMode, sum_block
 from pyro_truncated.program.changing_sites import ChangingSitesError
-from pyro_truncated.program.dependencies import PythonReads
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.packed_scoring import PackedModel
+from pyro_truncated.program.provenance import PythonReads
 from pyro_truncated.program.zero_probabilities import certain_values, impossible_entries
 from pyro_truncated.utils.arrays import rounding_tolerance
 from pyro_truncated.utils.budget import memory_budget as within_budget

@@ -1,0 +1,174 @@
+"""Which latents a tensor is computed from, where Pyro's provenance ends: in numbers of Python, and in memory that is written into."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from pyro.ops.provenance import extract_provenance, get_provenance, track_provenance
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__"}
+_LEAKS = _READS | {"ones", "zeros", "full", "nonzero"}
+# Functions that take of their other arguments the shape or type alone: a distribution's parameters are broadcast against each other.
+_KEEP_OWN_VALUES = {"broadcast_tensors", "type_as", "expand_as", "view_as", "reshape_as"}
+# What writes into its first argument, beside methods that end with an underscore; and what overwrites all that it writes to.
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_WRITES = {"__setitem__"} | {f"__i{name}__" for name in _OPERATORS}
+_OVERWRITES = {"__setitem__", "copy_", "fill_", "zero_"}
+# Of larger tensors all names of their memory count.
+_MOST_ENTRIES = 10**6
+
+
+class WrittenMemory:
+    """Remembers which latents were written into which entries of tensors.
+
+    While memory is remembered nothing else gets its address.
+    """
+
+    def __init__(self) -> None:
+        self._names: list[frozenset[str]] = [frozenset()]
+        self._memory: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._memory)
+
+    def write(self, target: Tensor, index: Any, names: frozenset[str]) -> None:
+        """Notes that values of these latents were written into a tensor.
+
+        Args:
+            target: the tensor.
+            index: to which entries; ``...`` for all.
+            names: the latents.
+        """
+        entries = self._entries(target, is_new=bool(names))
+        if entries is None:
+            return
+        self._names.append(names)
+        number = len(self._names) - 1
+        try:
+            entries[index] = number
+        except (IndexError, RuntimeError, TypeError):
+            entries.fill_(number)
+
+    def read(self, tensor: Tensor) -> frozenset[str]:
+        """Returns the latents that were written into a tensor's entries."""
+        entries = self._entries(tensor, is_new=False) if self._memory else None
+        if entries is None:
+            return frozenset()
+        numbers = entries.unique().tolist() if entries.numel() <= _MOST_ENTRIES else range(len(self._names))
+        return frozenset().union(*(self._names[number] for number in numbers))
+
+    def shares(self, tensor: Tensor) -> bool:
+        """Whether latents were written into the memory of a tensor."""
+        return self._entries(tensor, is_new=False) is not None
+
+    def _entries(self, tensor: Tensor, is_new: bool) -> Tensor | None:
+        """Returns a number for each entry of a tensor, in memory of their own; ``None`` where nothing was written."""
+        try:
+            storage = tensor.untyped_storage()
+            address, size = storage.data_ptr(), storage.nbytes() // tensor.element_size()
+        except (NotImplementedError, RuntimeError):
+            # Sparse tensors, and those inside of `vmap`, have no memory to be seen.
+            return None
+        if not address or (address not in self._memory and not is_new):
+            return None
+        _, numbers = self._memory.setdefault(address, (storage, torch.zeros(size, dtype=torch.int64)))
+        # Under another type an entry is no entry: then all of the memory counts.
+        return numbers.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()) if len(numbers) == size else numbers
+
+
+class PythonReads(TorchFunctionMode):
+    """Records latents whose values leave tensors, where provenance ends.
+
+    It also keeps the provenance correct there, and in tensors that are written into (``x[..., 0] = z``).
+
+    Attributes:
+        names: the latents that have left it so far.
+        read: those of them whose values Python code has looked at.
+        stack: where that was so first; empty if nowhere.
+        written: the memory that they were written into.
+
+    Args:
+        written: the same, of another one.
+    """
+
+    def __init__(self, written: WrittenMemory | None = None) -> None:
+        super().__init__()
+        self.written = WrittenMemory() if written is None else written
+        self.names: frozenset[str] = frozenset()
+        self.read: frozenset[str] = frozenset()
+        self.stack: Sequence[traceback.FrameSummary] = ()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        sources: set[str] = set()
+        tensors: list[Tensor] = []
+        plain, keywords = (_strip_provenance(one, sources, tensors) for one in (args, kwargs or {}))
+        shown = frozenset(sources)
+        if self.written:
+            sources.update(*map(self.written.read, tensors))
+        if name in _LEAKS:
+            self._note(frozenset(sources), name in _READS)
+        results = func(*plain, **keywords)
+        if sources or self.written:
+            self._note_write(name, plain, keywords, args, frozenset(sources))
+        if name == "new" or (isinstance(results, Tensor) and results.layout is not torch.strided):
+            # Sparse tensors cannot carry a provenance.
+            return results
+        if name not in _KEEP_OWN_VALUES:
+            if self.written and isinstance(results, Tensor) and self.written.shares(results):
+                # Of memory that a view shares, its own entries count.
+                sources = {*shown, *self.written.read(results)}
+            return track_provenance(results, frozenset(sources)) if sources else results
+        if isinstance(results, (tuple, list)):
+            own = args[0] if isinstance(args[0], (tuple, list)) else args
+            return type(results)(track_provenance(value, get_provenance(one)) for value, one in zip(results, own, strict=True))
+        return track_provenance(results, get_provenance(args[0]))
+
+    def _note(self, names: frozenset[str], is_read: bool) -> None:
+        self.names |= names
+        if is_read and names:
+            self.stack = self.stack or traceback.extract_stack()
+            self.read |= names
+
+    def _note_write(self, name: str, plain: Sequence[Any], keywords: dict[str, Any], args: Sequence[Any], sources: frozenset[str]) -> None:
+        """Notes what a function has written into an argument of its."""
+        target, index = keywords.get("out"), ...
+        if name in _WRITES or (name.endswith("_") and not name.endswith("__")):
+            target = plain[0] if plain else keywords.get("tensor", keywords.get("input"))
+        if name in _OVERWRITES and isinstance(target, Tensor):
+            # Of an index that depends on latents, entries that are not written depend on them, too.
+            is_certain = name != "__setitem__" or not self.sources(args[1])
+            sources = self.sources(args[1:]) if is_certain else sources
+            index = plain[1] if is_certain and name == "__setitem__" else ...
+        for tensor in target if isinstance(target, (tuple, list)) else [target]:
+            if isinstance(tensor, Tensor):
+                self.written.write(tensor, index, sources)
+
+    def sources(self, value: Any) -> frozenset[str]:
+        """Returns the sites that a value is computed from."""
+        names: set[str] = set()
+        tensors: list[Tensor] = []
+        _strip_provenance(value, names, tensors)
+        return frozenset(names).union(*map(self.written.read, tensors))
+
+
+def _strip_provenance(value: Any, sources: set[str], tensors: list[Tensor]) -> Any:
+    """Returns arguments without their provenance, which is added to a set, and the tensors among them to a list."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([_strip_provenance(part, sources, tensors) for part in value])
+    if kind is dict:
+        return {key: _strip_provenance(part, sources, tensors) for key, part in value.items()}
+    # A shape stays one: torch takes a tuple in its place for numbers.
+    if kind is torch.Size or not isinstance(value, (Tensor, tuple, list, dict, set, frozenset)):
+        return value
+    plain, names = (value, frozenset()) if kind is Tensor else extract_provenance(value)
+    sources |= names
+    if isinstance(plain, Tensor):
+        tensors.append(plain)
+    return plain
