@@ -12,7 +12,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population, Search, StateSpace
 from pyro_truncated.distributions import component_products, component_sums
-from pyro_truncated.extend import check_counts, names_arguments, takes_arrays
+from pyro_truncated.extend import Renamed, check_counts, names_arguments, takes_arrays
 from pyro_truncated.models.data_model import FLOOR, DataModel, check_data
 from pyro_truncated.search import MaxInnerProductIndex, SearchBatch
 
@@ -183,6 +183,8 @@ class LinearMixture(DataModel):
         """
         check_counts(num_states=num_states)
         return self.search_components(check_data(y, self.num_observed), min(num_states, self.num_components))
+
+    likeliest_given = Renamed("search_components")
 
     def search_components(self, y: Tensor, num_states: int, population: Population | None = None) -> Tensor:
         """The same for populations that may hold likely components."""

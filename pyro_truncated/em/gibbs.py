@@ -35,7 +35,7 @@ from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.annealing import Temperature, temperature_at
-from pyro_truncated.utils.arguments import check_count, describe, names_arguments, renames
+from pyro_truncated.utils.arguments import Renamed, check_count, describe, names_arguments, renames
 from pyro_truncated.utils.devices import module_device
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
@@ -359,6 +359,8 @@ class GibbsEM(ELBO):
     Reference:
         Shelton, Bornschein, Sheikh, Berkes and Lücke, "Select and Sample - A Model of Efficient Neural Inference and Learning", NIPS 2011.
     """
+
+    settling = Renamed("warm_up")
 
     @renames(settling="warm_up")
     def __init__(

@@ -18,7 +18,7 @@ from torch.distributions import constraints
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.provenance import PythonReads
 from pyro_truncated.program.sites import family
-from pyro_truncated.program.supports import HUGE, elementwise, get_support, value_bounds
+from pyro_truncated.program.supports import HUGE, elementwise, get_support, is_discrete, value_bounds
 from pyro_truncated.utils.parameter_store import Assign, isolate, spare_random_numbers
 
 _LOG = logging.getLogger(__name__)
@@ -191,7 +191,10 @@ def _scopes(trace: Any, reader: PythonReads) -> dict[str, frozenset[str]]:
 def _changes(
     latents: Sequence[str], scopes: Mapping[str, frozenset[str]], read: frozenset[str], generator: torch.Generator
 ) -> Iterator[tuple[frozenset[str], int]]:
-    """Yields sets of latents that change, and by how much; 0 stands for at random."""
+    """Yields sets of latents that change, and by how much.
+
+    0 stands for random changes.
+    """
     every = frozenset(latents)
     number = max(1, min(6, 2000 // len(scopes)))
     distinct = list(dict.fromkeys(scope for scope in scopes.values() if scope < every))
@@ -206,12 +209,15 @@ def _changes(
 
 
 def _another_value(node: Mapping[str, Any], shift: int, generator: torch.Generator) -> torch.Tensor:
-    """Returns other values of a finite support, by a shift or of random entries, or a draw."""
+    """Returns other values of a latent.
+
+    They are shifted in a finite support, by as much or at random, and else drawn.
+    """
     fn, value = node["fn"], torch.as_tensor(node["value"])
     support = get_support(fn)
     if elementwise(support) is constraints.one_hot:
         return value.roll(shift or int(torch.randint(1, value.shape[-1] + 1, (), generator=generator)), -1)
-    if support is not None and support.is_discrete:
+    if is_discrete(fn):
         low, high = value_bounds(fn)
         if bool((high < HUGE).all()):
             steps: Any = torch.randint(2**31, value.shape, generator=generator).to(value.device) % (high - low + 1)
@@ -224,7 +230,7 @@ def _another_value(node: Mapping[str, Any], shift: int, generator: torch.Generat
 
 
 def _equal(node: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether the log densities of a site in two runs are the same."""
+    """Whether a site has the same log density in two runs."""
     first, second = (one["fn"].log_prob(one["value"], *one["args"], **one["kwargs"]) for one in (node, other))
     return torch.allclose(first, second, rtol=1e-5, equal_nan=True)
 

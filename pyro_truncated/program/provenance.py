@@ -1,4 +1,7 @@
-"""Which latents a tensor is computed from, where Pyro's provenance ends: in numbers of Python, and in memory that is written into."""
+"""Which latents a tensor is computed from, where Pyro's provenance ends.
+
+It ends in numbers of Python, and in memory that is written into.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,10 @@ class WrittenMemory:
         return self._entries(tensor, is_new=False) is not None
 
     def _entries(self, tensor: Tensor, is_new: bool) -> Tensor | None:
-        """Returns a number for each entry of a tensor, in memory of their own; ``None`` where nothing was written."""
+        """Returns numbers of a tensor's entries, in memory of their own.
+
+        ``None`` stands for nothing written.
+        """
         try:
             storage = tensor.untyped_storage()
             address, size = storage.data_ptr(), storage.nbytes() // tensor.element_size()
@@ -158,7 +164,10 @@ class PythonReads(TorchFunctionMode):
 
 
 def _strip_provenance(value: Any, sources: set[str], tensors: list[Tensor]) -> Any:
-    """Returns arguments without their provenance, which is added to a set, and the tensors among them to a list."""
+    """Returns arguments without their provenance.
+
+    That is added to a set, and the tensors among them to a list.
+    """
     kind = type(value)
     if kind is tuple or kind is list:
         return kind([_strip_provenance(part, sources, tensors) for part in value])

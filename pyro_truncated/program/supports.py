@@ -23,6 +23,18 @@ INTEGER: Any = ExtendedBinomial.support
 Bounds = tuple[Tensor, Tensor]
 
 
+def is_discrete(fn: Any) -> bool:
+    """Whether a distribution is known to be one of integers.
+
+    Of a support that depends on others nothing is known.
+    """
+    support = get_support(fn)
+    try:
+        return support is not None and bool(support.is_discrete)
+    except NotImplementedError:
+        return False
+
+
 def value_bounds(fn: Any) -> Bounds:
     """Returns lowest and highest values of a discrete distribution's entries.
 

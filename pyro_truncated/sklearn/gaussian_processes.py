@@ -80,6 +80,11 @@ class SubsetGPRegressor(RegressorMixin, BaseEstimator):
         self.max_epochs = max_epochs
         self.random_state = random_state
 
+    @renames(polish="free_inputs")
+    def set_params(self, **params: Any) -> Self:
+        """Sets parameters by name, as all estimators do."""
+        return super().set_params(**params)  # type: ignore[no-any-return]
+
     def fit(self, X: Any, y: Any) -> Self:
         """Learns kernel, noise and inducing inputs.
 

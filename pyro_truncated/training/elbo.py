@@ -415,7 +415,7 @@ class _PromotingELBO(TraceEnum_ELBO):
     def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
         traces = super()._get_trace(model, guide, args, kwargs)  # type: ignore[no-untyped-call]
         packed = [site["packed"] for trace in traces for site in trace.nodes.values() if site["type"] == "sample"]
-        precision = functools.reduce(torch.promote_types, (site["log_prob"].dtype for site in packed))
+        precision = functools.reduce(torch.promote_types, (site["log_prob"].dtype for site in packed), torch.float16)
         for site in packed:
             if site["log_prob"].dtype != precision:
                 site.update({name: _promote(value, precision) for name, value in site.items()})

@@ -268,6 +268,8 @@ def renames(*removed: str, **names: str) -> Callable[[Callable[P, T]], Callable[
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
             """Calls the function by today's names."""
             for old in kwargs.keys() & {*removed, *names}:
+                if names.get(old) in kwargs:
+                    raise TypeError(f"{owner} takes {names[old]} or its old name {old}; got both")
                 advice = f"has a new name: use {names[old]}" if old in names else "has no effect any more"
                 warnings.warn(f"{old} of {owner} {advice}", DeprecationWarning, stacklevel=2)
                 value = kwargs.pop(old)
@@ -301,24 +303,26 @@ class Renamed:
         DeprecationWarning: when the old name is used.
     """
 
-    _owner: type
-
     def __init__(self, name: str) -> None:
         self._name, self._old = name, name
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._owner, self._old = owner, name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls a class or static method of the class."""
-        self._warn()
-        return getattr(self._owner, self._name)(*args, **kwargs)
+        self._old = name
 
     def __get__(self, instance: Any, owner: type) -> Any:
         if instance is None:
-            return self
+            # A class or static method warns when it is called: whoever lists the names of a class looks at all of them.
+            return functools.partial(self._call, owner)
         self._warn()
         return getattr(instance, self._name)
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        self._warn()
+        setattr(instance, self._name, value)
+
+    def _call(self, owner: type, *args: Any, **kwargs: Any) -> Any:
+        self._warn()
+        return getattr(owner, self._name)(*args, **kwargs)
 
     def _warn(self) -> None:
         warnings.warn(f"{self._old} has a new name: use {self._name}", DeprecationWarning, stacklevel=3)

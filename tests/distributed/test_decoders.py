@@ -134,7 +134,7 @@ def refused(what: str) -> None:
     ("what", "message"),
     [
         ("size", r"data x must have shape \((9|10), 5\) in all processes; got \(19, 5\)"),
-        ("infinite", "data x must be finite, of magnitude .* got infinity or more"),
+        ("infinite", "data x must be finite, of magnitude .* got inf"),
         ("no active set", "needs an active set of at least one data point"),
         ("whole", r"Call gather_\(\) on all processes before"),
         ("functions", "the functions of a minibatch are drawn together"),

@@ -145,3 +145,33 @@ def test_old_names_of_gaussian_processes_and_of_constructors_lead_to_todays() ->
     driver = ClosedForm(mixture)
     with pytest.warns(DeprecationWarning, match="driving has a new name: use find"):
         assert ClosedForm.driving(mixture) is driver
+
+
+class Metre(Ruler):
+    """A class whose own method an old name finds, too."""
+
+    @classmethod
+    def of_length(cls, length: int) -> str:
+        return f"{cls.__name__} {length}"
+
+    made_of = Renamed("of_length")
+
+
+class Foot(Metre):
+    """The same with another name."""
+
+
+def test_old_names_of_class_methods_find_those_of_the_class_that_is_asked() -> None:
+    with pytest.warns(DeprecationWarning, match="made_of has a new name: use of_length"):
+        assert Foot.made_of(2) == "Foot 2"
+
+
+def test_old_names_of_parameters_are_set_and_not_given_twice() -> None:
+    with pytest.warns(DeprecationWarning, match="polish of set_params has a new name: use free_inputs"):
+        regressor = SubsetGPRegressor().set_params(polish=True)
+    assert regressor.free_inputs
+    with pytest.warns(DeprecationWarning, match="polish has a new name: use free_inputs"):
+        regressor.polish = False
+    assert not regressor.free_inputs
+    with pytest.raises(TypeError, match="SubsetGPRegressor takes free_inputs or its old name polish; got both"):
+        SubsetGPRegressor(polish=True, free_inputs=False)

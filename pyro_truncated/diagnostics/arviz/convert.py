@@ -31,7 +31,7 @@ from pyro_truncated.diagnostics.truncation.coverage import gather_guide
 from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.shards import find_part
 from pyro_truncated.program.sites import DiscreteSite
-from pyro_truncated.program.supports import get_support
+from pyro_truncated.program.supports import is_discrete
 from pyro_truncated.utils.arguments import check_count
 from pyro_truncated.utils.arrays import Axis, as_tensors, find_package, labelled_axes, module_number
 from pyro_truncated.utils.arviz_compat import find_converter, make_idata
@@ -369,7 +369,7 @@ class Writer:
     def _as_integers(self, name: str, values: Tensor) -> Tensor:
         """A discrete site's values as integers, of latents of smallest type."""
         node: Any = self.nodes[name]
-        if role(node) in ("deterministic", "factor") or not getattr(get_support(node["fn"]), "is_discrete", False) or not values.numel():
+        if role(node) in ("deterministic", "factor") or not is_discrete(node["fn"]) or not values.numel():
             return values
         if role(node) == "latent":
             return values.to(level_type([int(values.max()) + 1, -int(values.min())]))
@@ -710,9 +710,7 @@ def _drop_unobserved_data(datasets: dict[str, xr.Dataset], draws: Draws, writer:
     (plate,) = writer.datum
     rows = {plate: is_observed.nonzero().squeeze(-1).numpy()}
     observed_data = {name: data.isel(rows) if name in _ON_DATA and plate in data.dims else data for name, data in datasets.items()}
-    return _count(
-        observed_data, [variable_name(name) for name, node in draws.nodes.items() if getattr(get_support(node["fn"]), "is_discrete", False)]
-    )
+    return _count(observed_data, [variable_name(name) for name, node in draws.nodes.items() if is_discrete(node["fn"])])
 
 
 def _count(datasets: dict[str, xr.Dataset], names: Sequence[str]) -> dict[str, xr.Dataset]:

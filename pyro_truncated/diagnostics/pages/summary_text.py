@@ -10,7 +10,7 @@ import io
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -29,6 +29,7 @@ from pyro_truncated.diagnostics.prediction import (
 )
 from pyro_truncated.diagnostics.truncation import thresholds as trust
 from pyro_truncated.diagnostics.truncation.thresholds import Finding, warn_findings
+from pyro_truncated.utils.arguments import Renamed
 from pyro_truncated.utils.arviz_compat import get_dataset, group_names, pareto_shapes
 
 _STYLE = """
@@ -163,6 +164,8 @@ class Verdict(trust.CheckResult):
     numbers: dict[str, str]
     page: Path | None = None
     is_truncated: bool = True
+
+    what: ClassVar[Renamed] = Renamed("subject")
 
     @property
     def subject(self) -> str:
