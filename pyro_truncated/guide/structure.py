@@ -87,7 +87,7 @@ def find_product(
         return chains
     inner = [frame for site in layout.sites.values() for frame in site.frames if frame.name not in layout.plates]
     is_partial = any(is_subsampled(frame) and frame.vectorized for frame in inner)
-    if dependencies.scopes is None and layout.space.size > num_states:
+    if dependencies.scopes is None and not layout.read and layout.space.size > num_states:
         note_once(
             "some densities depend on latents by functions that torch does not show (compiled ones, vmap): populations hold whole states. "
             "For sets of states write these functions in plain torch."

@@ -58,7 +58,9 @@ def refuse_changing_sites(call: Call, trace: poutine.Trace, dependencies: Depend
         ChangingSitesError: naming the sites and the latents.
     """
     nodes = sample_nodes(trace)
-    read = [name for name, node in nodes.items() if not node["is_observed"] and (name in dependencies.read or dependencies.scopes is None)]
+    # Those that Python code has read; any, where nobody knows.
+    known = dependencies.read or (nodes.keys() if dependencies.scopes is None else set())
+    read = [name for name, node in nodes.items() if not node["is_observed"] and name in known]
     sites = _names(trace) - dependencies.parents.keys() | changing_sites(call, trace, _joint_values([nodes[name] for name in read]))
     if sites:
         raise ChangingSitesError(sites, [name for name in read if name not in sites])
