@@ -90,19 +90,21 @@ class Dependencies:
         if all(scope >= latents for scope in own.values()):
             return True
         generator = torch.Generator().manual_seed(0)
-        try:
-            with torch.no_grad(), pyro.validation_enabled(False), spare_random_numbers():
-                # All sites have values, so that a model draws its own random numbers alike, as those of dropout.
-                first = self._run(values)
-                for changed, shift in _changes(sorted(latents), own, self.read, generator):
+        with torch.no_grad(), pyro.validation_enabled(False), spare_random_numbers():
+            # All sites have values, so that a model draws its own random numbers alike, as those of dropout.
+            first = self._run(values)
+            for changed, shift in _changes(sorted(latents), own, self.read, generator):
+                try:
                     other = {name: _another_value(first[name], shift, generator) for name in sorted(changed)}
                     again = self._run(values | other)
                     differing = [name for name, scope in own.items() if not scope & changed and not _equal(first[name], again[name])]
-                    # What differs between runs of the same values says nothing.
-                    if differing and any(_equal(node, first[name]) for name, node in self._run(values).items() if name in differing):
-                        return False
-        except Exception:
-            _LOG.debug("runs with other values of the latents cannot be compared", exc_info=True)
+                except Exception:
+                    # Values that exclude each other, or sites that change: other runs may tell.
+                    _LOG.debug("the model cannot run on these values of its latents", exc_info=True)
+                    continue
+                # What differs between runs of the same values says nothing.
+                if differing and any(_equal(node, first[name]) for name, node in self._run(values).items() if name in differing):
+                    return False
         return True
 
     def _run(self, values: Mapping[str, Any]) -> Any:

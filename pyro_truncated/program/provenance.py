@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from pyro.ops.provenance import extract_provenance, get_provenance, track_provenance
+from pyro.ops.provenance import extract_provenance, track_provenance
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -50,6 +50,8 @@ class WrittenMemory:
         entries = self._entries(target, is_new=bool(names))
         if entries is None:
             return
+        if entries.shape != target.shape:
+            names, index = names.union(*self._names), ...
         self._names.append(names)
         number = len(self._names) - 1
         try:
@@ -132,8 +134,8 @@ class PythonReads(TorchFunctionMode):
             return track_provenance(results, frozenset(sources)) if sources else results
         if isinstance(results, (tuple, list)):
             own = args[0] if isinstance(args[0], (tuple, list)) else args
-            return type(results)(track_provenance(value, get_provenance(one)) for value, one in zip(results, own, strict=True))
-        return track_provenance(results, get_provenance(args[0]))
+            return type(results)(track_provenance(value, self.sources(one)) for value, one in zip(results, own, strict=True))
+        return track_provenance(results, self.sources(args[0]))
 
     def _note(self, names: frozenset[str], is_read: bool) -> None:
         self.names |= names
@@ -142,7 +144,7 @@ class PythonReads(TorchFunctionMode):
             self.read |= names
 
     def _note_write(self, name: str, plain: Sequence[Any], keywords: dict[str, Any], args: Sequence[Any], sources: frozenset[str]) -> None:
-        """Notes what a function has written into an argument of its."""
+        """Notes what a function has written into one of its arguments."""
         target, index = keywords.get("out"), ...
         if name in _WRITES or (name.endswith("_") and not name.endswith("__")):
             target = plain[0] if plain else keywords.get("tensor", keywords.get("input"))

@@ -48,6 +48,18 @@ def by_out(z: Tensor) -> Tensor:
     return x
 
 
+def by_type(z: Tensor) -> Tensor:
+    x = torch.zeros(z.shape)
+    x[...] = 2 * z
+    return x.type_as(torch.zeros(1, dtype=torch.float64)).float()
+
+
+def by_pairs(z: Tensor) -> Tensor:
+    x = torch.zeros(*z.shape, 2)
+    torch.view_as_complex(x)[...] = 2 * z
+    return x[..., 0]
+
+
 def by_mask(z: Tensor) -> Tensor:
     x = torch.zeros(z.shape)
     x[z == 1] = 2.0
@@ -78,7 +90,7 @@ def by_vmap(z: Tensor) -> Tensor:
     return doubled
 
 
-WAYS = [by_item, by_view, by_alias, by_out, by_mask, by_index, by_numpy, by_numbers, by_script, by_vmap]
+WAYS = [by_item, by_view, by_alias, by_out, by_type, by_pairs, by_mask, by_index, by_numpy, by_numbers, by_script, by_vmap]
 
 
 def evidence(loc: Callable[[Tensor], Tensor], scale: Tensor) -> float:
