@@ -82,8 +82,8 @@ class LinearSuperposition(GaussianSuperposition):
     def packed_log_prob(self, words: Tensor, value: Tensor, state_logits: Tensor | None = None) -> Tensor:
         r"""Log density of observations under packed binary states, plus :math:`\sum_h s_h\,\mathrm{logit}_h`.
 
-        The states the distribution was built with play no role. Differentiable once in the
-        parameters and the logits. Without gradients, products of a value with the dictionary are
+        The states the distribution was built with play no role. Differentiable in the
+        parameters and the logits, once where entries are missing. Without gradients, products of a value with the dictionary are
         cached. Scoring more states for the same value then computes none of them again.
 
         Args:

@@ -165,12 +165,16 @@ def remember_context(ctx: Any) -> None:
 
 
 def gradient(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates the backward pass of an autograd function that is differentiable once.
+    """Decorates the backward pass of an autograd function that is differentiable once."""
+    return once_differentiable(differentiable_gradient(backward))
+
+
+def differentiable_gradient(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a backward pass that is made of differentiable functions.
 
     It runs with the kernels and the memory budget of the forward pass, whatever thread autograd calls it on.
     """
 
-    @once_differentiable
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Tensor) -> Any:
         return ctx.run_as_forward(backward, ctx, *grads)

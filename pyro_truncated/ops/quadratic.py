@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.backend import backend, gradient, remember_context
+from pyro_truncated.ops.backend import backend, differentiable_gradient, gradient, remember_context
 from pyro_truncated.ops.packed_states import check_bits, check_likelihood, check_rows, check_weights
 
 
 def pair_energy(words: Tensor, linear: Tensor, pairwise: Tensor) -> Tensor:
     r"""Quadratic function of binary states: :math:`E_{nc} = \sum_h s_h a_{nh} + \sum_{hh'} s_h s_{h'} B_{hh'}` with :math:`s = s_{nc}`.
 
-    On the CPU a state with :math:`k` active latents costs :math:`O(k^2)`. Differentiable once in ``linear`` and ``pairwise``; the gradients
-    are the moments of :func:`moments`.
+    On the CPU a state with :math:`k` active latents costs :math:`O(k^2)`. Differentiable in ``linear`` and ``pairwise``, as often as
+    needed; the gradients are the moments of :func:`moments`.
 
     Args:
         words: packed states, ``(N, C, W)``.
@@ -99,12 +99,29 @@ class _PairEnergy(torch.autograd.Function):
         return backend("quadratic", words).pair_energy(words, linear, pairwise).to(linear.dtype)  # type: ignore[no-any-return]
 
     @staticmethod
-    @gradient
+    @differentiable_gradient
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor]:
-        r"""Gradients: the moments :math:`\sum_c g_{nc} s` and :math:`\sum_{(n)c} g_{nc} s s^\top`."""
+        """Gradients: the moments of the states, weighted by those of the energies."""
         linear_type, pairwise_type, per_datum, num_latents = ctx.options
-        first, second = backend("quadratic", grad).moments(*ctx.saved_tensors, grad, num_latents, per_datum)
+        first, second = _Moments.apply(*ctx.saved_tensors, grad, num_latents, per_datum)  # type: ignore[no-untyped-call]
         return None, first.to(linear_type), second.to(pairwise_type)
+
+
+class _Moments(torch.autograd.Function):
+    r"""Moments :math:`\sum_c w_{nc} s` and :math:`\sum_{(n)c} w_{nc} s s^\top`, linear in the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, words: Tensor, weights: Tensor, num_latents: int, per_datum: bool) -> tuple[Tensor, Tensor]:
+        """Returns first and second moments."""
+        ctx.save_for_backward(words)
+        remember_context(ctx)
+        return backend("quadratic", weights).moments(words, weights, num_latents, per_datum)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @differentiable_gradient
+    def backward(ctx: Any, first: Tensor, second: Tensor) -> tuple[None, Tensor, None, None]:
+        """Gradients: energies whose coefficients are the gradients of the moments."""
+        return None, _PairEnergy.apply(*ctx.saved_tensors, first, second), None, None  # type: ignore[no-untyped-call]
 
 
 def square_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tensor) -> Tensor:

@@ -186,6 +186,7 @@ class Layout(SiteLayout):
         sites_to_check: names of the sites that give probability zero to some states outside of a support.
         read: names of the sites whose values the model's Python code looks at.
         clamped_sites: names of the sites that give something probability zero, as torch clamps it.
+        is_linear: whether all observations are normal around a linear function of the discrete site.
         idle_sites: names of the sites whose entries change nothing where masks switch them off.
 
     Raises:
@@ -230,6 +231,7 @@ class Layout(SiteLayout):
         self.other_latents = [node["name"] for node in rest if family(node["fn"]) != "Delta"]
         self.idle_sites: frozenset[str] = frozenset()
         self.clamped_sites: frozenset[str] = frozenset()
+        self.is_linear = False
         self.nesting: int = sufficient_nesting(latent_nodes(trace), self.depth)
 
     def extra_plates_for(self, site: DiscreteSite, batch_dim: int) -> AbstractContextManager[Any]:

@@ -44,7 +44,8 @@ class RowScorer:
         A run of the model on many of these states tells them.
         """
         scorer = self.log_joint
-        return scorer.score_with_moments(words) if scorer.packed_model is None and not scorer.is_vectorized else (self(words), None)
+        tells = (scorer.packed_model is None or scorer.layout.is_linear) and not scorer.is_vectorized
+        return scorer.score_with_moments(words) if tells else (self(words), None)
 
     def flip_gains(self, words: Tensor) -> Tensor | None:
         """Returns the change by each flip, ``(N, H)``, or ``None``.

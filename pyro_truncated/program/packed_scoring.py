@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.distributions.utils import probs_to_logits
 
+from pyro_truncated.program.linear_sites import linear_superpositions, vector_of_bits
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.sites import unwrap
 from pyro_truncated.program.zero_probabilities import certain_values
@@ -73,27 +74,24 @@ class PackedModel:
 
         The shape: one vector ``Bernoulli`` site in the data plate, no masks, no inner plates. The
         distributions of the observations evaluate packed states with that very site as their
-        ``states``.
+        ``states``, or are normal around a linear function of it (see :func:`.linear_superpositions`).
         """
-        layout = probe.layout
-        if layout.dims != (-1,) or len(layout.sites) != 1 or not layout.space.is_binary:
-            return None
-        (site,) = layout.sites.values()
-        if site.kind != "boolean" or site.plates or len(site.event_shape) != 1:
+        layout, site = probe.layout, vector_of_bits(probe)
+        if site is None:
             return None
         state = probe.nodes[site.name]
         nodes = [node for node in probe.nodes.values() if probe.is_inside(node)]
         observed = [node for node in nodes if node["name"] != site.name]
         if not observed or any(node["mask"] is not None or len(node["cond_indep_stack"]) != 1 for node in nodes):
             return None
-        for node in observed:
-            # By attributes: in every step an instance check of the protocol would look at all of them.
-            takes_states = getattr(node["fn"], "states", None) is state["value"] and getattr(node["fn"], "has_packed_log_prob", False)
-            if not node["is_observed"] or not takes_states or node["value"].shape[:1] != (probe.num_data,):
-                return None
-            # Observations may have a scale each, where the states have one.
-            if not torch.as_tensor(node["scale"] == state["scale"]).all():
-                return None
+        # Observations may have a scale each, where the states have one.
+        if not all(node["is_observed"] and torch.as_tensor(node["scale"] == state["scale"]).all() for node in observed):
+            return None
+        likelihoods = _own_likelihoods(observed, state["value"], probe.num_data)
+        if likelihoods is None and layout.is_linear:
+            likelihoods = linear_superpositions(probe)
+        if likelihoods is None:
+            return None
         logits = _bernoulli_logits(state["fn"], probe.num_data, layout.space.num_latents)
         if logits is None:
             return None
@@ -102,7 +100,7 @@ class PackedModel:
         if certain is not None:
             logits, normalizers = (values.masked_fill(certain[0] | certain[1], 0.0) for values in (logits, normalizers))
             certain = layout.space.pack(certain[0]), layout.space.pack(certain[1])
-        return cls(layout.space, logits, -normalizers.sum(-1), certain, [(node["fn"], node["value"]) for node in observed])
+        return cls(layout.space, logits, -normalizers.sum(-1), certain, likelihoods)
 
     @property
     def numbers_per_state(self) -> int:
@@ -152,6 +150,19 @@ class PackedModel:
         # A latent that is as it must be stays; one that is not has nothing to lose.
         is_wrong = torch.where(self.space.unpack(words).bool(), never, always)
         return total.masked_fill((never | always) & ~is_wrong, -math.inf).masked_fill(is_wrong, math.inf)
+
+
+def _own_likelihoods(observed: Sequence[Any], states: Tensor, num_data: int) -> list[tuple[PackedStateScorer, Tensor]] | None:
+    """Returns observed distributions and their values.
+
+    ``None`` if some of them do not score packed states.
+    """
+    for node in observed:
+        # By attributes: in every step an instance check of the protocol would look at all of them.
+        takes_states = getattr(node["fn"], "states", None) is states and getattr(node["fn"], "has_packed_log_prob", False)
+        if not takes_states or node["value"].shape[:1] != (num_data,):
+            return None
+    return [(node["fn"], node["value"]) for node in observed]
 
 
 def _flip_gains_method(distribution: Any) -> Callable[..., Tensor | None]:

@@ -165,10 +165,10 @@ def _reorder_candidates(terms: Mapping[str, Tensor], order: Tensor) -> dict[str,
     return ordered_terms
 
 
-def _try_many_states(log_joint: LogJoint, model: PackedModel) -> bool:
+def _try_many_states(log_joint: LogJoint, model: PackedModel, most: int = 2) -> bool:
     """Whether Pyro's own ELBOs could run the model on many states.
 
-    The model is not run if its states are scored packed.
+    Its scores must be those of the packed states. The model is not run if its states are scored packed.
 
     Where two states of every data point would not fit into the memory budget, it is taken for granted.
     """
@@ -177,7 +177,7 @@ def _try_many_states(log_joint: LogJoint, model: PackedModel) -> bool:
     if log_joint.candidates_per_run() < 2:
         return True
     with torch.no_grad(), spare_random_numbers(), isolate(), within_budget(log_joint.memory_budget):
-        words = _candidates(log_joint, 2)
+        words = _candidates(log_joint, most)
         terms, most_dims = _terms(log_joint, words, "together")
         if isinstance(terms, Exception) or most_dims > log_joint.depth + 1:
             return False
@@ -301,8 +301,14 @@ def run_mode_for(
     scorer = LogJoint(call, layout, conditional=conditional, memory_budget=memory_budget)
     layout.clamped_sites = _clamped_sites(scorer) | _clamped_priors(scorer)
     if vectorize is not None:
-        return ("together", True) if vectorize else ("singly", False)
-    return choose_run_mode(scorer)
+        choice: tuple[RunMode, bool] = ("together", True) if vectorize else ("singly", False)
+    else:
+        choice = choose_run_mode(scorer)
+    if choice[0] == "together" and scorer.packed_model is None and conditional is None:
+        layout.is_linear = True
+        again = LogJoint(call, layout, values=scorer.subsamples, memory_budget=scorer.memory_budget)
+        layout.is_linear = again.packed_model is not None and _try_many_states(again, again.packed_model, 16)
+    return choice
 
 
 def _clamped_priors(log_joint: LogJoint) -> frozenset[str]:

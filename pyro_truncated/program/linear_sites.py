@@ -1,0 +1,202 @@
+"""Observations that are normal around a linear function of binary latents.
+
+They are scored as a :class:`.LinearSuperposition`, whose states are packed: what the user writes is fast by its structure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from pyro_truncated.distributions.linear import LinearSuperposition
+from pyro_truncated.program.densities import once
+from pyro_truncated.program.probe import Probe
+from pyro_truncated.program.sites import DiscreteSite, sample_nodes, unwrap
+
+# Functions of one tensor, of several that add up, and of two of which one is constant.
+_LINEAR = {"__getitem__", "reshape", "view", "expand", "squeeze", "unsqueeze", "permute", "transpose", "movedim", "flatten", "unflatten"}
+_LINEAR |= {"sum", "mean", "neg", "__neg__", "to", "float", "double", "contiguous", "clone", "narrow", "select", "repeat", "expand_as"}
+_SUMS = {"add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "rsub", "cat", "stack"}
+_PRODUCTS = {"mul", "__mul__", "__rmul__", "matmul", "__matmul__", "__rmatmul__", "mm", "mv", "linear", "einsum", "tensordot"}
+_QUOTIENTS = {"div", "__truediv__"}
+# What tells the shape or type of a tensor; transposes.
+_SHAPES = {"size", "dim", "__len__", "numel", "stride", "ndimension", "is_floating_point", "is_complex"}
+_TRANSPOSES = {"T", "mT", "H", "mH"}
+# So many data points of each run show whether a program is still what it was.
+_CHECKED_ROWS = 64
+
+
+def vector_of_bits(probe: Probe) -> DiscreteSite | None:
+    """Returns the only discrete site if it is a binary vector.
+
+    It lies in a single data plate. ``None`` stands for any other layout.
+    """
+    layout = probe.layout
+    if layout.dims != (-1,) or len(layout.sites) != 1 or not layout.space.is_binary:
+        return None
+    (site,) = layout.sites.values()
+    return site if site.kind == "boolean" and not site.plates and len(site.event_shape) == 1 else None
+
+
+def linear_superpositions(probe: Probe) -> list[tuple[Any, Tensor]] | None:
+    r"""Returns the distributions of linear observations, and their values.
+
+    These are :math:`y_n \sim \mathcal N(W s_n + b, \mathrm{diag}(\sigma^2))`, values ``(N, D)``. A run of the program on no active latent,
+    and on each alone, tells the parameters. The functions that means are computed by are followed. Only those count of which a
+    composition is linear, whatever the parameters. What torch does not show, as in scripts, the means of the probe must confirm. ``None``
+    if some observation is none of these, or parameters differ between data points.
+    """
+    site = vector_of_bits(probe)
+    if site is None or probe.is_vectorized or probe.layout.read:
+        return None
+    states = _basis(probe, site)
+    try:
+        with pyro.validation_enabled(False), _LinearFunctions(states) as functions:
+            nodes = sample_nodes(probe.run({**probe.values, site.name: states}))
+    except (RuntimeError, IndexError, ValueError):  # a program that does not take states of no data point
+        return None
+    found: list[tuple[Any, Tensor]] = []
+    for name, node in nodes.items():
+        if name == site.name or not probe.is_inside(node):
+            continue
+        normal = _normal(node)
+        is_linear = normal is not None and functions.is_linear(normal.loc) and not functions.depends(normal.scale, node["value"])
+        likelihood = _superposition(normal, states[:, 0]) if is_linear and not functions.is_lost else None
+        if likelihood is None or not _is_confirmed(likelihood, probe, site, name):
+            return None
+        found.append((likelihood, probe.nodes[name]["value"].reshape(probe.num_data, -1)))
+    return found or None
+
+
+def _basis(probe: Probe, site: DiscreteSite) -> Tensor:
+    """States ``(H + 1, 1, H)``: no active latent, and each alone."""
+    number = probe.layout.space.num_latents
+    states = torch.eye(number + 1, number, dtype=probe.dtypes[site.name], device=probe.device)
+    return states.roll(1, 0).unsqueeze(1)
+
+
+def _normal(node: Mapping[str, Any]) -> Any:
+    """Returns a site's normal distribution, ``None`` for masked or other ones."""
+    fn, masks = unwrap(node["fn"])
+    is_plain = type(fn) in (dist.Normal, torch.distributions.Normal) and not masks and node["mask"] is None
+    return fn if is_plain and node["is_observed"] and len(node["cond_indep_stack"]) == 1 else None
+
+
+def _superposition(normal: Any, states: Tensor) -> LinearSuperposition | None:
+    """Returns the likelihood if data points share its parameters, or ``None``.
+
+    Args:
+        normal: the distribution of states, one after the other and of data points behind them.
+        states: the states of :func:`_basis`, ``(H + 1, H)``.
+    """
+    loc, scale = once(normal.loc, 1), once(normal.scale)
+    if loc.shape[0] != len(states) or loc.shape[1] != 1 or scale.shape[:2] != (1, 1):
+        return None
+    means = loc.expand(*loc.shape[:2], *normal.batch_shape[2:]).flatten(1)
+    deviation = scale.flatten(1)[0]
+    deviation = deviation if len(deviation) == 1 else scale.expand(1, 1, *normal.batch_shape[2:]).flatten()
+    return LinearSuperposition(states[0], (means[1:] - means[0]).mT, deviation, bias=means[0], validate_args=False)
+
+
+@torch.no_grad()
+def _is_confirmed(likelihood: LinearSuperposition, probe: Probe, site: DiscreteSite, name: str) -> bool:
+    """Whether the means are those of the probe, and observations finite.
+
+    So many rows are looked at as tell, in each step, that the program is still what it was.
+    """
+    value, normal = probe.nodes[name]["value"], _normal(probe.nodes[name])
+    if normal is None or forward_ad.unpack_dual(likelihood.weight).tangent is not None:  # packed states have no forward derivatives
+        return False
+    step = -(-len(value) // _CHECKED_ROWS)
+    states, means = probe.nodes[site.name]["value"][::step], normal.loc[::step]
+    weight, bias = likelihood.weight, likelihood.bias
+    means = means.reshape(len(means), -1)
+    if states.shape != (len(means), weight.shape[1]) or means.shape[1:] != bias.shape or len(value) != probe.num_data:
+        return False
+    rounding = 32 * torch.finfo(weight.dtype).eps * (bias.abs() + weight.abs().sum(1))
+    is_alike = (means - bias - states @ weight.mT).abs() <= rounding
+    return bool(is_alike.all() & value.isfinite().all())
+
+
+class _LinearFunctions(TorchFunctionMode):
+    """Follows which tensors are affine functions of a first one.
+
+    Args:
+        first: the first one.
+
+    Attributes:
+        is_lost: whether Python has looked at values, or memory has been written into, so that nothing is known.
+    """
+
+    def __init__(self, first: Tensor) -> None:
+        super().__init__()
+        self.is_lost = False
+        # Tensors stay alive with their numbers.
+        self._linear: dict[int, Tensor] = {id(first): first}
+        self._others: dict[int, Tensor] = {}
+
+    def is_linear(self, tensor: Tensor) -> bool:
+        """Whether a tensor is such a function, and no constant."""
+        return id(tensor) in self._linear
+
+    def depends(self, *tensors: Tensor) -> bool:
+        """Whether one of the tensors is computed from the first one."""
+        return any(id(tensor) in self._linear or id(tensor) in self._others for tensor in tensors)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        given = list(_tensors((args, kwargs)))
+        if not self.depends(*given):
+            return result
+        name = getattr(func, "__name__", "")
+        if name == "broadcast_tensors":
+            parts = args[0] if isinstance(args[0], (tuple, list)) else args
+            for part, wide in zip(parts, result, strict=True):
+                self._mark(wide, is_linear=self.is_linear(part), depends=self.depends(part))
+            return result
+        if name == "__get__":
+            name = getattr(getattr(func, "__self__", None), "__name__", "")
+            is_linear, is_known = name in _TRANSPOSES and self.is_linear(args[0]), True
+        else:
+            is_linear, is_known = self._keeps(name, args, kwargs, given), name in _SHAPES
+        results = list(_tensors(result))
+        is_written = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i") or "out" in kwargs
+        self.is_lost |= is_written or (not results and not is_known)
+        for tensor in results:
+            self._mark(tensor, is_linear=is_linear and tensor.is_floating_point(), depends=True)
+        return result
+
+    def _mark(self, tensor: Tensor, *, is_linear: bool, depends: bool) -> None:
+        if depends:
+            (self._linear if is_linear else self._others)[id(tensor)] = tensor
+
+    def _keeps(self, name: str, args: Any, kwargs: Mapping[str, Any], given: list[Tensor]) -> bool:
+        """Whether a function's result is affine."""
+        moving = [tensor for tensor in given if self.depends(tensor)]
+        if not all(map(self.is_linear, moving)):
+            return False
+        if name in _SUMS:
+            return True
+        is_first = bool(args) and isinstance(args[0], Tensor) and self.is_linear(args[0])
+        if len(moving) > 1:
+            return False
+        return name in _PRODUCTS or (is_first and (name in _LINEAR or (name in _QUOTIENTS and kwargs.get("rounding_mode") is None)))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested arguments."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
