@@ -19,7 +19,7 @@ ONE_IDEA = {"pyro_truncated/ops", *KERNELS, "pyro_truncated/distributions", "mod
 # Above the face and the models.
 ABOVE = ("pyro_truncated/__main__.py", "pyro_truncated/warmup.py", "pyro_truncated/restoration/", "pyro_truncated/sklearn/")
 # Private names of torch and Pyro that files import; pyproject.toml says what they are good for, beside those of objects.
-OF_OTHERS = {"_pytree", "_PYRO_STACK", "_DIM_ALLOCATOR", "_Context"}
+OF_OTHERS = {"_pytree", "_python_dispatch", "_PYRO_STACK", "_DIM_ALLOCATOR", "_Context"}
 MAX_PARAMETERS = 8
 MIN_LINES = 60
 REASON = "A file of its own"

@@ -6,6 +6,7 @@ They are scored as a :class:`.LinearSuperposition`, whose states are packed: wha
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import pyro
@@ -14,6 +15,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_truncated.distributions.linear import LinearSuperposition
 from pyro_truncated.program.densities import once
@@ -45,21 +47,27 @@ def vector_of_bits(probe: Probe) -> DiscreteSite | None:
     return site if site.kind == "boolean" and not site.plates and len(site.event_shape) == 1 else None
 
 
-def linear_superpositions(probe: Probe) -> list[tuple[Any, Tensor]] | None:
+def linear_superpositions(probe: Probe, is_first: bool = False) -> list[tuple[Any, Tensor]] | None:
     r"""Returns the distributions of linear observations, and their values.
 
     These are :math:`y_n \sim \mathcal N(W s_n + b, \mathrm{diag}(\sigma^2))`, values ``(N, D)``. A run of the program on no active latent,
     and on each alone, tells the parameters. The functions that means are computed by are followed. Only those count of which a
-    composition is linear, whatever the parameters. What torch does not show, as in scripts, the means of the probe must confirm. ``None``
-    if some observation is none of these, or parameters differ between data points.
+    composition is linear, whatever the parameters. ``None`` if some observation is none of these, or parameters differ between data
+    points.
+
+    Args:
+        probe: the data points.
+        is_first: whether to look for functions that cannot be followed, such as scripts. Later the means of the probe must confirm.
     """
     site = vector_of_bits(probe)
     if site is None or probe.is_vectorized or probe.layout.read:
         return None
     states = _basis(probe, site)
     try:
-        with pyro.validation_enabled(False), _LinearFunctions(states) as functions:
-            nodes = sample_nodes(probe.run({**probe.values, site.name: states}))
+        with pyro.validation_enabled(False), _Operations(states) if is_first else nullcontext() as operations:
+            functions = _LinearFunctions(states, operations)
+            with functions:
+                nodes = sample_nodes(probe.run({**probe.values, site.name: states}))
     except (RuntimeError, IndexError, ValueError):  # a program that does not take states of no data point
         return None
     found: list[tuple[Any, Tensor]] = []
@@ -130,14 +138,16 @@ class _LinearFunctions(TorchFunctionMode):
 
     Args:
         first: the first one.
+        operations: what is computed from it by any operations, if these were watched.
 
     Attributes:
         is_lost: whether Python has looked at values, or memory has been written into, so that nothing is known.
     """
 
-    def __init__(self, first: Tensor) -> None:
+    def __init__(self, first: Tensor, operations: _Operations | None) -> None:
         super().__init__()
         self.is_lost = False
+        self._operations = operations
         # Tensors stay alive with their numbers.
         self._linear: dict[int, Tensor] = {id(first): first}
         self._others: dict[int, Tensor] = {}
@@ -148,7 +158,8 @@ class _LinearFunctions(TorchFunctionMode):
 
     def depends(self, *tensors: Tensor) -> bool:
         """Whether one of the tensors is computed from the first one."""
-        return any(id(tensor) in self._linear or id(tensor) in self._others for tensor in tensors)
+        known = [self._linear, self._others, *([self._operations.results] if self._operations is not None else [])]
+        return any(id(tensor) in results for tensor in tensors for results in known)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -189,6 +200,26 @@ class _LinearFunctions(TorchFunctionMode):
         if len(moving) > 1:
             return False
         return name in _PRODUCTS or (is_first and (name in _LINEAR or (name in _QUOTIENTS and kwargs.get("rounding_mode") is None)))
+
+
+class _Operations(TorchDispatchMode):
+    """Follows what is computed from a tensor by operations of any kind.
+
+    Scripts, compiled functions and ``vmap`` show their operations, but not their functions.
+
+    Attributes:
+        results: the tensors by identity.
+    """
+
+    def __init__(self, first: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.results: dict[int, Tensor] = {id(first): first}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(id(tensor) in self.results for tensor in _tensors((args, kwargs))):
+            self.results.update((id(tensor), tensor) for tensor in _tensors(result))
+        return result
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -26,6 +26,7 @@ from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import CandidateRuns, Conditional, RunMode, sum_block
 from pyro_truncated.program.changing_sites import ChangingSitesError
 from pyro_truncated.program.layout import Layout
+from pyro_truncated.program.linear_sites import linear_superpositions
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.packed_scoring import PackedModel
 from pyro_truncated.program.provenance import PythonReads
@@ -304,7 +305,7 @@ def run_mode_for(
         choice: tuple[RunMode, bool] = ("together", True) if vectorize else ("singly", False)
     else:
         choice = choose_run_mode(scorer)
-    if choice[0] == "together" and scorer.packed_model is None and conditional is None:
+    if choice[0] == "together" and scorer.packed_model is None and conditional is None and linear_superpositions(scorer, is_first=True):
         layout.is_linear = True
         again = LogJoint(call, layout, values=scorer.subsamples, memory_budget=scorer.memory_budget)
         layout.is_linear = again.packed_model is not None and _try_many_states(again, again.packed_model, 16)

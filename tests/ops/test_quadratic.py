@@ -39,6 +39,7 @@ def test_pair_energy_gradients(kind: str, per_datum: bool) -> None:
     linear = torch.randn(NUM_DATA, 6, dtype=torch.float64, requires_grad=True)
     pairwise = torch.randn(*(NUM_DATA,) * per_datum, 6, 6, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda a, b: ops.pair_energy(words, a, b), (linear, pairwise))
+    assert torch.autograd.gradgradcheck(lambda a, b: ops.pair_energy(words, a, b).logsumexp(-1), (linear, pairwise))
 
 
 def test_pair_energy_sums_in_float64_on_the_cpu() -> None:

@@ -146,6 +146,22 @@ def test_scales_of_states_and_masks_are_those_of_the_program(scale: Callable[[Te
     assert not guide.layout.is_linear
 
 
+@pytest.mark.parametrize("bend", [_script, _Doubled.apply, torch.vmap(lambda s: s.prod(-1, keepdim=True))], ids=["script", "own", "vmap"])
+def test_what_counts_nothing_yet_has_its_gradient(bend: Callable[[Tensor], Tensor]) -> None:
+    """Scores of linear means are the same, but not their gradients."""
+
+    def mean(s: Tensor, weight: Tensor) -> Tensor:
+        return s @ weight.mT + pyro.param("factor", lambda: torch.zeros((), dtype=s.dtype)) * bend(s)
+
+    model = program(mean)
+    guide = AutoTruncated(model, num_states=2**NUM_LATENTS)
+    Truncated_ELBO().loss_and_grads(model, guide, Y)
+    factor = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    loss = -evidence(lambda s, w: s @ w.mT + factor * bend(s), WEIGHT, torch.tensor(0.8, dtype=torch.float64))
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(pyro.param("factor").grad, factor.grad, rtol=1e-8, atol=1e-8)
+
+
 def test_a_program_that_changes_is_scored_as_it_is_now() -> None:
     bend = 0.0
 
