@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import pyro
 import pyro.distributions as dist
@@ -81,6 +82,30 @@ def test_batches_outside_of_plates_are_named(shapes):
         ValueError, match=r"site '[sy]' \(Bernoulli\) has batch shape \(4,\), dimension -1 of which lies in no plate.*\.to_event\(1\)"
     ):
         AutoTruncated(model)()
+
+
+@pytest.mark.parametrize("in_plate", [False, True])
+def test_batches_outside_of_plates_are_named_even_if_no_latent_matters_to_them(in_plate):
+    """Pyro refuses them, too. Beyond data plates they are one constant, and are taken."""
+
+    def model(size):
+        with pyro.plate("data", 2, dim=-2) if in_plate else nullcontext():
+            z = pyro.sample("z", dist.Bernoulli(0.3))
+            pyro.sample("y", dist.Normal(z, 1.0), obs=torch.zeros((2, 1) if in_plate else ()))
+            pyro.sample("same", dist.Normal(torch.zeros(size), 1.0), obs=torch.zeros(size))
+
+    size = (2, 3) if in_plate else (3,)
+    with pytest.raises(ValueError, match=r"site 'same' .* dimension -1 of which lies in no plate"):
+        AutoTruncated(model)(size)
+    if in_plate:
+
+        def beyond():
+            model((2, 1))
+            pyro.sample("same beyond", dist.Normal(torch.zeros(3), 1.0), obs=torch.zeros(3))
+
+        zero, half = (float(dist.Normal(0.0, 1.0).log_prob(torch.tensor(value))) for value in (0.0, 1.0))
+        expected = 2 * math.log(0.7 * math.exp(zero) + 0.3 * math.exp(half)) + 5 * zero
+        assert Truncated_ELBO().loss(beyond, AutoTruncated(beyond, 2)) == pytest.approx(-expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(6, 1), (2, 6)])

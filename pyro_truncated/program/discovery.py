@@ -57,17 +57,21 @@ def refuse_partial_plates(sites: Iterable[DiscreteSite], data_plates: Collection
                 )
 
 
-def refuse_unplated_dims(nodes: Iterable[Mapping[str, Any]], names: set[str], dependencies: Dependencies | None) -> None:
+def refuse_unplated_dims(
+    nodes: Iterable[Mapping[str, Any]], names: set[str], dependencies: Dependencies | None, plates: Collection[str]
+) -> None:
     """Checks that batch dimensions are those of plates.
 
     It concerns latent sites and all that depends on discrete latents.
 
-    What follows from other sites (``Delta``), and observations and factors that are the same for all states, may have others.
+    What follows from other sites (``Delta``) may have others. So may observations and factors outside of the data plates that are the
+    same for all states.
 
     Args:
         nodes: the sample sites of a model.
         names: of its discrete latent sites.
         dependencies: which densities depend on which latents; asked only if the answer matters.
+        plates: the data plates.
 
     Raises:
         ValueError: naming a site and the dimension that is not.
@@ -81,7 +85,7 @@ def refuse_unplated_dims(nodes: Iterable[Mapping[str, Any]], names: set[str], de
         dim, observed_dim = (_unplated_dim(sizes, node["cond_indep_stack"]) for sizes in (shape, value_shape))
         if dim is None and observed_dim is None:
             continue
-        if node["is_observed"]:
+        if node["is_observed"] and not {frame.name for frame in node["cond_indep_stack"]}.issuperset(plates):
             below = (dependencies.dependents(names) if dependencies is not None else set()) if below is None else below
             if node["name"] not in below:
                 continue

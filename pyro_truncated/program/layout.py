@@ -209,12 +209,12 @@ class Layout(SiteLayout):
                 f"the model has no discrete latent site, so AutoTruncated has nothing to infer; its latents are: {others}. If it observes "
                 "the discrete sites in this call, first call guide.setup(*args) with arguments for which it does not."
             )
-        refuse_unplated_dims(sample_nodes(trace).values(), {node["name"] for node in nodes}, dependencies)
+        frames = _data_plates(trace, nodes, dependencies)
+        plates = [frame.name for frame in frames]
+        refuse_unplated_dims(sample_nodes(trace).values(), {node["name"] for node in nodes}, dependencies, plates)
         for node in nodes:
             refuse_partial_sequence(node)
         _check_bounds(max_count, [node["name"] for node in nodes])
-        frames = _data_plates(trace, nodes, dependencies)
-        plates = [frame.name for frame in frames]
         sites: dict[str, DiscreteSite] = {}
         sites_to_check = set()
         for node in nodes:
