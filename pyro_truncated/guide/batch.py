@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Generic, Self, TypeVar
 
@@ -148,10 +149,15 @@ class Batch(ProgramBatch[LogJoint]):
         return batch is not None and batch.is_idle
 
     def population(self) -> Population:
-        """Returns the stored populations with the model's observed states inserted."""
+        """Returns the stored populations with the model's observed states inserted.
+
+        States that all data points have alike are in memory once.
+        """
         population = self.populations.take(self.indices)
         if self.is_idle:
             return population
+        if self.scorer.known_levels is None and self.populations.are_alike:
+            return dataclasses.replace(population, words=self.populations.words[:1].expand_as(population.words))
         return dataclasses.replace(population, words=self.scorer.insert_observed_values(population.words))
 
     def rescore(self) -> Population:
@@ -221,7 +227,12 @@ class Batch(ProgramBatch[LogJoint]):
         return population if len(blocks) == 1 else store.take(self.indices)
 
     def after_search(self, search: Search, steps: int = 1) -> Batch:
-        """Returns the batch with populations that a search has improved."""
+        """Returns the batch with populations that a search has improved.
+
+        There is none if they hold all states.
+        """
+        if self.scorer.known_levels is None and self.populations.are_alike:
+            return self
         return dataclasses.replace(self, scored_population=self.search_(search, steps))
 
     def _make_search_batch(self, observations: Mapping[str, Tensor], keys: Mapping[str, Any]) -> SearchBatch:
@@ -279,8 +290,11 @@ class Batch(ProgramBatch[LogJoint]):
         if self.is_idle:
             _accumulate(-self.outside())
             return -float(self.outside().detach())
-        # With a conditional, the draws that score the states must be the ones that are differentiated.
-        step = Batch._backward_by_blocks_ if self.scorer.conditional is None else Batch._backward_at_once_
+        # With a conditional, the draws that score the states must be the ones that are differentiated. States that have not been scored
+        # are scored once if they fit into memory.
+        is_one_run = self.scored_population is None and len(list(self.scorer.gradient_blocks(self.populations.num_states))) == 1
+        is_at_once = self.scorer.conditional is not None or (is_one_run and self.populations.are_alike)
+        step = Batch._backward_at_once_ if is_at_once else Batch._backward_by_blocks_
         with torch.enable_grad(), ops.defer_checks():
             return sum(step(batch, temperature, number) for batch in self.draws(particles)) / number
 
@@ -308,7 +322,9 @@ class Batch(ProgramBatch[LogJoint]):
     def _backward_at_once_(self, temperature: float, particles: int) -> float:
         words = self.population().words
         scores, outside = self.scorer.score(words), self.outside()
-        objective = temperature * (scores / temperature).logsumexp(-1).sum() * self.scale + outside
+        # Data points without a possible state have no gradient; what is stored is checked.
+        possible = scores.masked_fill((scores.detach() == -math.inf).all(-1, keepdim=True), 0.0)
+        objective = temperature * (possible / temperature).logsumexp(-1).sum() * self.scale + outside
         _accumulate(-objective / particles)
         return self._loss_(scores.detach(), words, outside)
 

@@ -106,6 +106,8 @@ class PopulationStore(torch.nn.Module):
         self._loaded_portion: Portion | None = None  # which data points populations were loaded of
         # As of which revision the stored log joints of which data points are averages over draws of other guides.
         self._averages: tuple[int, Tensor] | None = None
+        # As of which words all data points have the same, or not.
+        self._alike: tuple[tuple[int, int], bool] | None = None
 
     # --- random numbers ---
 
@@ -185,6 +187,8 @@ class PopulationStore(torch.nn.Module):
         """
         if isinstance(layout, Layout) and init is not None:
             words = given_population(layout, init, size).to(device)
+        elif size == layout.space.size and init is None:
+            words = layout.space.enumerate(device).repeat(layout.num_data, 1, 1)
         else:
             rows = self.global_rows(torch.arange(layout.num_data, device="cpu"))
             words = initial_population(layout.space, layout.num_data, size, self.stream(0), device, rows=rows)
@@ -318,6 +322,16 @@ class PopulationStore(torch.nn.Module):
         if indices is None:
             return Population(self.space, self.words, self.log_joint)
         return Population(self.space, self.words[indices], self.log_joint[indices], indices)
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether all data points have all states, in the same order."""
+        if self.words.shape[1] < self.space.size or type(self) is not PopulationStore:
+            return False
+        key = self.words.data_ptr(), self.words._version
+        if self._alike is None or self._alike[0] != key:
+            self._alike = key, bool((self.words == self.words[:1]).all())
+        return self._alike[1]
 
     # --- writing ---
 

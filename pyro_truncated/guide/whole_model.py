@@ -184,7 +184,12 @@ class WholeModelGuide(AutoGuide):
                     self._run_mode, self.is_enumerable = "together", False
                     return
                 self._run_mode, self.is_enumerable = run_mode_for(
-                    self.vectorize, call, self._layout, conditional=self.conditional, memory_budget=self.memory_budget
+                    self.vectorize,
+                    call,
+                    self._layout,
+                    conditional=self.conditional,
+                    memory_budget=self.memory_budget,
+                    num_states=self.num_states,
                 )
 
     def _forget_model(self) -> None:

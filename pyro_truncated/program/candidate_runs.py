@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal
 
@@ -107,9 +107,13 @@ class CandidateRuns:
     def _stack_candidates(self, words: Tensor) -> dict[str, Tensor]:
         """Returns site values of candidates ``(N, C, num_words)``.
 
-        The candidates are in the dimension left of all plates.
+        The candidates are in the dimension left of all plates. Those that are the same for all data points broadcast, if the model takes
+        them.
         """
-        return self._decode(words, self.probe.depth)
+        is_shared = self.probe.layout.takes_shared_states and len(words) > 1 and words.stride(0) == 0
+        return self._decode(
+            words[:1] if is_shared else words, self.probe.depth, [1] * len(self.probe.sizes) if is_shared else self.probe.sizes
+        )
 
     def _list_candidates(self, words: Tensor) -> dict[str, Tensor]:
         """Returns site values of candidates ``(N, C, num_words)``.
@@ -117,13 +121,13 @@ class CandidateRuns:
         The candidates are in front, then exactly the shapes of the model's sites.
         """
         layout = self.probe.layout
-        values = self._decode(words, layout.depth)
+        values = self._decode(words, layout.depth, self.probe.sizes)
         return {name: values[name].flatten(0, -1 - site.depth - site.event_dim) for name, site in layout.sites.items()}
 
-    def _decode(self, words: Tensor, depth: int) -> dict[str, Tensor]:
+    def _decode(self, words: Tensor, depth: int, sizes: Sequence[int]) -> dict[str, Tensor]:
         layout = self.probe.layout
         levels = layout.space.unpack(words).transpose(0, 1)
-        batch = layout.spread(self.probe.sizes, depth)
+        batch = layout.spread(sizes, depth)
         return layout.decode(levels.reshape(levels.shape[0], *batch, levels.shape[-1]), depth, self.probe.dtypes)
 
     # --- one run ---
@@ -233,6 +237,8 @@ class CandidateRuns:
             log_prob = log_prob.sum(sorted(inner), keepdim=True)
         # What is left are candidates, dimensions of other latents' draws (vectorised particles) and the data.
         log_prob = log_prob.movedim(dims, tuple(range(-len(dims), 0))) if dims else log_prob.unsqueeze(-1)
+        # Of states that all data points share, log probabilities may be theirs, too.
+        log_prob = log_prob.expand(*log_prob.shape[: log_prob.dim() - len(dims)], *self.probe.sizes)
         middle = log_prob.shape[1 : log_prob.dim() - max(1, len(dims))]
         sums: Tensor = log_prob.reshape(log_prob.shape[0], *(size for size in middle if size != 1), self.probe.num_data)
         return sums

@@ -187,6 +187,7 @@ class Layout(SiteLayout):
         read: names of the sites whose values the model's Python code looks at.
         clamped_sites: names of the sites that give something probability zero, as torch clamps it.
         is_linear: whether all observations are normal around a linear function of the discrete site.
+        takes_shared_states: whether the model takes states of size one at the data plates.
         idle_sites: names of the sites whose entries change nothing where masks switch them off.
 
     Raises:
@@ -232,6 +233,7 @@ class Layout(SiteLayout):
         self.idle_sites: frozenset[str] = frozenset()
         self.clamped_sites: frozenset[str] = frozenset()
         self.is_linear = False
+        self.takes_shared_states = False
         self.nesting: int = sufficient_nesting(latent_nodes(trace), self.depth)
 
     def extra_plates_for(self, site: DiscreteSite, batch_dim: int) -> AbstractContextManager[Any]:

@@ -296,20 +296,35 @@ def check_choice(vectorize: bool | None) -> None:
 
 
 def run_mode_for(
-    vectorize: bool | None, call: Call, layout: Layout, *, conditional: Conditional | None, memory_budget: int | None
+    vectorize: bool | None, call: Call, layout: Layout, *, conditional: Conditional | None, memory_budget: int | None, num_states: int
 ) -> tuple[RunMode, bool]:
-    """What the user chose, or what the model allows; see :func:`choose_run_mode`."""
+    """What the user chose, or what the model allows; see :func:`choose_run_mode`.
+
+    Also looks for what makes scores cheap: linear means, and, where populations hold all states, that data points can share them.
+    """
     scorer = LogJoint(call, layout, conditional=conditional, memory_budget=memory_budget)
     layout.clamped_sites = _clamped_sites(scorer) | _clamped_priors(scorer)
     if vectorize is not None:
         choice: tuple[RunMode, bool] = ("together", True) if vectorize else ("singly", False)
     else:
         choice = choose_run_mode(scorer)
+    if choice[0] == "together" and layout.space.size <= num_states:
+        layout.takes_shared_states = _takes_shared_states(scorer)
     if choice[0] == "together" and scorer.packed_model is None and conditional is None and linear_superpositions(scorer, is_first=True):
         layout.is_linear = True
         again = LogJoint(call, layout, values=scorer.subsamples, memory_budget=scorer.memory_budget)
         layout.is_linear = again.packed_model is not None and _try_many_states(again, again.packed_model, 16)
     return choice
+
+
+def _takes_shared_states(log_joint: LogJoint) -> bool:
+    """Whether the model takes states that all data points share in memory."""
+    with torch.no_grad(), spare_random_numbers(), isolate():
+        words = _candidates(log_joint)[:1].expand(log_joint.num_data, -1, -1)
+        apart, _ = _terms(log_joint, words.contiguous(), "together")
+        log_joint.layout.takes_shared_states = True
+        shared, _ = _terms(log_joint, words, "together")
+    return _difference(shared, apart) is None
 
 
 def _clamped_priors(log_joint: LogJoint) -> frozenset[str]:
