@@ -6,6 +6,7 @@ store, it names them.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -29,12 +30,15 @@ from pyro_truncated.program.inspection import refuse_hidden_latents, warn_about_
 from pyro_truncated.program.known_levels import find_idle
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.product_layout import ProductLayout
-from pyro_truncated.program.product_scorer import ProductScorer
+from pyro_truncated.program.product_scorer import ProductScorer, structure_of
 from pyro_truncated.program.sites import is_subsampled, sample_nodes
 from pyro_truncated.program.subsampling import in_minibatch
 from pyro_truncated.utils.arguments import naming_empty_plates
 from pyro_truncated.utils.console import note_once, readable_count
 from pyro_truncated.utils.parameter_store import ShadowWatch, empty_store, isolate, refuse_shadowed_parameters, spare_random_numbers
+
+# Most dimensions left of plates that nodes have one each of.
+_MOST_DIMENSIONS = 12
 
 
 def first_run(call: Call, conditional: Conditional | None) -> poutine.Trace:
@@ -99,17 +103,21 @@ def find_product(
         note_once(sentence)
     if len(graph.nodes) == 1:
         return None
-    product = ProductLayout(graph, layout)
-    for own in product.node_layouts:
-        refuse_partial_plates(own.sites.values(), own.plates)
-    exact = {name for own in product.node_layouts if own.space.size <= num_states for name in own.sites}
-    layout.idle_sites -= exact
-    with spare_random_numbers(), torch.no_grad():
-        scorer = ProductScorer(call, product)
-        if scorer.takes_sets():
-            product.shares_sets = True
-            product.shares_sets = scorer.takes_sets(share_sets=True)
-            return product
+    # Where nodes that no density joins are added up, as for a recorded total, each needs a dimension of its own.
+    apart = dataclasses.replace(graph, colours=tuple(range(len(graph.nodes))))
+    for coloured in [graph, apart] if len(graph.nodes) <= _MOST_DIMENSIONS else [graph]:
+        product = ProductLayout(coloured, layout)
+        for own in product.node_layouts:
+            refuse_partial_plates(own.sites.values(), own.plates)
+        exact = {name for own in product.node_layouts if own.space.size <= num_states for name in own.sites}
+        with spare_random_numbers(), torch.no_grad():
+            scorer = ProductScorer(call, product)
+            if scorer.takes_sets():
+                layout.idle_sites -= exact
+                product.shares_sets = True
+                product.shares_sets = scorer.takes_sets(share_sets=True)
+                product.known_sites, product.known_structures = frozenset(scorer.nodes), {structure_of(call, scorer.nodes)}
+                return product
     note_once(
         f"the model's factor graph has {len(graph.nodes)} nodes, but the model takes no sets of states in dimensions left of its "
         "plates: populations hold whole states. Index shapes from the right (x.sum(-1, keepdim=True), x[..., 0], Vindex)."

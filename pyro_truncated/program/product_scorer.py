@@ -12,9 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import pyro
 import pyro.poutine as poutine
 import torch
+import torch.utils._pytree as pytree
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -22,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from pyro_truncated.ops.elimination import IMPOSSIBLE, Messages
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.densities import log_density, once, site_log_densities
+from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.known_levels import KnownLevels
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.product_layout import NodeGroup, ProductLayout
@@ -29,8 +32,11 @@ from pyro_truncated.program.sites import is_subsampled, sample_nodes
 from pyro_truncated.program.supports import log_prob_on_support
 from pyro_truncated.program.zero_probabilities import exact_log_prob
 from pyro_truncated.utils.arrays import rounding_tolerance
+from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 _STATES_TRIED = 3
+# Of larger integer arguments shapes alone are compared.
+_MOST_ENTRIES = 10_000
 # Words of the sets of all groups: (rows, S, num_words) for each group.
 Sets = Sequence[Tensor]
 
@@ -107,7 +113,7 @@ class ProductScorer(Probe):
 
     Raises:
         NotImplementedError: if a plate is subsampled whose members share a latent of the same component.
-        ValueError: if latents of one component have different scales.
+        ValueError: if latents of one component have different scales, or densities depend on other latents than when the guide was set up.
     """
 
     def __init__(self, call: Call, product: ProductLayout, values: Mapping[str, Any] | None = None, sets: Sets | None = None) -> None:
@@ -125,6 +131,7 @@ class ProductScorer(Probe):
                 "parallel=True of Predictive, or make the guide with AutoTruncated(..., whole_states=True)."
             )
 
+        self._check_graph()
         if self.first_sets is not None:
             self._has_graph = torch.is_grad_enabled()
             self._first_tables = self._build_tables(self.nodes)
@@ -159,6 +166,29 @@ class ProductScorer(Probe):
             self.population_rows(number) is None and torch.equal(self.insert_known_values(words, number), words)
             for number, words in enumerate(sets)
         )
+
+    def _check_graph(self) -> None:
+        """Checks that the graph is still that of the program.
+
+        It does so for arguments that may change it.
+        """
+        product = self.product
+        structure = structure_of(self.call, self.nodes)
+        if not product.known_structures or structure in product.known_structures:
+            return
+        with torch.no_grad(), spare_random_numbers():
+            new = [name for name in self.nodes.keys() - product.known_sites if not self.nodes[name]["infer"].get("_deterministic", False)]
+            if new:
+                scopes = Dependencies(self.call).scopes
+                new = [name for name in new if scopes is None or scopes.get(name, frozenset()) & product.layout.sites.keys()]
+            is_known = not new and self.takes_sets(share_sets=product.shares_sets, trials=8)
+        if not is_known:
+            what = f"the sites {sorted(new)}, which it had not then, depend on" if new else "some of its densities depend on other"
+            raise ValueError(
+                f"the model has another structure than when the guide was set up: {what} discrete latents. First call guide.setup(*args) "
+                "with the arguments of the largest structure, or make the guide with AutoTruncated(..., whole_states=True)."
+            )
+        product.known_structures.add(structure)
 
     def _refuse_shared_subsamples(self) -> None:
         graph = self.product.graph
@@ -276,8 +306,8 @@ class ProductScorer(Probe):
         """
         if (first := self._reuse_first_run(sets)) is not None:
             return first
-        states = self._values(sets, [self.plate_sizes(group.nodes[0]) for group in self.product.groups], self.dtypes)
-        return self._run_tables({**self.values, **states})
+        with pyro.validation_enabled(False):
+            return self._build_tables(self._run_sets(sets))
 
     def _reuse_first_run(self, sets: Sets) -> Tables | None:
         """Returns the first run's tables if they are of these sets.
@@ -296,6 +326,12 @@ class ProductScorer(Probe):
         for number, (words, own) in enumerate(zip(sets, sizes, strict=True)):
             values.update(self.product.values(number, words, own, dtypes))
         return values
+
+    def _run_sets(self, sets: Sets) -> dict[str, Any]:
+        """The sample sites of a run on sets."""
+        states = self._values(sets, [self.plate_sizes(group.nodes[0]) for group in self.product.groups], self.dtypes)
+        with pyro.validation_enabled(False):
+            return sample_nodes(self.run({**self.values, **states}))
 
     def _run_tables(self, values: Mapping[str, Any]) -> Tables:
         with pyro.validation_enabled(False):
@@ -431,32 +467,46 @@ class ProductScorer(Probe):
         return torch.stack([self.evidence_scale(root) * rows.sum() for root, rows in zip(self.product.roots, evidence, strict=True)]).sum()
 
     @torch.no_grad()
-    def takes_sets(self, *, share_sets: bool = False) -> bool:
+    def takes_sets(self, *, share_sets: bool = False, trials: int = 1) -> bool:
         """Whether runs on sets of states agree with single runs.
 
         Then the graph is right, and the model takes many states at once.
 
         Args:
             share_sets: whether to try sets that all members of a plate share, in place of one for each.
+            trials: number of single runs.
         """
         generator = torch.Generator().manual_seed(0)
         product = self.product
         sets: list[Tensor] = []
+        # Sets are as large as others only where they may be so in use.
+        distinct = sorted({group.space.size for group in product.groups})
+        for number, group in enumerate(product.groups):
+            size = _STATES_TRIED + distinct.index(group.space.size)
+            words = group.space.random((self.num_rows(number), size), 0.5, generator).to(self.device)
+            sets.append(words[:1].expand_as(words) if share_sets else words)
+        try:
+            nodes = self._run_sets(sets)
+            together = self._build_tables(nodes)
+            beyond = (node for node in nodes.values() if node["is_observed"] and not self.is_inside(node))
+            return all(len(node["fn"].batch_shape) <= product.layout.depth for node in beyond) and all(
+                self._agrees_with_single_run(together, sets, generator) for _ in range(trials)
+            )
+        except (RuntimeError, IndexError, ValueError):
+            return False
+
+    def _agrees_with_single_run(self, together: Tables, sets: Sets, generator: torch.Generator) -> bool:
+        """Whether tables agree with a run of random states of the sets."""
+        product = self.product
         levels: dict[str, Tensor] = {}
         places: dict[int, Tensor] = {}
-        for number, group in enumerate(product.groups):
-            words = group.space.random((self.num_rows(number), _STATES_TRIED), 0.5, generator).to(self.device)
-            words = words[:1].expand_as(words) if share_sets else words
-            sets.append(words)
+        for number, (group, words) in enumerate(zip(product.groups, sets, strict=True)):
             for node, own in zip(group.nodes, self.split_nodes(words, number), strict=True):
-                index = torch.randint(_STATES_TRIED, (len(own), 1), generator=generator).to(self.device)
+                index = torch.randint(words.shape[1], (len(own), 1), generator=generator).to(self.device)
                 places[node] = product.spread(node, index, self.plate_sizes(node))
                 single = own.gather(1, index.unsqueeze(-1).expand(-1, -1, own.shape[-1])).squeeze(1)
                 levels |= product.node_layouts[node].site_values(group.space.unpack(single), self.plate_sizes(node), self.dtypes)
-        try:
-            together, singly = self.tables(sets), self._run_tables({**self.values, **levels})
-        except (RuntimeError, IndexError, ValueError):
-            return False
+        singly = self._run_tables({**self.values, **levels})
         return all(
             self._agree(scope, table, expected[1], places, singly.dtype)
             for (scope, table), expected in zip(together.parts, singly.parts, strict=True)
@@ -477,3 +527,33 @@ class ProductScorer(Probe):
     def is_inside(self, node: Any) -> bool:
         """Whether a site's density depends on discrete latents."""
         return node["name"] in self.product.graph.factors
+
+
+def structure_of(call: Call, nodes: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Returns what of a call's arguments a graph may depend on.
+
+    It can be compared. It is the shapes of tensors, the entries of small integer ones that are not observed, such as edges, and what is no tensor.
+
+    Args:
+        call: the program and its arguments.
+        nodes: the sample sites of a run.
+    """
+    leaves = pytree.tree_leaves((call.args, dict(call.kwargs)))
+    observed: set[int] | None = None
+    parts: list[Any] = [call.model]
+    for leaf in leaves:
+        if isinstance(leaf, np.ndarray):
+            leaf = torch.as_tensor(leaf) if leaf.dtype.kind in "biuf" else leaf.shape
+        if isinstance(leaf, Tensor):
+            parts.append((leaf.shape, leaf.dtype))
+            if not leaf.is_floating_point() and leaf.numel() <= _MOST_ENTRIES:
+                if observed is None:
+                    values = (node["value"] for node in nodes.values() if node["is_observed"])
+                    observed = {value.untyped_storage().data_ptr() for value in values if isinstance(value, Tensor)}
+                if leaf.untyped_storage().data_ptr() not in observed:
+                    parts.append(tuple(leaf.flatten().tolist()))
+        elif isinstance(leaf, float):
+            parts.append(leaf != 0)
+        else:
+            parts.append(leaf if isinstance(leaf, (bool, int, str, bytes, tuple, type(None))) else type(leaf))
+    return tuple(parts)

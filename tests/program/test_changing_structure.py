@@ -1,0 +1,146 @@
+"""Calls after the first whose densities depend on other latents: right, or refused by name."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.ops.indexing import Vindex
+from torch import Tensor
+
+from pyro_truncated import AutoTruncated, Truncated_ELBO
+
+RATES = torch.tensor([[0.9, 0.1, 0.2], [0.1, 0.8, 0.3], [0.2, 0.3, 0.7]], dtype=torch.float64)
+Y = torch.tensor([0.2, 3.0, 2.0], dtype=torch.float64)
+Edges = Sequence[tuple[int, int]]
+
+
+def labelled(y: Tensor, labels: Tensor | None = None) -> None:
+    """Two classes of each data point, which only labels couple."""
+    with pyro.plate("data", len(y)):
+        z, w = (pyro.sample(name, dist.Categorical(torch.ones(9, dtype=y.dtype))) for name in ("z", "w"))
+        pyro.sample("y", dist.Normal(z.to(y.dtype), 1.0), obs=y)
+        pyro.sample("x", dist.Normal(w.to(y.dtype), 1.0), obs=y)
+        if labels is not None:
+            pyro.sample("label", dist.Bernoulli(logits=(z - w).to(y.dtype)), obs=labels)
+
+
+def labelled_evidence(labels: Tensor | None) -> float:
+    states = torch.tensor(list(itertools.product(range(9), repeat=2)), dtype=torch.float64)
+    total = 0.0
+    for n, y in enumerate(Y):
+        log_joint = -2 * math.log(9) + dist.Normal(states, 1.0).log_prob(y).sum(-1)
+        if labels is not None:
+            log_joint = log_joint + dist.Bernoulli(logits=states[:, 0] - states[:, 1]).log_prob(labels[n])
+        total += float(log_joint.logsumexp(0))
+    return total
+
+
+def block_model(edges: Edges) -> None:
+    classes = [pyro.sample(f"z{i}", dist.Categorical(torch.ones(3, dtype=torch.float64))) for i in range(4)]
+    for k, (i, j) in enumerate(edges):
+        pyro.sample(f"edge{k}", dist.Bernoulli(Vindex(RATES)[classes[i], classes[j]]), obs=torch.tensor(1.0, dtype=torch.float64))
+
+
+def block_model_of_tensors(edges: Tensor) -> None:
+    block_model([(int(i), int(j)) for i, j in edges])
+
+
+def block_evidence(edges: Edges) -> float:
+    terms = (math.prod(float(RATES[z[i], z[j]]) for i, j in edges) for z in itertools.product(range(3), repeat=4))
+    return math.log(sum(terms) / 81)
+
+
+CHAIN, STAR = [(0, 1), (1, 2), (2, 3)], [(0, 1), (0, 2), (0, 3)]
+
+
+def loss(guide: AutoTruncated, *args: object) -> float:
+    return float(Truncated_ELBO().loss(guide.model, guide, *args))
+
+
+def test_a_chain_that_is_switched_off_later_is_taken() -> None:
+    """Its graph is part of the first one; the other way round it is refused."""
+    stays = torch.eye(4, dtype=torch.float64) + 0.1
+    y = torch.tensor([0.2, 3.0, 2.0, 1.0], dtype=torch.float64)
+
+    def chain(y: Tensor, is_on: bool) -> None:
+        z = torch.tensor(0)
+        for t in range(4):
+            probs = stays[z] if is_on and t else torch.ones(4, dtype=y.dtype)
+            z = pyro.sample(f"z{t}", dist.Categorical(probs))
+            pyro.sample(f"y{t}", dist.Normal(z.to(y.dtype), 1.0), obs=y[t])
+
+    def evidence(is_on: bool) -> float:
+        moves = stays / 1.4 if is_on else torch.full((4, 4), 0.25)
+        paths = itertools.product(range(4), repeat=4)
+        return math.log(
+            sum(
+                0.25
+                * math.prod(float(moves[i, j]) for i, j in itertools.pairwise(z))
+                * math.exp(float(dist.Normal(torch.tensor(z, dtype=y.dtype), 1.0).log_prob(y).sum()))
+                for z in paths
+            )
+        )
+
+    guide = AutoTruncated(chain, num_states=8)
+    for is_on in (True, False, True):
+        assert loss(guide, y, is_on) == pytest.approx(-evidence(is_on), rel=1e-10)
+    assert guide.product is not None
+    guide = AutoTruncated(chain, num_states=8)
+    assert loss(guide, y, False) == pytest.approx(-evidence(False), rel=1e-10)
+    with pytest.raises(ValueError, match="another structure"):
+        loss(guide, y, True)
+
+
+def test_a_site_that_couples_latents_later_is_refused_by_name() -> None:
+    guide = AutoTruncated(labelled, num_states=64)
+    assert loss(guide, Y) == pytest.approx(-labelled_evidence(None), rel=1e-10)
+    with pytest.raises(ValueError, match=r"the sites \['label'\], which it had not then, depend on discrete latents.*whole_states=True"):
+        loss(guide, Y, torch.ones(3, dtype=torch.float64))
+    assert loss(guide, Y) == pytest.approx(-labelled_evidence(None), rel=1e-10)
+
+
+@pytest.mark.parametrize(("model", "cast"), [(block_model, list), (block_model_of_tensors, torch.tensor)], ids=["lists", "tensors"])
+def test_other_edges_under_the_same_names_are_refused(model: Callable[..., None], cast: Callable[[Edges], Edges]) -> None:
+    guide = AutoTruncated(model, num_states=64)
+    assert loss(guide, cast(CHAIN)) == pytest.approx(-block_evidence(CHAIN), rel=1e-10)
+    with pytest.raises(ValueError, match="another structure than when the guide was set up: some of its densities depend on other"):
+        loss(guide, cast(STAR))
+    fewer = [(1, 2), (1, 2), (2, 3)]
+    whole = AutoTruncated(model, num_states=81, whole_states=True)
+    for edges in (CHAIN, STAR, fewer):
+        assert loss(whole, cast(edges)) == pytest.approx(-block_evidence(edges), rel=1e-10)
+
+
+def test_new_sites_that_depend_on_no_latent_are_taken() -> None:
+    def model(y: Tensor, more: bool = False) -> None:
+        labelled(y)
+        if more:
+            pyro.sample("more", dist.Normal(0.0, 1.0), obs=torch.tensor(1.0))
+
+    guide = AutoTruncated(model, num_states=64)
+    guide.setup(Y)
+    expected = labelled_evidence(None) + float(dist.Normal(0.0, 1.0).log_prob(torch.tensor(1.0)))
+    assert loss(guide, Y, True) == pytest.approx(-expected, rel=1e-8)
+
+
+@pytest.mark.parametrize("records", ["deterministic", "return", "unused"])
+def test_sums_of_latents_that_no_density_joins_keep_sets(records: str) -> None:
+    def model(y: Tensor) -> Tensor:
+        a = pyro.sample("a", dist.Categorical(torch.ones(10, dtype=y.dtype)))
+        b = pyro.sample("b", dist.Categorical(torch.ones(12, dtype=y.dtype)))
+        pyro.sample("x", dist.Normal(a.to(y.dtype), 1.0), obs=y)
+        pyro.sample("y", dist.Normal(b.to(y.dtype), 1.0), obs=y)
+        total = a + b
+        return pyro.deterministic("total", total) if records == "deterministic" else total if records == "return" else a
+
+    y = Y[1]
+    guide = AutoTruncated(model, num_states=64)
+    evidence = [(dist.Normal(torch.arange(n, dtype=y.dtype), 1.0).log_prob(y)).logsumexp(0) - math.log(n) for n in (10, 12)]
+    assert loss(guide, y) == pytest.approx(-float(sum(evidence)), rel=1e-10)
+    assert guide.product is not None
