@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pyro_truncated.program.changing_sites import ChangingSitesError
 from pyro_truncated.program.densities import site_log_density
+from pyro_truncated.program.operations import Operations
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.sites import is_masked, latent_nodes, sample_nodes
 from pyro_truncated.program.supports import log_prob_on_support
@@ -65,6 +66,18 @@ class CandidateRuns:
             return {name: term.squeeze(1) for name, term in terms.items()}
         columns = [self._terms(states) for states in _unbind(values)]
         return {name: torch.cat([column[name] for column in columns]) for name in columns[0]}
+
+    def reduced_sites(self, words: Tensor) -> tuple[str | None, str | None]:
+        """Returns a site that depends on several candidates or data points.
+
+        They are two results. Candidates are ``(N, C, num_words)``. A site depends on several if a sum, maximum or the like over them
+        reaches its density, whatever their values. ``None`` stands for no such site.
+        """
+        values = self._stack_candidates(words)
+        operations = Operations(values.values(), [words.shape[1], max(1, len(words))])
+        with operations:
+            nodes = sample_nodes(self._trace({**self.probe.values, **values}))
+        return operations.reduced_site(nodes, 0), operations.reduced_site(nodes, 1)
 
     def clamped_sites(self, words: Tensor) -> set[str]:
         """Returns observed sites with probability zero in some candidates.

@@ -14,6 +14,7 @@ from typing import Any
 import pyro
 import pyro.poutine as poutine
 import torch
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -71,7 +72,7 @@ def changing_sites(call: Call, trace: poutine.Trace, values: Collection[Mapping[
 
     It compares a run and others, some with given values of latents, some by chance.
     """
-    subsamples = {name: node["value"] for name, node in trace.nodes.items() if node["type"] == "sample" and name not in sample_nodes(trace)}
+    subsamples = {name: node["value"] for name, node in trace.nodes.items() if site_is_subsample(node)}
     runs = [_names(trace)]
     with torch.no_grad(), spare_random_numbers(), pyro.validation_enabled(False):
         for seed, latents in enumerate([*values, *({} for _ in range(4))]):

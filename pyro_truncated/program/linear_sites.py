@@ -5,7 +5,7 @@ They are scored as a :class:`.LinearSuperposition`, whose states are packed: wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,10 +15,10 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_truncated.distributions.linear import LinearSuperposition
 from pyro_truncated.program.densities import once
+from pyro_truncated.program.operations import Operations, tensors_in
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.sites import DiscreteSite, sample_nodes, unwrap
 
@@ -64,7 +64,7 @@ def linear_superpositions(probe: Probe, is_first: bool = False) -> list[tuple[An
         return None
     states = _basis(probe, site)
     try:
-        with pyro.validation_enabled(False), _Operations(states) if is_first else nullcontext() as operations:
+        with pyro.validation_enabled(False), Operations([states]) if is_first else nullcontext() as operations:
             functions = _LinearFunctions(states, operations)
             with functions:
                 nodes = sample_nodes(probe.run({**probe.values, site.name: states}))
@@ -144,7 +144,7 @@ class _LinearFunctions(TorchFunctionMode):
         is_lost: whether Python has looked at values, or memory has been written into, so that nothing is known.
     """
 
-    def __init__(self, first: Tensor, operations: _Operations | None) -> None:
+    def __init__(self, first: Tensor, operations: Operations | None) -> None:
         super().__init__()
         self.is_lost = False
         self._operations = operations
@@ -164,7 +164,7 @@ class _LinearFunctions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        given = list(_tensors((args, kwargs)))
+        given = list(tensors_in((args, kwargs)))
         if not self.depends(*given):
             return result
         name = getattr(func, "__name__", "")
@@ -178,7 +178,7 @@ class _LinearFunctions(TorchFunctionMode):
             is_linear, is_known = name in _TRANSPOSES and self.is_linear(args[0]), True
         else:
             is_linear, is_known = self._keeps(name, args, kwargs, given), name in _SHAPES
-        results = list(_tensors(result))
+        results = list(tensors_in(result))
         is_written = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i") or "out" in kwargs
         self.is_lost |= is_written or (not results and not is_known)
         for tensor in results:
@@ -200,34 +200,3 @@ class _LinearFunctions(TorchFunctionMode):
         if len(moving) > 1:
             return False
         return name in _PRODUCTS or (is_first and (name in _LINEAR or (name in _QUOTIENTS and kwargs.get("rounding_mode") is None)))
-
-
-class _Operations(TorchDispatchMode):
-    """Follows what is computed from a tensor by operations of any kind.
-
-    Scripts, compiled functions and ``vmap`` show their operations, but not their functions.
-
-    Attributes:
-        results: the tensors by identity.
-    """
-
-    def __init__(self, first: Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.results: dict[int, Tensor] = {id(first): first}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if any(id(tensor) in self.results for tensor in _tensors((args, kwargs))):
-            self.results.update((id(tensor), tensor) for tensor in _tensors(result))
-        return result
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested arguments."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _tensors(part)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))

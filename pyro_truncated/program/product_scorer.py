@@ -26,6 +26,7 @@ from pyro_truncated.program.call import Call
 from pyro_truncated.program.densities import log_density, once, site_log_densities
 from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.known_levels import KnownLevels
+from pyro_truncated.program.operations import Operations, recognisable_size
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.product_layout import NodeGroup, ProductLayout
 from pyro_truncated.program.sites import is_subsampled, sample_nodes
@@ -486,6 +487,8 @@ class ProductScorer(Probe):
             words = group.space.random((self.num_rows(number), size), 0.5, generator).to(self.device)
             sets.append(words[:1].expand_as(words) if share_sets else words)
         try:
+            if self._is_reduced(generator):
+                return False
             nodes = self._run_sets(sets)
             together = self._build_tables(nodes)
             beyond = (node for node in nodes.values() if node["is_observed"] and not self.is_inside(node))
@@ -494,6 +497,22 @@ class ProductScorer(Probe):
             )
         except (RuntimeError, IndexError, ValueError):
             return False
+
+    def _is_reduced(self, generator: torch.Generator) -> bool:
+        """Whether a density depends on several states of a set at once.
+
+        Then a sum, maximum or the like over them reaches it, whatever their values.
+        """
+        number, product = recognisable_size(self.nodes), self.product
+        if number is None:
+            return False
+        sets = [
+            group.space.random((self.num_rows(place), number), 0.5, generator).to(self.device) for place, group in enumerate(product.groups)
+        ]
+        values = self._values(sets, [self.plate_sizes(group.nodes[0]) for group in product.groups], self.dtypes)
+        with pyro.validation_enabled(False), Operations(values.values(), [number]) as operations:
+            nodes = sample_nodes(self.run({**self.values, **values}))
+        return operations.reduced_site(nodes, 0) is not None
 
     def _agrees_with_single_run(self, together: Tables, sets: Sets, generator: torch.Generator) -> bool:
         """Whether tables agree with a run of random states of the sets."""
@@ -532,7 +551,8 @@ class ProductScorer(Probe):
 def structure_of(call: Call, nodes: Mapping[str, Any]) -> tuple[Any, ...]:
     """Returns what of a call's arguments a graph may depend on.
 
-    It can be compared. It is the shapes of tensors, the entries of small integer ones that are not observed, such as edges, and what is no tensor.
+    It can be compared: the shapes of tensors, the entries of small integer ones that are not observed, such as edges, and what is no
+    tensor.
 
     Args:
         call: the program and its arguments.

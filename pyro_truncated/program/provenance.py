@@ -15,7 +15,23 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__"}
-_LEAKS = _READS | {"ones", "zeros", "full", "nonzero"}
+_LEAKS = _READS | {"ones", "zeros", "full"}
+# Functions whose results have as many entries as values say; what tells shapes, types and memory, and no values.
+_SIZES = {"nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount"}
+_SHAPES = {
+    "size",
+    "dim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "__len__",
+    "stride",
+    "storage_offset",
+    "element_size",
+    "get_device",
+    "data_ptr",
+}
+_SHAPES |= {"__get__", "__hash__"}
 # Functions that take of their other arguments the shape or type alone: a distribution's parameters are broadcast against each other.
 _KEEP_OWN_VALUES = {"broadcast_tensors", "type_as", "expand_as", "view_as", "reshape_as"}
 # What writes into its first argument, beside methods that end with an underscore; and what overwrites all that it writes to.
@@ -122,6 +138,8 @@ class PythonReads(TorchFunctionMode):
         if name in _LEAKS:
             self._note(frozenset(sources), name in _READS)
         results = func(*plain, **keywords)
+        if sources and (_is_sized_by_values(name, plain) or _is_number(name, results)):
+            self._note(frozenset(sources), is_read=True)
         if sources or self.written:
             self._note_write(name, plain, keywords, args, frozenset(sources))
         if name == "new" or (isinstance(results, Tensor) and results.layout is not torch.strided):
@@ -163,6 +181,20 @@ class PythonReads(TorchFunctionMode):
         tensors: list[Tensor] = []
         _strip_provenance(value, names, tensors)
         return frozenset(names).union(*map(self.written.read, tensors))
+
+
+def _is_sized_by_values(name: str, args: Sequence[Any]) -> bool:
+    """Whether a result's shape depends on values."""
+    if name == "__getitem__":
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in index)
+    return name in _SIZES or (name == "where" and len(args) == 1)
+
+
+def _is_number(name: str, results: Any) -> bool:
+    """Whether a function tells Python values, as ``torch.equal`` does."""
+    is_property = name in _SHAPES or (name.startswith("is_") and name != "is_nonzero")
+    return isinstance(results, (bool, int, float, complex)) and not is_property
 
 
 def _strip_provenance(value: Any, sources: set[str], tensors: list[Tensor]) -> Any:

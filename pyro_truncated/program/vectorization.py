@@ -28,6 +28,7 @@ from pyro_truncated.program.changing_sites import ChangingSitesError
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.linear_sites import linear_superpositions
 from pyro_truncated.program.log_joint import LogJoint
+from pyro_truncated.program.operations import recognisable_size
 from pyro_truncated.program.packed_scoring import PackedModel
 from pyro_truncated.program.provenance import PythonReads
 from pyro_truncated.program.zero_probabilities import certain_values, impossible_entries
@@ -111,7 +112,8 @@ def choose_run_mode(log_joint: LogJoint) -> tuple[RunMode, bool]:
         culprit = _difference(together, single)
         read = log_joint.layout.read
         is_random = _warn_if_unlike(log_joint, words, single)
-        if is_random or (culprit is None and not read):
+        reduced = None if isinstance(together, Exception) or culprit is not None or read or is_random else _warn_if_reduced(log_joint)
+        if is_random or (culprit is None and not read and reduced is None):
             return "together", is_enumerable
         # The draws of a conditional are no matter for vmap.
         is_mapped = log_joint.conditional is None and _difference(_terms(log_joint, words, "vmap")[0], single) is None
@@ -121,10 +123,27 @@ def choose_run_mode(log_joint: LogJoint) -> tuple[RunMode, bool]:
         elif culprit is not None:
             where = _site_line(log_joint, culprit)
             problem = f"no error, but site '{culprit}' gets other log probabilities than for one state at a time"
+        elif reduced is not None:
+            where, problem = _site_line(log_joint, reduced), f"a sum, maximum or the like over all states at once reaches site '{reduced}'"
         else:
             where, problem = _read_line(log_joint), f"Python looks at values of {sorted(read)}, of all states at once"
     _warn(run_mode, where, problem)
     return run_mode, False
+
+
+def _warn_if_reduced(log_joint: LogJoint) -> str | None:
+    """Returns a site that depends on several states at once.
+
+    It does whatever values show. Also warns of a site that depends on several data points.
+    """
+    number = recognisable_size(log_joint.nodes)
+    if log_joint.conditional is not None or number is None or number > max(3, log_joint.candidates_per_run()):
+        return None
+    words = log_joint.layout.space.random((log_joint.num_data, number), 0.5, torch.Generator().manual_seed(0)).to(log_joint.device)
+    site, crossing = CandidateRuns(log_joint, None, "together", ()).reduced_sites(words)
+    if crossing is not None and crossing != site and log_joint.num_data > 1:
+        _warn_across_data(log_joint, crossing)
+    return site
 
 
 def _warn_if_unlike(log_joint: LogJoint, words: Tensor, single: dict[str, Tensor]) -> bool:
@@ -147,14 +166,18 @@ def _warn_if_unlike(log_joint: LogJoint, words: Tensor, single: dict[str, Tensor
             stacklevel=2,
         )
     else:
-        warnings.warn(
-            f"site '{name}' of a data point depends on the states of other data points: the model computes across the plates "
-            f"{sorted(log_joint.layout.plates)} (a sum or mean over them, BatchNorm). Compute within data points, which the posterior "
-            "takes to be independent, or make the plate an event.",
-            UserWarning,
-            stacklevel=2,
-        )
+        _warn_across_data(log_joint, name)
     return random_site is not None
+
+
+def _warn_across_data(log_joint: LogJoint, name: str) -> None:
+    warnings.warn(
+        f"site '{name}' of a data point depends on the states of other data points: the model computes across the plates "
+        f"{sorted(log_joint.layout.plates)} (a sum or mean over them, BatchNorm). Compute within data points, which the posterior "
+        "takes to be independent, or make the plate an event.",
+        UserWarning,
+        stacklevel=2,
+    )
 
 
 def _reorder_candidates(terms: Mapping[str, Tensor], order: Tensor) -> dict[str, Tensor]:

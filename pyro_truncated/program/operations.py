@@ -1,0 +1,85 @@
+"""What is computed from tensors, and which of it is reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_PRIMES = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61)
+
+
+class Operations(TorchDispatchMode):
+    """Follows what is computed from tensors.
+
+    Scripts, compiled functions and ``vmap`` show their operations, where they do not show their functions.
+
+    A tensor with a dimension of some size has a multiple of that many entries. What is computed from it and has no such number has lost
+    the dimension: it is reduced over it, or one entry of it.
+
+    Args:
+        sources: the tensors; all have these dimensions.
+        sizes: sizes of dimensions that are followed.
+
+    Attributes:
+        results: what is computed from the sources, and these, by identity.
+        reduced: for each size, what has lost its dimension, and what is computed from that.
+    """
+
+    def __init__(self, sources: Iterable[Tensor], sizes: Sequence[int] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        # Tensors stay alive with their numbers.
+        self.results: dict[int, Tensor] = {id(tensor): tensor for tensor in sources}
+        self.reduced: list[dict[int, Tensor]] = [{} for _ in sizes]
+        self._sizes = sizes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [tensor for tensor in tensors_in((args, kwargs)) if id(tensor) in self.results]
+        if given:
+            found = {id(tensor): tensor for tensor in tensors_in(result)}
+            self.results.update(found)
+            for size, reduced in zip(self._sizes, self.reduced, strict=True):
+                is_reduced = any(id(tensor) in reduced for tensor in given)
+                reduced.update((name, tensor) for name, tensor in found.items() if is_reduced or tensor.numel() % size)
+        return result
+
+    def reduced_site(self, nodes: Mapping[str, Any], number: int) -> str | None:
+        """Returns a sample site that depends on what has lost a dimension.
+
+        Args:
+            nodes: the sample sites of the run by name.
+            number: which of the dimensions.
+        """
+        for name, node in nodes.items():
+            if not node["infer"].get("_deterministic", False):
+                parts = [node["fn"], node["mask"], node["scale"], *([node["value"]] if node["is_observed"] else [])]
+                if any(id(tensor) in self.reduced[number] for tensor in tensors_in(parts)):
+                    return name
+        return None
+
+
+def recognisable_size(nodes: Mapping[str, Any]) -> int | None:
+    """Returns a size that divides no dimension of some sample sites.
+
+    Values of so many states are recognised by their number of entries. ``None`` if there is no small one.
+    """
+    sizes = {size for node in nodes.values() for size in (*node["fn"].shape(), *torch.as_tensor(node["value"]).shape)}
+    return next((prime for prime in _PRIMES if all(size % prime for size in sizes if size)), None)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested containers, distributions and transforms."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from tensors_in(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from tensors_in(part)
+    elif isinstance(value, (torch.distributions.Distribution, torch.distributions.Transform)):
+        yield from tensors_in(vars(value))

@@ -1,0 +1,121 @@
+"""Sums, maxima and questions over all states at once are found by their operations, whatever values show; and so are reads by Python."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Sequence
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor
+
+from pyro_truncated import AutoTruncated, Truncated_ELBO, VectorizationWarning
+
+NUM_LATENTS = 6
+Score = Callable[[Tensor], Tensor]
+
+FUNCTIONS: dict[str, Score] = {
+    "any": lambda s: torch.where(s.bool().any(), 0.0, -50.0),
+    "all": lambda s: torch.where((s == 0).all(), -50.0, 0.0),
+    "sum": lambda s: torch.where(s.sum() > 0, 0.0, -50.0),
+    "max": lambda s: -50.0 * (1 - s.max()),
+    "count_nonzero": lambda s: -50.0 * (torch.count_nonzero(s) == 0),
+    "norm": lambda s: -50.0 * (s.norm() == 0),
+    "flattened": lambda s: -50.0 * (1 - s.reshape(-1).amax(0)),
+    "where": lambda s: torch.tensor(-50.0 if len(torch.where(s > 0)[0]) == 0 else 0.0),
+    "nonzero": lambda s: torch.tensor(-50.0 if s.nonzero().numel() == 0 else 0.0),
+    "selected": lambda s: torch.tensor(-50.0 if s[s > 0].numel() == 0 else 0.0),
+    "masked_select": lambda s: torch.tensor(-50.0 if len(s.masked_select(s > 0)) == 0 else 0.0),
+    "unique": lambda s: torch.tensor(-50.0 if 1 not in torch.unique(s).tolist() else 0.0),
+    "equal": lambda s: torch.tensor(-50.0 if torch.equal(s, torch.zeros(NUM_LATENTS)) else 0.0),
+    "allclose": lambda s: torch.tensor(-50.0 if torch.allclose(s, torch.zeros(NUM_LATENTS)) else 0.0),
+    "contains": lambda s: torch.tensor(0.0 if 1.0 in s else -50.0),
+    "script": lambda s: _script(s),
+    "vmap": lambda s: torch.vmap(lambda one: -50.0 * (one == 0).all())(s.reshape(1, -1))[0],
+}
+
+
+@torch.jit.script
+def _script(states: Tensor) -> Tensor:
+    return -50.0 * (states == 0).all()
+
+
+def model(score: Score) -> None:
+    """A set that may not be empty, and mostly is a priori."""
+    s = pyro.sample("s", dist.Bernoulli(0.3 * torch.ones(NUM_LATENTS)).to_event(1))
+    pyro.factor("not empty", score(s))
+    pyro.factor("sparse", -3.0 * s.sum(-1))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_functions_of_all_states_are_scored_one_state_at_a_time(name: str, seed: int) -> None:
+    pyro.set_rng_seed(seed)
+    terms = [
+        math.prod(0.3 * math.exp(-3) if on else 0.7 for on in s) * (1 if any(s) else math.exp(-50))
+        for s in itertools.product((0, 1), repeat=NUM_LATENTS)
+    ]
+    guide = AutoTruncated(model, num_states=2**NUM_LATENTS)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        loss = Truncated_ELBO().loss(model, guide, FUNCTIONS[name])
+    assert loss == pytest.approx(-math.log(sum(terms)), rel=1e-5)
+    assert any(issubclass(one.category, VectorizationWarning) for one in told)
+
+
+def test_what_is_recorded_alone_may_reduce_all_states() -> None:
+    def records(y: Tensor) -> None:
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Categorical(torch.ones(3)))
+            pyro.sample("y", dist.Normal(z.to(y.dtype), 1.0), obs=y)
+        pyro.deterministic("mean", z.float().mean())
+
+    guide = AutoTruncated(records, num_states=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss = Truncated_ELBO().loss(records, guide, torch.tensor([0.0, 1.0]))
+    log_probs = dist.Normal(torch.arange(3.0), 1.0).log_prob(torch.tensor([[0.0], [1.0]]))
+    assert loss == pytest.approx(-float((log_probs - math.log(3)).logsumexp(-1).sum()), rel=1e-5)
+
+
+def test_rare_events_across_data_points_are_named() -> None:
+    def household(y: Tensor) -> None:
+        with pyro.plate("members", len(y)):
+            z = pyro.sample("z", dist.Bernoulli(0.5))
+            someone = (z.sum(-1, keepdim=True) > 0).to(y.dtype)
+            pyro.sample("y", dist.Bernoulli(0.05 + 0.5 * z + 0.3 * someone), obs=y)
+
+    with pytest.warns(UserWarning, match="site 'y' of a data point depends on the states of other data points"):
+        AutoTruncated(household, num_states=2).setup(torch.zeros(10))
+
+
+@pytest.mark.parametrize("num_states", [8, 64])
+def test_chains_whose_steps_reduce_their_states_hold_whole_ones(num_states: int) -> None:
+    def chain(y: Tensor) -> None:
+        z = torch.zeros(3)
+        for t in range(2):
+            z = pyro.sample(f"z{t}", dist.Bernoulli(0.1 + 0.5 * z).to_event(1))
+            pyro.factor(f"not empty{t}", torch.where(z.bool().any(), 0.0, -5.0))
+            pyro.sample(f"y{t}", dist.Normal(z, 1.0).to_event(1), obs=y[t])
+
+    def log_joint(path: Sequence[Sequence[int]]) -> float:
+        total, before = 0.0, torch.zeros(3)
+        for step in path:
+            z = torch.tensor(step, dtype=torch.float32)
+            total += float((dist.Bernoulli(0.1 + 0.5 * before).log_prob(z) + dist.Normal(z, 1.0).log_prob(torch.zeros(3))).sum())
+            total, before = total - 5.0 * (not any(step)), z
+        return total
+
+    guide = AutoTruncated(chain, num_states=num_states)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", VectorizationWarning)
+        loss = Truncated_ELBO().loss(chain, guide, torch.zeros(2, 3))
+    steps = list(itertools.product((0, 1), repeat=3))
+    evidence = float(torch.tensor([log_joint(path) for path in itertools.product(steps, repeat=2)]).logsumexp(0))
+    assert guide.product is None
+    assert loss >= -evidence - 1e-4
+    assert num_states < 64 or loss == pytest.approx(-evidence, rel=1e-5)
