@@ -153,12 +153,15 @@ class SetSearch:
         open_ = [number for number, group in enumerate(groups) if current.sets[number].shape[1] < group.space.size]
         spaces = {groups[number].space for number in open_}
         # Two in a step; where all states are proposed at once a second time changes nothing.
-        blocks = min(len(spaces), 1) if all(map(self._is_small, spaces)) else 2
+        num_colours = self.scorer.product.graph.num_colours
+        cliques = {space for space in spaces if space.num_latents == 1 and space.size**num_colours <= CLIQUE_LIMIT}
+        whole = cliques | {space for space in spaces if space.size <= _BLOCK_STATES}
+        blocks = 2 if spaces - whole else min(len(spaces), 1)
         for _ in range(steps):
             for number in open_:
                 current = self._search_group(search, current, number)
             for _ in range(blocks):
-                current = self._search_block(current, spaces, open_)
+                current = self._search_block(current, spaces, whole, open_)
         return current
 
     # --- proposals for one group ---
@@ -182,12 +185,18 @@ class SetSearch:
 
     # --- proposals that are coherent over many nodes ---
 
-    def _search_block(self, current: ScoredSets, spaces: Collection[StateSpace], open_: Sequence[int]) -> ScoredSets:
+    def _search_block(
+        self, current: ScoredSets, spaces: Collection[StateSpace], whole: Collection[StateSpace], open_: Sequence[int]
+    ) -> ScoredSets:
+        """One step with blocks of latents of some spaces.
+
+        Of the whole ones all states are proposed at once.
+        """
         scorer, product = self.scorer, self.scorer.product
         best = current.collect(scorer.weights(current.sets), maximum=True).draw(None)
         union, choices = list(current.sets), {}
         for space in spaces:
-            block, values = self._draw_block(space)
+            block, values = self._draw_block(space, space in whole)
             for number in open_:
                 if product.groups[number].space != space:
                     continue
@@ -203,17 +212,12 @@ class SetSearch:
                     choices[number] = _append_candidates(own, ~ops.find_duplicates(union[number])[:, own.shape[1] :])
         return self._exchange(current, ScoredSets.from_scorer(scorer, union), choices, look_ahead=True)
 
-    def _is_small(self, space: StateSpace) -> bool:
-        """Whether all states of a space are proposed at once."""
-        is_small = space.num_latents == 1 and space.size**self.scorer.product.graph.num_colours <= CLIQUE_LIMIT
-        return is_small or space.size <= _BLOCK_STATES
-
-    def _draw_block(self, space: StateSpace) -> tuple[list[int], Tensor]:
+    def _draw_block(self, space: StateSpace, is_whole: bool) -> tuple[list[int], Tensor]:
         """Draws latents, and returns them with joint values ``(C, latents)``.
 
         They are all that these latents have, or a few of a single one with many.
         """
-        if self._is_small(space):
+        if is_whole:
             block = list(range(space.num_latents))
         else:
             order = self._shuffle(space.num_latents)

@@ -19,19 +19,15 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 _LOGGER = logging.getLogger(__name__)
-_is_forked = False
-
-
-def is_forked() -> bool:
-    """Whether the process was forked after the library had been imported."""
-    return _is_forked
+# Whether the process was forked after the library had been imported.
+is_forked = False
 
 
 def enter_child() -> None:
     """What is to be done in a forked child, before anything else."""
     # Torch, too, would wait for threads that stayed behind; its data loaders set the same in their workers.
-    global _is_forked
-    _is_forked = True
+    global is_forked
+    is_forked = True
     if torch.get_num_threads() > 1:
         torch.set_num_threads(1)
 

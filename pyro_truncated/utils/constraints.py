@@ -104,20 +104,11 @@ class or_missing(constraints.Constraint):
     @names_arguments
     def __init__(self, base: constraints.Constraint) -> None:
         self.base_constraint = base
+        self.is_discrete, self.event_dim = base.is_discrete, base.event_dim
         super().__init__()
 
     def __repr__(self) -> str:
         return f"{self.base_constraint} or missing (NaN)"
-
-    @property
-    def is_discrete(self) -> bool:  # type: ignore[override]
-        """Whether the base constraint is discrete."""
-        return bool(self.base_constraint.is_discrete)
-
-    @property
-    def event_dim(self) -> int:  # type: ignore[override]
-        """Event dimension of the base constraint."""
-        return int(self.base_constraint.event_dim)
 
     def check(self, value: Tensor) -> Tensor:
         """True where the entry is valid or missing."""

@@ -66,11 +66,19 @@ def spare_random_numbers() -> AbstractContextManager[None]:
 
 
 class Parameter(NamedTuple):
-    """A parameter of a module, as Pyro's store knows it."""
+    """A parameter of a module, as Pyro's store knows it.
+
+    Attributes:
+        name: its name in the store.
+        holder: the module.
+        tensor: its unconstrained values.
+        is_managed: whether it is a ``PyroParam``, not one of torch's.
+    """
 
     name: str
     holder: torch.nn.Module
     tensor: Tensor
+    is_managed: bool
 
 
 def snapshot(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -125,16 +133,12 @@ def store_parameters(module: torch.nn.Module) -> Iterator[Parameter]:
         for name, tensor in part._parameters.items():
             own = name.removesuffix("_unconstrained")
             if tensor is not None:
-                yield Parameter(_join(part._pyro_name, own if own in part._pyro_params else name), part, tensor)
+                is_managed = own in part._pyro_params
+                yield Parameter(_join(part._pyro_name, own if is_managed else name), part, tensor, is_managed)
         for name, child in part._modules.items():
             if child is not None and not isinstance(child, PyroModule):
                 for path, tensor in child.named_parameters():
-                    yield Parameter(param_with_module_name(_join(part._pyro_name, name), path), child, tensor)
-
-
-def is_managed(parameter: Parameter) -> bool:
-    """Whether a parameter is a ``PyroParam``, not one of torch's."""
-    return isinstance(parameter.holder, PyroModule) and parameter.name.rpartition(".")[2] in parameter.holder._pyro_params
+                    yield Parameter(param_with_module_name(_join(part._pyro_name, name), path), child, tensor, False)
 
 
 def _join(*names: str) -> str:
@@ -233,7 +237,8 @@ def _may_go_on(parameter: Parameter, replacement: Tensor) -> bool:
     Equal numbers after training are those of a copy, which goes on from there. Pyro puts parameters that it manages in place of the
     module's own; others would not be trained at all.
     """
-    return is_managed(parameter) and (replacement._version > 0 or not _is_held_by_others(parameter, replacement))
+    holders = _holders.get(replacement, ())
+    return parameter.is_managed and (replacement._version > 0 or all(holder is parameter.holder for holder in holders))
 
 
 def _differs(own: Tensor, replacement: Tensor) -> bool:
@@ -254,12 +259,8 @@ def _find_shared_parameters(module: torch.nn.Module) -> list[str]:
         parameter.name
         for parameter in own
         if parameter.holder not in _holders.get(parameter.tensor, (parameter.holder,))
-        and (is_guide or (is_managed(parameter) and _is_held_by_others(parameter, parameter.tensor)))
+        and (is_guide or (parameter.is_managed and _holders[parameter.tensor]))
     ]
-
-
-def _is_held_by_others(parameter: Parameter, tensor: Tensor) -> bool:
-    return any(holder is not parameter.holder for holder in _holders.get(tensor, ()))
 
 
 def _complaint(names: Iterable[str]) -> str:

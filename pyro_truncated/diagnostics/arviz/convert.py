@@ -70,11 +70,15 @@ def mask_hidden_entries(node: Mapping[str, Any]) -> Tensor:
     return torch.where(hidden, torch.nan, value)
 
 
-def is_same(value: Tensor, other: Tensor) -> bool:
-    """Whether an argument is the observed value or a copy of it."""
-    if value.shape != other.shape:
-        return False
-    return value.data_ptr() == other.data_ptr() or bool(torch.equal(value.nan_to_num(), other.to(value).nan_to_num()))
+def observed_sites(nodes: Mapping[str, Any], argument: Tensor) -> list[str]:
+    """The sites of which an argument is the observed value."""
+    data = {name: node["value"] for name, node in nodes.items() if role(node) == "data" and torch.is_tensor(node["value"])}
+    alike = {name: value for name, value in data.items() if value.shape == argument.shape}
+    return [
+        name
+        for name, value in alike.items()
+        if value.data_ptr() == argument.data_ptr() or torch.equal(value.nan_to_num(), argument.to(value).nan_to_num())
+    ]
 
 
 def as_array(values: Tensor) -> np.ndarray:
@@ -187,8 +191,7 @@ class DimensionNamer:
         """Names the dimensions of observed sites and unobserved arguments."""
         self.used_names |= set(map(variable_name, arguments))
         for tensor in tensors:
-            data = [(name, node["value"]) for name, node in self.draws.nodes.items() if role(node) == "data"]
-            sites = [name for name, value in data if torch.is_tensor(value) and is_same(value, tensor.value)]
+            sites = observed_sites(self.draws.nodes, tensor.value)
             for name in sites:
                 self._add_site(name, tensor.axes)
             if not sites:
@@ -391,10 +394,9 @@ class Writer:
 
     def constant_data(self, arguments: Mapping[str, Any]) -> xr.Dataset:
         """Tensors among the model's arguments that are not observed: covariates, masks, sizes."""
-        observed = [node["value"] for node in self.nodes.values() if role(node) == "data" and torch.is_tensor(node["value"])]
         variables = {}
         for name, value in arguments.items():
-            if torch.is_tensor(value) and not any(is_same(value, other) for other in observed):
+            if torch.is_tensor(value) and not observed_sites(self.nodes, value):
                 variables[name] = (self._argument_names(name, value), as_array(value))
         return self._dataset(variables)
 

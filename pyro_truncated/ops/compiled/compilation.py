@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
-from pyro_truncated.ops.backend import NotCompiledError, is_forked
+from pyro_truncated.ops import backend
+from pyro_truncated.ops.backend import NotCompiledError
 from pyro_truncated.ops.compiled.background import VARIABLE, compile_later, is_on
 
 _logger = logging.getLogger(__name__)
@@ -159,7 +160,7 @@ def parallel_kernel(*, cost: int = 1, has_plain: bool = False, **options: Any) -
 
         @functools.wraps(function)
         def call(*arguments: Any) -> Any:
-            if is_forked():
+            if backend.is_forked:
                 return serial()(*arguments)
             size = sum(argument.size for argument in arguments if isinstance(argument, np.ndarray))
             num_threads = numba.get_num_threads()
@@ -197,5 +198,5 @@ def _start_threads() -> None:
     torch.set_num_threads(num_threads)
 
 
-if not is_forked():
+if not backend.is_forked:
     _start_threads()

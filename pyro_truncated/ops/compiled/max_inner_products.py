@@ -71,21 +71,17 @@ def _product(features, coefficients):
 
 
 @njit(cache=True, nogil=True)
-def _is_above(x, other):
-    """Whether a value is larger; NaN is the largest, as for ``topk``."""
-    return x > other or (x != x and other == other)
-
-
-@njit(cache=True, nogil=True)
 def _insert(x, name, best, index):
-    """Enters a value into the sorted best."""
-    s = len(best) - 1
-    while s > 0 and _is_above(x, best[s - 1]):
-        best[s] = best[s - 1]
-        index[s] = index[s - 1]
+    """Enters a value that is large enough into the sorted best.
+
+    NaN is the largest, as for ``topk``.
+    """
+    s = len(best)
+    while s > 0 and not x <= best[s - 1] and best[s - 1] == best[s - 1]:
         s -= 1
-    best[s] = x
-    index[s] = name
+        if s + 1 < len(best):
+            best[s + 1], index[s + 1] = best[s], index[s]
+        best[s], index[s] = x, name
 
 
 @njit(cache=True, nogil=True)
@@ -115,8 +111,7 @@ def _enter_row(products, names, best, index):
             number += not products[j] <= best[last]
         if number:
             for j in range(at, stop):
-                if _is_above(products[j], best[last]):
-                    _insert(products[j], names[j], best, index)
+                _insert(products[j], names[j], best, index)
 
 
 @parallel_kernel(cost=2)
@@ -149,7 +144,7 @@ def _enter_others(others, features, coefficients, best, index):
     number = len(best)
     for other in others:
         x = _product(features, coefficients[other])
-        if _is_above(x, best[number - 1]):
+        if not x <= best[number - 1]:
             is_there = False
             for t in range(number):
                 is_there |= index[t] == other
