@@ -15,7 +15,7 @@ from torch import Tensor
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, ExhaustiveSearch, Truncated_ELBO
 from pyro_truncated.distributions import CorrelatedSlabSuperposition
 from pyro_truncated.models import SpikeSlabSparseCoding, slab_priors
-from pyro_truncated.models.slab_priors import CorrelatedSlabs
+from pyro_truncated.models.spike_slab_sparse_coding import CorrelatedSlabs
 from pyro_truncated.states import Population
 from tests.models.enumeration import assert_never_falls, free_energies, full_population, generate, log_joint
 from tests.pretended_device import PretendedDevice, here, there
