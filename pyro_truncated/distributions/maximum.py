@@ -13,8 +13,7 @@ from torch.distributions import Bernoulli, Distribution, Exponential, Gamma, Poi
 from pyro_truncated import ops
 from pyro_truncated.distributions.superposition import GaussianSuperposition, Statistics, Superposition, check_binary, data_sums
 from pyro_truncated.ops import raise_if
-from pyro_truncated.ops.maximum import Segments, maximum_segments
-from pyro_truncated.ops.unpacked import max_superposition
+from pyro_truncated.ops.maximum import Segments, max_superposition, maximum_segments
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import Renamed, names_arguments
 from pyro_truncated.utils.constraints import check_entries, finite, or_missing, positive_finite, without_missing

@@ -45,8 +45,16 @@ from pyro_truncated.gp.active_sets import (
 )
 from pyro_truncated.gp.data_kernels.protocol import check_kernel
 from pyro_truncated.gplvm.decoders.conditioning_set import ConditioningSet, Posterior, checksum, neighbors_set, select_conditioning_set
-from pyro_truncated.gplvm.decoders.latents import CandidateLatents, Predictor, best_candidates, log_joint, maximize
-from pyro_truncated.gplvm.decoders.sharded_latents import SharedSplit, gather_latents, join_latents
+from pyro_truncated.gplvm.decoders.latents import (
+    CandidateLatents,
+    Predictor,
+    SharedSplit,
+    best_candidates,
+    gather_latents,
+    join_latents,
+    log_joint,
+    maximize,
+)
 from pyro_truncated.gplvm.principal_components import principal_components
 from pyro_truncated.utils.arguments import check_count, check_counts, check_learning_rate, describe, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays

@@ -71,7 +71,7 @@ def _noisy_or(
 
 @triton.jit
 def _log1mexp(x):
-    """See :func:`pyro_truncated.ops.unpacked.log1mexp`."""
+    """See :func:`pyro_truncated.ops.noisy_or.log1mexp`."""
     # Without expm1 and log1p, which Triton's interpreter lacks. The logarithm of the rounded number has the same rounding error as e^x or
     # 1 - e^x, so their ratio is right (Kahan).
     power = tl.exp(x)

@@ -212,7 +212,7 @@ def _find_active(words, by_word, num_words, inside, STATES: tl.constexpr, PLACES
 
 @triton.jit
 def _load_active(latents, is_active, linear, mean, deviation, gram, num_latents, PLACES: tl.constexpr):
-    """See :func:`pyro_truncated.ops.unpacked.collapse`, of active latents."""
+    """See :func:`pyro_truncated.ops.slabs.collapse`, of active latents."""
     place = tl.arange(0, PLACES)
     amplitude = tl.load(mean + latents, is_active, 0.0)
     spread = tl.load(deviation + latents, is_active, 0.0)
