@@ -183,7 +183,10 @@ class LinearSuperposition(GaussianSuperposition):
 
         Its coefficients are ``(*batch, H)`` and ``(H, H)``, its constant ``(*batch)``. Where entries are missing there is none.
         """
-        key = _identity(value)
+        # What is known of a value is kept with it: another view of the same memory is the same value. Whether an inference tensor has
+        # been changed since cannot be told.
+        is_kept = not torch.is_grad_enabled() and not value.is_inference()
+        key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value._version) if is_kept else None
         if key is not None and self._last_terms is not None and self._last_terms[0] == key:
             return self._last_terms[2]
         terms = None
@@ -205,18 +208,6 @@ class LinearSuperposition(GaussianSuperposition):
         residual = torch.where(value.isnan(), 0.0, (value - self.bias) - product(self.weight, states.to(self.weight.dtype)))
         log_prob = self._log_normalizer(value) - 0.5 * (residual.double().square() * self._precision()).sum(-1)
         return log_prob.to(torch.promote_types(self.weight.dtype, value.dtype))
-
-
-def _identity(value: Tensor) -> tuple[Any, ...] | None:
-    """Returns a key that identifies a value without reading it.
-
-    ``None`` means that results for it are not cached.
-
-    Another view of the same memory counts as the same value, and whoever keeps something keeps the value alive with it.
-    """
-    # Whether an inference tensor has been changed since cannot be told.
-    is_kept = not torch.is_grad_enabled() and not value.is_inference()
-    return (value.data_ptr(), value.shape, value.stride(), value.dtype, value._version) if is_kept else None
 
 
 def error_with_bias(weight: Tensor, bias: Tensor, statistics: Statistics) -> Tensor:

@@ -14,7 +14,7 @@ from pyro_truncated import ops
 from pyro_truncated.distributions.deferred_validation import validate_later
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import names_arguments
-from pyro_truncated.utils.constraints import in_blocks
+from pyro_truncated.utils.constraints import in_blocks, larger_batch
 
 Statistics = dict[str, Tensor]
 
@@ -90,13 +90,7 @@ class Superposition(TorchDistribution):
         batch_shape = torch.Size(batch_shape)
         if batch_shape == self.batch_shape:
             return self
-        new: Self = self._get_checked_instance(type(self), _instance)  # type: ignore[no-untyped-call]
-        for name in self.arg_constraints:
-            setattr(new, name, getattr(self, name))
-        new.states = self.states.expand(batch_shape + self.states.shape[-1:])
-        super(Superposition, new).__init__(batch_shape, self.event_shape, validate_args=False)
-        new._validate_args = self._validate_args
-        return new
+        return larger_batch(self, batch_shape, _instance, states=self.states.expand(*batch_shape, -1))
 
     @property
     def mean(self) -> Tensor:

@@ -60,11 +60,12 @@ class ScoredSets:
 
     def join(self, others: ScoredSets, number: int) -> ScoredSets:
         """Returns one group's sets joined with others; other groups share tables."""
-        dim, nodes = self._place(number)
+        nodes = self.scorer.product.groups[number].nodes
+        dim = self.scorer.product.tree.dim(nodes[0])
         sets = list(self.sets)
         sets[number] = torch.cat([self.sets[number], others.sets[number]], 1)
         tables = [
-            (scope, _concatenate(own, other, dim) if nodes.intersection(scope) else own)
+            (scope, _concatenate(own, other, dim) if set(nodes).intersection(scope) else own)
             for (scope, own), (_, other) in zip(self.tables, others.tables, strict=True)
         ]
         return dataclasses.replace(self, sets=sets, tables=tables)
@@ -101,10 +102,6 @@ class ScoredSets:
         dims = range(-tree.num_dims, 0)
         every = (torch.arange(table.shape[dim], device=table.device).view(-1, *(1,) * (-1 - dim)) for dim in dims)
         return table[tuple(index.get(dim, own) for dim, own in zip(dims, every, strict=True))]
-
-    def _place(self, number: int) -> tuple[int, set[int]]:
-        nodes = self.scorer.product.groups[number].nodes
-        return self.scorer.product.tree.dim(nodes[0]), set(nodes)
 
 
 def _concatenate(one: Tensor, other: Tensor, dim: int) -> Tensor:

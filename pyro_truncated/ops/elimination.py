@@ -127,9 +127,6 @@ class Messages:
         parts = [part.detach().amin() for part in [*sums, *pair_tables, *different] if part is not None]
         self.may_be_impossible = bool(torch.stack(parts).amin() < IMPOSSIBLE / 2)
 
-    def _sum(self, node: int) -> Tensor:
-        return _add(self._pair_tables[node], self._own(node))
-
     def _own(self, node: int) -> Tensor:
         return self._with_impossible(self._finite(node), self._counts[node])
 
@@ -161,15 +158,11 @@ class Messages:
             is_impossible = message.detach() < IMPOSSIBLE / 2
             if bool(is_impossible.any()):
                 message, count = message.masked_fill(is_impossible, 0.0), is_impossible.double()
-        outer_dims = self._outer_dims(node)
+        # The plates of the variable beyond those of its clique.
+        outer_dims = sorted(tree.plates[node].difference(*(tree.plates[other] for other in tree.separators[node])))
         self._sums[parent] = _replace(self._sums[parent], self._messages[node], message, outer_dims)
         self._counts[parent] = _replace(self._counts[parent], self._impossible[node], count, outer_dims)
         self._messages[node], self._impossible[node] = message, count
-
-    def _outer_dims(self, node: int) -> list[int]:
-        """The plates of a variable beyond those of its clique."""
-        tree = self.tree
-        return sorted(tree.plates[node].difference(*(tree.plates[other] for other in tree.separators[node])))
 
     def evidence(self, node: int) -> Tensor:
         """The log sum over a component's states, by its last variable."""
@@ -275,7 +268,7 @@ class Messages:
         tree = self.tree
         draws: dict[int, tuple[Tensor, Tensor]] = {}
         for node in reversed(tree.order):
-            table = (self._sum(node) + self.weights[node]).unsqueeze(0)
+            table = (_add(self._pair_tables[node], self._own(node)) + self.weights[node]).unsqueeze(0)
             for other in tree.separators[node]:
                 table = torch.take_along_dim(table, draws[other][0], dim=tree.dim(other))
             logits = table.movedim(tree.dim(node), -1).log_softmax(-1)

@@ -20,7 +20,7 @@ from pyro_truncated.ops.canvas import Canvas, SceneParameters
 from pyro_truncated.ops.scenes import scene_log_prob, scene_means, scene_statistics, squared_errors
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import check_count, names_arguments
-from pyro_truncated.utils.constraints import finite, positive_finite
+from pyro_truncated.utils.constraints import finite, larger_batch, positive_finite
 
 
 class _PresentIntegers(TorchDistribution):
@@ -45,14 +45,7 @@ class _PresentIntegers(TorchDistribution):
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> _PresentIntegers:
         """The same distribution over a larger batch."""
-        batch_shape = torch.Size(batch_shape)
-        if batch_shape == self.batch_shape:
-            return self
-        new: _PresentIntegers = self._get_checked_instance(type(self), _instance)  # type: ignore[no-untyped-call]
-        new.presence, new.num_values = self.presence.expand(batch_shape + self.event_shape), self.num_values
-        super(_PresentIntegers, new).__init__(batch_shape, self.event_shape, validate_args=False)
-        new._validate_args = self._validate_args
-        return new
+        return larger_batch(self, batch_shape, _instance, presence=self.presence.expand(*batch_shape, -1))
 
     def _counts(self) -> Tensor:
         """The number of values of each object, ``(*batch, H)``, or of all."""
@@ -246,18 +239,9 @@ class OccludedScene(TorchDistribution):
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> OccludedScene:
         """The same distribution over a larger batch."""
-        batch_shape = torch.Size(batch_shape)
-        if batch_shape == self.batch_shape:
-            return self
-        new: OccludedScene = self._get_checked_instance(OccludedScene, _instance)  # type: ignore[no-untyped-call]
-        for name in ("features", "masks", "scale", "background", "background_scale", "canvas"):
-            setattr(new, name, getattr(self, name))
-        for name in ("presence", "position", "order"):
-            value = getattr(self, name)
-            setattr(new, name, None if value is None else value.expand(batch_shape + value.shape[-1:]))
-        super(OccludedScene, new).__init__(batch_shape, self.event_shape, validate_args=False)
-        new._validate_args = self._validate_args
-        return new
+        latents = {"presence": self.presence, "position": self.position, "order": self.order}
+        larger = {name: None if value is None else value.expand(*batch_shape, -1) for name, value in latents.items()}
+        return larger_batch(self, batch_shape, _instance, **larger)
 
     @names_arguments
     def log_prob(self, value: Tensor) -> Tensor:

@@ -310,16 +310,13 @@ class SASDecoder(UniqueModule):
         with pyro.plate("data", self.num_data, subsample=split.indices, dim=-1), poutine.scale(scale=weights):
             yield
 
-    def _prior(self) -> Any:
-        return dist.Normal(self.loc.new_zeros(self.latent_dim), 1.0).to_event(1)
-
     @pyro_method
     @takes_arrays
     def model(self, x: Tensor, split: Split | None = None) -> None:
         """The generative program of data ``(N, D)``, for a minibatch."""
         split = self._split(x, split)
         with self._plate(split):
-            z = pyro.sample("z", self._prior())
+            z = pyro.sample("z", dist.Normal(self.loc.new_zeros(self.latent_dim), 1.0).to_event(1))
             self._observe(z, x, split)
 
     def _observe(self, z: Tensor, x: Tensor, split: Split) -> None:
