@@ -6,6 +6,7 @@ It stands alone or in a list with guides of the other latents.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -283,7 +284,8 @@ class WholeModelGuide(AutoGuide):
                 )
         if companions is not None:
             companions.refuse_unknown_latents(self.layout, self.prototype_trace)
-            self._inherited_companions = companions.with_frames(self.frames)
+            # The model has opened the plates of these data.
+            self._inherited_companions = dataclasses.replace(companions, frames=self.frames)
 
     def created_plates(self, call: Call) -> dict[str, Any] | None:
         """Returns the plates of the guide list or of ``create_plates``.

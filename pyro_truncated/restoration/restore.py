@@ -98,10 +98,6 @@ class _Settings(NamedTuple):
     training: dict[str, Any]
     generator: torch.Generator | None
 
-    def mixture_options(self) -> dict[str, Any]:
-        """Those of mixtures."""
-        return {"num_components": self.num_components, "generator": self.generator, "progress": self.training["progress"]}
-
 
 @names_arguments
 def denoise(
@@ -260,7 +256,8 @@ def _by_mixtures(
     *,
     is_noise_known: bool,
 ) -> Restored:
-    rounds, options = settings.rounds, settings.mixture_options()
+    rounds, progress = settings.rounds, settings.training["progress"]
+    options: dict[str, Any] = {"num_components": settings.num_components, "generator": settings.generator, "progress": progress}
     is_missing, brightness = bool(image.isnan().any()), _per_channel_mean(image, patches[0])
     above = image - brightness
     first = predict_missing(above, len(patches[0].shape), level)

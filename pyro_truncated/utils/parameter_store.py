@@ -226,11 +226,6 @@ def hold(parameter: Parameter, training: bool) -> None:
         _holders.setdefault(tensor, weakref.WeakSet()).add(parameter.holder)
 
 
-def had_owner(tensor: Tensor) -> bool:
-    """Whether a tensor of the store has been some module's."""
-    return tensor in _holders
-
-
 def _may_go_on(parameter: Parameter, replacement: Tensor) -> bool:
     """Whether a module equal to the store may train the store's tensor.
 
@@ -408,7 +403,7 @@ def _settle(module: UniqueModule) -> None:
     shapes = {parameter.name: parameter.tensor.shape for parameter in parameters}
     if store.keys().isdisjoint(shapes):
         for name, keys in _families(type(module).__name__, store).items():
-            if all(not had_owner(store[key]) and shapes.get(own + key.removeprefix(name)) == store[key].shape for key in keys):
+            if all(store[key] not in _holders and shapes.get(own + key.removeprefix(name)) == store[key].shape for key in keys):
                 _logger.warning("%s takes over the parameters that were read into Pyro's store under the name %s", own, name)
                 _rename(module, name, module._pyro_context)
                 break

@@ -97,11 +97,6 @@ def value_type(site: DiscreteSite) -> torch.dtype:
     return level_type([site.low + max(site.cardinalities)]) if site.kind != "one_hot" else torch.int8
 
 
-def entry_labels(name: str, shape: Sequence[int]) -> list[str]:
-    """Names of the entries of a site."""
-    return [f"{name}[{','.join(map(str, position))}]" if shape else name for position in np.ndindex(*shape)]
-
-
 def training_dataset(records: Mapping[str, Any]) -> xr.Dataset:
     """Training records, ``(steps,)`` or ``(restarts, steps)``, as a dataset."""
     arrays = {name: np.atleast_2d(as_array(v) if torch.is_tensor(v) else np.asarray(v, dtype=float)) for name, v in records.items()}
@@ -430,8 +425,9 @@ class Writer:
             variables["states"] = self._rows(states, population.states(dtype) + low.to(population.words.device), (STATE, LATENT))
         else:
             attrs["omitted"] = f"states: {size} bytes are over the memory budget; see guide.states()"
-        labels = {LATENT: [label for name, site in layout.sites.items() for label in entry_labels(name, site.shape)]}
-        return self._dataset(variables, labels).assign_attrs(attrs)
+        entries = [(name, position) for name, site in layout.sites.items() for position in np.ndindex(*site.shape)]
+        labels = [f"{name}[{','.join(map(str, position))}]" if position else name for name, position in entries]
+        return self._dataset(variables, {LATENT: labels}).assign_attrs(attrs)
 
     def _rows(self, states: States, values: Tensor, inner: tuple[str, ...]) -> Variable:
         """Values ``(N, ...)`` with one dimension per data plate."""
