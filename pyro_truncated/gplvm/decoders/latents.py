@@ -29,10 +29,9 @@ from pyro_truncated.distributed.shards import (
     Portion,
     find_part,
     gather_owned_rows,
-    register_owned_rows,
+    owned_parameters,
     rows_at,
     synchronize_generator,
-    unregister_owned_rows,
 )
 from pyro_truncated.gp.active_sets import (
     NearestSet,
@@ -558,7 +557,7 @@ def join_latents(module: torch.nn.Module, expected: Portion | None, x: Tensor) -
         raise ValueError(f"data must be the shard of the latents, {expected}; got {portion}. Call gather_() on all processes before")
     for parameter in _latent_parameters(module) if portion is not None else ():
         # Copies of a module do not know of it.
-        register_owned_rows(parameter)
+        owned_parameters[parameter] = True
     return portion
 
 
@@ -568,7 +567,7 @@ def gather_latents(module: torch.nn.Module) -> None:
     for parameter in _latent_parameters(module):
         parameter.data = torch.cat(collectives.gather(parameter.detach().clone()))
         parameter.grad = None
-        unregister_owned_rows(parameter)
+        owned_parameters.pop(parameter, None)
 
 
 @torch.no_grad()
