@@ -80,46 +80,6 @@ def best_candidates(posterior: Predictor, x: Tensor, candidates: Tensor, num: in
     return candidates[scores.topk(num, 1).indices].movedim(1, 0)
 
 
-def infer_latents(
-    posterior: Predictor,
-    x: Tensor,
-    *,
-    starts: int = 3,
-    steps: int = 30,
-    lr: float = 0.05,
-    extra_start: Tensor | None = None,
-    num_candidates: int = 2000,
-    block: int = 5000,
-) -> Tensor:
-    r"""Latents that maximise :math:`\log p(x_n \mid z) + \log \mathcal N(z; 0, I)` for data points ``(M, D)``, NaN where missing.
-
-    Starts are the candidates among the posterior's own latents that explain a point best, see :func:`maximize_batched`. Points do not
-    influence each other.
-
-    Args:
-        posterior: predicts outputs at latents.
-        x: data points.
-        starts: number of starts per point.
-        steps: most quasi-Newton steps; 0 returns the best start.
-        lr: length of the first of them, in units of the latent space.
-        extra_start: one more start for each point, ``(M, Q)``.
-        num_candidates: largest number of candidates to consider.
-        block: data points at a time.
-
-    Returns:
-        ``(M, Q)``.
-    """
-    candidates = posterior.latents[:: -(-len(posterior.latents) // num_candidates)]
-    parts = []
-    for rows in torch.arange(len(x), device=x.device).split(block):
-        value = x[rows]
-        with torch.no_grad():
-            begin = best_candidates(posterior, value, candidates, min(starts, len(candidates)))
-        begin = begin if extra_start is None else torch.cat([begin, extra_start[rows].unsqueeze(0)])
-        parts.append(maximize(posterior, log_joint, value, begin, steps, lr))
-    return torch.cat(parts)
-
-
 def maximize(posterior: Predictor, objective: Objective, x: Tensor, starts: Tensor, steps: int, lr: float) -> Tensor:
     """Returns latents ``(M, Q)`` of data points that maximise an objective.
 
