@@ -71,17 +71,21 @@ def _product(features, coefficients):
 
 
 @njit(cache=True, nogil=True)
-def _insert(x, name, best, index):
-    """Enters a value that is large enough into the sorted best.
+def _is_above(x, other):
+    """Whether a value is larger; NaN is the largest, as for ``topk``."""
+    return x > other or (x != x and other == other)
 
-    NaN is the largest, as for ``topk``.
-    """
-    s = len(best)
-    while s > 0 and not x <= best[s - 1] and best[s - 1] == best[s - 1]:
+
+@njit(cache=True, nogil=True)
+def _insert(x, name, best, index):
+    """Enters a value into the sorted best."""
+    s = len(best) - 1
+    while s > 0 and _is_above(x, best[s - 1]):
+        best[s] = best[s - 1]
+        index[s] = index[s - 1]
         s -= 1
-        if s + 1 < len(best):
-            best[s + 1], index[s + 1] = best[s], index[s]
-        best[s], index[s] = x, name
+    best[s] = x
+    index[s] = name
 
 
 @njit(cache=True, nogil=True)
@@ -111,7 +115,8 @@ def _enter_row(products, names, best, index):
             number += not products[j] <= best[last]
         if number:
             for j in range(at, stop):
-                _insert(products[j], names[j], best, index)
+                if _is_above(products[j], best[last]):
+                    _insert(products[j], names[j], best, index)
 
 
 @parallel_kernel(cost=2)
@@ -144,7 +149,7 @@ def _enter_others(others, features, coefficients, best, index):
     number = len(best)
     for other in others:
         x = _product(features, coefficients[other])
-        if not x <= best[number - 1]:
+        if _is_above(x, best[number - 1]):
             is_there = False
             for t in range(number):
                 is_there |= index[t] == other
