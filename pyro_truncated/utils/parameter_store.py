@@ -276,12 +276,12 @@ class PrefixStrippingModule(torch.nn.Module):
 
 def without_prefix(state_dict: Mapping[str, Any], module: torch.nn.Module) -> Mapping[str, Any]:
     """The state by the names of a module."""
-    own = _first_names(module)
-    if not isinstance(state_dict, Mapping) or any(_first_part(name) in own for name in state_dict):
+    names = (name for name, _ in (*module.named_children(), *module.named_parameters(), *module.named_buffers()))
+    own = {"_extra_state", *(name.partition(".")[0] for name in names)}
+    if not isinstance(state_dict, Mapping) or any(name.partition(".")[0] in own for name in state_dict):
         return state_dict
-    prefixes = sorted(
-        {prefix for name in state_dict for prefix in _prefixes(name) if _first_part(name.removeprefix(prefix)) in own}, key=len
-    )
+    cut = [(parts[:end], parts[end]) for parts in (name.split(".") for name in state_dict) for end in range(1, len(parts))]
+    prefixes = sorted({".".join(outer) + "." for outer, first in cut if first in own}, key=len)
     common = next((prefix for prefix in prefixes if all(name.startswith(prefix) for name in state_dict)), None)
     if common is not None:
         return {name.removeprefix(common): value for name, value in state_dict.items()}
@@ -292,20 +292,6 @@ def without_prefix(state_dict: Mapping[str, Any], module: torch.nn.Module) -> Ma
             f"module, or pass {{name.removeprefix({prefix}): value for name, value in state.items() if name.startswith({prefix})}}"
         )
     return state_dict
-
-
-def _first_names(module: torch.nn.Module) -> set[str]:
-    names = (name for name, _ in (*module.named_children(), *module.named_parameters(), *module.named_buffers()))
-    return {"_extra_state", *map(_first_part, names)}
-
-
-def _first_part(name: str) -> str:
-    return name.partition(".")[0]
-
-
-def _prefixes(name: str) -> Iterator[str]:
-    parts = name.split(".")
-    return (".".join(parts[:end]) + "." for end in range(1, len(parts)))
 
 
 _logger = logging.getLogger("pyro_truncated")
