@@ -1,6 +1,6 @@
 r"""The most probable latents of data points, and normal distributions around them.
 
-Normal distributions around the most probable latents of data points, and what they say about the outputs.
+Several processes may share the data points out, each with their latents.
 
 Around the most probable latent :math:`z_n` the decoder's means are nearly linear, with slopes
 :math:`J_n`. So the posterior of the latent is nearly normal, and the outputs have the moments
