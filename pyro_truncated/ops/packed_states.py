@@ -236,7 +236,8 @@ def check_bits(words: Tensor, num_latents: int) -> None:
 
 def check_rows(words: Tensor, companion: Tensor, name: str) -> tuple[int, int]:
     """Returns the shape ``(N, M)`` of a matrix by rows of words."""
-    check_words("words", words)
+    if words.dtype != torch.int64 or words.dim() != 3:
+        raise ValueError(f"words must be int64 of shape (N, C, W); got {words.dtype} of shape {tuple(words.shape)}")
     if companion.dim() != 2 or len(companion) != len(words):
         raise ValueError(f"{name} must have one row for each of the {len(words)} rows of words; got shape {tuple(companion.shape)}")
     return companion.shape[0], companion.shape[1]
@@ -328,7 +329,7 @@ def activation_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> 
     """
     if not fields.is_binary:
         return value_probabilities(words, weights, fields)[..., 1:].sum(-1)
-    check_weights(words, weights)
+    _check_weights(words, weights, fields)
     check_bits(words, fields.num_latents)
     return backend("latent_values", words).activation_probabilities(words, weights, fields)  # type: ignore[no-any-return]
 
@@ -350,9 +351,7 @@ def value_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> Tenso
     if fields.is_binary:
         active = activation_probabilities(words, weights, fields)
         return torch.stack([weights.sum(1, keepdim=True) - active, active], -1)
-    check_weights(words, weights)
-    if words.shape[-1] != fields.num_words:
-        raise ValueError(f"a state of these latents fills {fields.num_words} words; got words of shape {tuple(words.shape)}")
+    _check_weights(words, weights, fields)
     out, num_invalid = backend("latent_values", words).value_probabilities(words, weights, fields)
     raise_if(
         torch.as_tensor(num_invalid > 0, device=words.device),
@@ -385,3 +384,10 @@ def draw_values(probabilities: Tensor, num_samples: int, fields: Fields, *, rows
     # drawn. Sums along the first axis: along a last one this short they are slow on a GPU.
     tails = probabilities.detach().double()[..., 1:].movedim(-1, 0).flip(0).cumsum(0).flip(0).movedim(0, -1).contiguous()
     return backend("latent_values", tails).draw_values(tails, num_samples, fields, *keys)  # type: ignore[no-any-return]
+
+
+def _check_weights(words: Tensor, weights: Tensor, fields: Fields) -> None:
+    check_words("words", words)
+    if words.shape[-1] != fields.num_words or weights.shape != words.shape[:2]:
+        shapes = f"{tuple(words.shape)} and {tuple(weights.shape)}"
+        raise ValueError(f"words and weights must have the shapes (N, S, {fields.num_words}) and (N, S); got {shapes}")
