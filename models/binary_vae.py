@@ -15,9 +15,9 @@ from torch.distributions import constraints
 from pyro_truncated import DisagreeingStartsWarning, Population, learn
 from pyro_truncated.distributions import NormalOrMissing, or_missing
 from pyro_truncated.extend import UniqueModule, check_counts, check_observable, names_arguments, selected_rows, takes_arrays
-from pyro_truncated.models.binary_sparse_coding import BinarySparseCoding
 from pyro_truncated.models.data_model import SCALE_FLOOR, activation, cast_like, check_data, count_data
 from pyro_truncated.models.dictionary import data_scale
+from pyro_truncated.models.sparse_coding import BinarySparseCoding
 
 # Minibatches of states by which a network is fitted to a linear model.
 _FIT_STEPS = 300

@@ -66,8 +66,8 @@ def _data(dtype: torch.dtype) -> Tensor:
     return 1 + torch.rand(4, 9, dtype=dtype)
 
 
-def _train(model: Any, y: Tensor, search: Search, *, closed_form: bool = False, num_states: int = 16) -> AutoTruncated:
-    guide = AutoTruncated(model, num_states=num_states)
+def _train(model: Any, y: Tensor, search: Search, *, closed_form: bool = False) -> AutoTruncated:
+    guide = AutoTruncated(model, num_states=16)
     optimizer = ClosedForm(model) if closed_form else PyroOptim(torch.optim.Adam, {"lr": 1e-3})
     SVI(model, guide, optimizer, Truncated_ELBO(search)).step(y)
     return guide
@@ -104,7 +104,7 @@ def _other_latents(dtype: torch.dtype) -> None:
     guide.marginals()
 
 
-def _causes(kind: Callable[..., Any], *, missing: bool = True, binary: bool = False) -> Task:
+def _causes(kind: Callable[..., Any], *, binary: bool = False) -> Task:
     """Warms up models with closed-form M-steps and with gradients.
 
     Data are complete, and have missing entries.
@@ -114,7 +114,7 @@ def _causes(kind: Callable[..., Any], *, missing: bool = True, binary: bool = Fa
         y = (_data(dtype) > 1.5).to(dtype) if binary else _data(dtype)
         incomplete = y.clone()
         incomplete[0, 0] = torch.nan
-        for data in (y, incomplete) if missing else (y,):
+        for data in (y, incomplete):
             model = kind(9, _LATENTS, dtype=dtype).initialize(y)
             _train(model, data, EvolutionarySearch(), closed_form=True)
             _train(model, data, EvolutionarySearch())

@@ -176,7 +176,8 @@ def start(timeout: float = 600.0) -> torch.device:
         raise ValueError(f"timeout must be a positive number of seconds; got {timeout}")
     if launcher_world_size() <= 1:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    number, local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), _on_this_machine()
+    number = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= local
     device = torch.device("cuda", number) if has_gpus else torch.device("cpu")
     if has_gpus:
@@ -192,10 +193,6 @@ def start(timeout: float = 600.0) -> torch.device:
 def launcher_world_size() -> int:
     """How many processes the launcher says that it has started; 1 without one."""
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
-
-
-def _on_this_machine() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
 
 
 def _share_cores(processes: int) -> None:

@@ -458,16 +458,6 @@ class Batches:
 owned_parameters: Any = WeakIdKeyDictionary()
 
 
-def register_owned_rows(parameter: Tensor) -> None:
-    """Marks a parameter whose rows belong to this process's data points."""
-    owned_parameters[parameter] = True
-
-
-def unregister_owned_rows(parameter: Tensor) -> None:
-    """Marks a parameter that holds the rows of all data points."""
-    owned_parameters.pop(parameter, None)
-
-
 def gather_owned_rows(own: Tensor, portion: Portion, positions: Tensor) -> Tensor:
     """Rows at global positions ``(n,)``, whose gradients go to the owners.
 

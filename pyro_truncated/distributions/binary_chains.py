@@ -11,6 +11,7 @@ from torch.distributions import constraints
 
 from pyro_truncated.ops.binary_chains import Transitions, safe_log
 from pyro_truncated.utils.arguments import check_count, names_arguments
+from pyro_truncated.utils.constraints import larger_batch
 
 
 class BinaryChains(TorchDistribution):
@@ -75,15 +76,9 @@ class BinaryChains(TorchDistribution):
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> BinaryChains:
         """The same chains for a larger batch."""
-        batch_shape = torch.Size(batch_shape)
-        larger: BinaryChains = self._get_checked_instance(BinaryChains, _instance)  # type: ignore[no-untyped-call]
-        larger.num_steps, larger.num_chains = self.num_steps, self.num_chains
-        larger.initial = self.initial.expand(*batch_shape, -1)
-        larger.transition = self.transition.expand(*batch_shape, -1, -1, -1)
-        larger.lengths = None if self.lengths is None else self.lengths.expand(batch_shape)
-        super(BinaryChains, larger).__init__(batch_shape, self.event_shape, validate_args=False)
-        larger._validate_args = self._validate_args
-        return larger
+        initial, transition = self.initial.expand(*batch_shape, -1), self.transition.expand(*batch_shape, -1, -1, -1)
+        lengths = None if self.lengths is None else self.lengths.expand(batch_shape)
+        return larger_batch(self, batch_shape, _instance, initial=initial, transition=transition, lengths=lengths)
 
     @property
     def is_part(self) -> Tensor:

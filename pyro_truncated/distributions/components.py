@@ -11,6 +11,7 @@ from torch.distributions import constraints
 
 from pyro_truncated.distributions.deferred_validation import defer_constraints, validate_later
 from pyro_truncated.ops.components import as_integers, check_below, log_densities, posterior_means, square_distances, whiten
+from pyro_truncated.utils.constraints import larger_batch
 
 
 class Component(Categorical):
@@ -108,11 +109,7 @@ class ComponentGaussian(TorchDistribution):
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
         """The same distribution over a larger batch."""
-        kind: Any = type(self)
-        component = self.component.expand(torch.Size(batch_shape))
-        larger: Self = kind(component, *(getattr(self, name) for name in self.arg_constraints), validate_args=False)
-        larger._validate_args = self._validate_args
-        return larger
+        return larger_batch(self, batch_shape, _instance, component=self.component.expand(batch_shape))
 
     @property
     def mean(self) -> Tensor:

@@ -10,7 +10,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import ops
 from pyro_truncated.distributions.superposition import GaussianSuperposition, Statistics, data_sums, trials
-from pyro_truncated.ops.unpacked import product
+from pyro_truncated.ops.quadratic import product
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.budget import rows_per_block
@@ -57,8 +57,7 @@ class LinearSuperposition(GaussianSuperposition):
 
     is_linear = True  # what tells a search that causes add up
     bias: Tensor
-    _last_terms: tuple[Any, Tensor, tuple[Tensor, Tensor, Tensor]] | None = None
-    _last_missing: tuple[Any, Tensor, bool] | None = None
+    _last_terms: tuple[Any, Tensor, tuple[Tensor, Tensor, Tensor] | None] | None = None
 
     @names_arguments
     def __init__(
@@ -70,11 +69,12 @@ class LinearSuperposition(GaussianSuperposition):
     @names_arguments
     def log_prob(self, value: Tensor) -> Tensor:
         """Log density of observations ``(*batch, D)`` under the states, over their observed entries."""
-        if has_missing(value):
-            return super().log_prob(value)
         if self._validate_args:
             self._validate_sample(value)
-        linear, pairwise, constant = self._terms(value)
+        terms = self._terms(value)
+        if terms is None:
+            return super().log_prob(value)
+        linear, pairwise, constant = terms
         states = self.states.double()
         energy = (states * (linear + product(pairwise, states))).sum(-1)
         return (constant + energy).to(torch.promote_types(self.weight.dtype, value.dtype))
@@ -98,11 +98,12 @@ class LinearSuperposition(GaussianSuperposition):
         num_latents = self.weight.shape[-1]
         logits = self.weight.new_zeros(1) if state_logits is None else state_logits
         logits = logits.double().expand(len(value), num_latents)
-        if self._has_missing(value):
+        terms = self._terms(value)
+        if terms is None:
             error = ops.square_error(words, value.double() - self.bias.double(), self.weight, self._precision())
             prior = ops.pair_energy(words, logits, logits.new_zeros(num_latents, num_latents))
             return (prior - 0.5 * error + self._log_normalizer(value).unsqueeze(-1)).to(dtype)
-        linear, pairwise, constant = self._terms(value)
+        linear, pairwise, constant = terms
         return (ops.pair_energy(words, linear + logits, pairwise) + constant.unsqueeze(-1)).to(dtype)
 
     @torch.no_grad()
@@ -119,9 +120,10 @@ class LinearSuperposition(GaussianSuperposition):
         Returns:
             Changes ``(N, H)``; ``None`` if entries are missing, where this is no cheaper than to score the flips.
         """
-        if self._has_missing(value):
+        terms = self._terms(value)
+        if terms is None:
             return None
-        linear, pairwise, _ = self._terms(value)
+        linear, pairwise, _ = terms
         return ops.flip_energy(words, linear if state_logits is None else linear + state_logits.double(), pairwise)
 
     @staticmethod
@@ -176,30 +178,27 @@ class LinearSuperposition(GaussianSuperposition):
         """
         return error_with_bias(self.weight, self.bias, statistics)
 
-    def _has_missing(self, value: Tensor) -> bool:
-        """Whether a value has missing entries, evaluated once for all states."""
-        key = _identity(value)
-        if key is None or self._last_missing is None or self._last_missing[0] != key:
-            self._last_missing = key, value, has_missing(value)
-        return self._last_missing[2]
-
-    def _terms(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _terms(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """Returns the log density as a quadratic function of the state.
 
-        Its coefficients are ``(*batch, H)`` and ``(H, H)``, its constant ``(*batch)``.
+        Its coefficients are ``(*batch, H)`` and ``(H, H)``, its constant ``(*batch)``. Where entries are missing there is none.
         """
-        key = _identity(value)
+        # What is known of a value is kept with it: another view of the same memory is the same value. Whether an inference tensor has
+        # been changed since cannot be told.
+        is_kept = not torch.is_grad_enabled() and not value.is_inference()
+        key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value._version) if is_kept else None
         if key is not None and self._last_terms is not None and self._last_terms[0] == key:
             return self._last_terms[2]
-        weight, precision = self.weight.double(), self._precision()
-        centred = value.double() - self.bias.double()
-        scaled = centred * precision
-        linear = product(weight.mT, scaled)
-        pairwise = -0.5 * weight.mT @ (precision.unsqueeze(-1) * weight)
-        constant = self._log_normalizers().sum(-1) - 0.5 * (scaled * centred).sum(-1)
+        terms = None
+        if not has_missing(value):
+            weight, precision = self.weight.double(), self._precision()
+            centred = value.double() - self.bias.double()
+            scaled = centred * precision
+            pairwise = -0.5 * weight.mT @ (precision.unsqueeze(-1) * weight)
+            terms = product(weight.mT, scaled), pairwise, self._log_normalizers().sum(-1) - 0.5 * (scaled * centred).sum(-1)
         if key is not None:
-            self._last_terms = key, value, (linear, pairwise, constant)
-        return linear, pairwise, constant
+            self._last_terms = key, value, terms
+        return terms
 
     def _mean(self, states: Tensor) -> Tensor:
         return product(self.weight, states.to(self.weight.dtype)) + self.bias
@@ -209,18 +208,6 @@ class LinearSuperposition(GaussianSuperposition):
         residual = torch.where(value.isnan(), 0.0, (value - self.bias) - product(self.weight, states.to(self.weight.dtype)))
         log_prob = self._log_normalizer(value) - 0.5 * (residual.double().square() * self._precision()).sum(-1)
         return log_prob.to(torch.promote_types(self.weight.dtype, value.dtype))
-
-
-def _identity(value: Tensor) -> tuple[Any, ...] | None:
-    """Returns a key that identifies a value without reading it.
-
-    ``None`` means that results for it are not cached.
-
-    Another view of the same memory counts as the same value, and whoever keeps something keeps the value alive with it.
-    """
-    # Whether an inference tensor has been changed since cannot be told.
-    is_kept = not torch.is_grad_enabled() and not value.is_inference()
-    return (value.data_ptr(), value.shape, value.stride(), value.dtype, value._version) if is_kept else None
 
 
 def error_with_bias(weight: Tensor, bias: Tensor, statistics: Statistics) -> Tensor:

@@ -13,11 +13,10 @@ from torch.distributions import Bernoulli, Distribution, Exponential, Gamma, Poi
 from pyro_truncated import ops
 from pyro_truncated.distributions.superposition import GaussianSuperposition, Statistics, Superposition, check_binary, data_sums
 from pyro_truncated.ops import raise_if
-from pyro_truncated.ops.maximum import Segments, maximum_segments
-from pyro_truncated.ops.unpacked import max_superposition
+from pyro_truncated.ops.maximum import Segments, max_superposition, maximum_segments
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import Renamed, names_arguments
-from pyro_truncated.utils.constraints import check_entries, finite, or_missing, positive_finite, without_missing
+from pyro_truncated.utils.constraints import check_entries, finite, larger_batch, or_missing, positive_finite, without_missing
 
 
 class MaximumSuperposition(GaussianSuperposition):
@@ -569,12 +568,7 @@ class PiecewiseGaussian(TorchDistribution):
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> PiecewiseGaussian:
         """The same distribution over a larger batch."""
-        new: PiecewiseGaussian = self._get_checked_instance(PiecewiseGaussian, _instance)  # type: ignore[no-untyped-call]
-        shape = torch.Size(batch_shape)
-        new.segments = Segments(*(part.expand(shape + part.shape[-1:]) for part in self.segments))
-        super(PiecewiseGaussian, new).__init__(shape, validate_args=False)
-        new._validate_args = self._validate_args
-        return new
+        return larger_batch(self, batch_shape, _instance, segments=Segments(*(part.expand(*batch_shape, -1) for part in self.segments)))
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Exact draws by inversion, ``(*sample_shape, *batch)``."""

@@ -10,7 +10,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import ops
 from pyro_truncated.distributions.superposition import Statistics, Superposition, check_binary, counts, trials
-from pyro_truncated.ops.unpacked import log1mexp, log_off
+from pyro_truncated.ops.noisy_or import log1mexp, log_off
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.constraints import or_missing, without_missing

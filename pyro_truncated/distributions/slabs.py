@@ -13,7 +13,8 @@ from torch.distributions import constraints
 from pyro_truncated import ops
 from pyro_truncated.distributions.linear import error_with_bias
 from pyro_truncated.distributions.superposition import GaussianSuperposition, Statistics, check_binary, data_sums, trials
-from pyro_truncated.ops.unpacked import collapse, collapse_correlated_slabs, product
+from pyro_truncated.ops.quadratic import product
+from pyro_truncated.ops.slabs import collapse, collapse_correlated_slabs
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.constraints import finite, missing_where, or_missing, without_missing

@@ -14,7 +14,7 @@ from pyro_truncated import ops
 from pyro_truncated.distributions.deferred_validation import validate_later
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import names_arguments
-from pyro_truncated.utils.constraints import in_blocks
+from pyro_truncated.utils.constraints import in_blocks, larger_batch
 
 Statistics = dict[str, Tensor]
 
@@ -66,7 +66,9 @@ class Superposition(TorchDistribution):
             if tensor.dim() and tensor.shape[-1] not in (1, *weight.shape[-2:]):
                 raise ValueError(f"{name} must be a scalar or end in a dimension of size D or H; got {tuple(tensor.shape)}")
             setattr(self, name, tensor)
-        shapes = {shape for shape in (states.shape[:-1], weight.shape[:-2], *(tensor.shape[:-1] for tensor in tensors.values())) if shape}
+        own = weight.shape[:-2], *(tensor.shape[:-1] for tensor in tensors.values())
+        self._is_plain = not any(own)
+        shapes = {shape for shape in (states.shape[:-1], *own) if shape}
         # Mostly only the states have batch dimensions; to broadcast takes torch longer than all the rest.
         batch_shape = torch.broadcast_shapes(*shapes) if len(shapes) > 1 else next(iter(shapes), torch.Size())
         is_deferred = ops.is_vectorised(weight) and (self._validate_args if validate_args is None else validate_args)
@@ -90,13 +92,7 @@ class Superposition(TorchDistribution):
         batch_shape = torch.Size(batch_shape)
         if batch_shape == self.batch_shape:
             return self
-        new: Self = self._get_checked_instance(type(self), _instance)  # type: ignore[no-untyped-call]
-        for name in self.arg_constraints:
-            setattr(new, name, getattr(self, name))
-        new.states = self.states.expand(batch_shape + self.states.shape[-1:])
-        super(Superposition, new).__init__(batch_shape, self.event_shape, validate_args=False)
-        new._validate_args = self._validate_args
-        return new
+        return larger_batch(self, batch_shape, _instance, states=self.states.expand(*batch_shape, -1))
 
     @property
     def mean(self) -> Tensor:
@@ -108,7 +104,7 @@ class Superposition(TorchDistribution):
         """Log density of observations ``(*batch, D)`` under the states, over their observed entries."""
         if self._validate_args:
             self._validate_sample(value)
-        if not self._has_plain_parameters:
+        if not self._is_plain:
             return self._log_prob(self.states, value)
         batch_shape = torch.broadcast_shapes(self.batch_shape, value.shape[:-1])
         return in_blocks(self._log_prob, self.states, value, batch_shape, self.numbers_per_state)
@@ -119,13 +115,7 @@ class Superposition(TorchDistribution):
 
         The class must have it, and no parameter may have batch dimensions.
         """
-        return self._has_plain_parameters and type(self).packed_log_prob is not Superposition.packed_log_prob
-
-    @property
-    def _has_plain_parameters(self) -> bool:
-        others = ((name, constraint) for name, constraint in self.arg_constraints.items() if name not in ("states", "weight"))
-        most_dims = ((name, 1 if constraints.is_dependent(constraint) else max(1, constraint.event_dim)) for name, constraint in others)
-        return self.weight.dim() == 2 and all(getattr(self, name).dim() <= most for name, most in most_dims)
+        return self._is_plain and type(self).packed_log_prob is not Superposition.packed_log_prob
 
     def packed_log_prob(self, words: Tensor, value: Tensor, state_logits: Tensor | None = None) -> Tensor:
         r"""Log density of observations under packed binary states, plus :math:`\sum_h s_h\,\mathrm{logit}_h`.

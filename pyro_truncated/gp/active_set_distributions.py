@@ -18,7 +18,7 @@ from pyro_truncated.gp.cholesky import factorize
 from pyro_truncated.gp.kernels import covariance, prior_variance
 from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
-from pyro_truncated.utils.constraints import or_missing
+from pyro_truncated.utils.constraints import larger_batch, or_missing
 
 
 class ActiveSetScaleWarning(UserWarning):
@@ -119,18 +119,9 @@ class GivenActiveSet(TorchDistribution):
         super().__init__(latents.shape[:-1], deviation.shape[-1:], validate_args=validate_args)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> GivenActiveSet:
-        """Returns the distribution over a larger batch, or itself if shapes agree."""
-        batch_shape = torch.Size(batch_shape)
-        if batch_shape == self.batch_shape:
-            return self
-        new: GivenActiveSet = self._get_checked_instance(GivenActiveSet, _instance)  # type: ignore[no-untyped-call]
-        new.active_set, new.loc = self.active_set, self.loc
-        new.latents = self.latents.expand(batch_shape + self.latents.shape[-1:])
-        new._mean = self._mean.expand(batch_shape + self._mean.shape[-1:])
-        new._variance = self._variance.expand(batch_shape + self._variance.shape[-1:])
-        super(GivenActiveSet, new).__init__(batch_shape, self.event_shape, validate_args=False)
-        new._validate_args = self._validate_args
-        return new
+        """The same distribution over a larger batch."""
+        larger = {name: getattr(self, name).expand(*batch_shape, -1) for name in ("latents", "_mean", "_variance")}
+        return larger_batch(self, batch_shape, _instance, **larger)
 
     @property
     def mean(self) -> Tensor:

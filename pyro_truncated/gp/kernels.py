@@ -39,14 +39,22 @@ def outside_programs() -> Iterator[None]:
         yield
 
 
-def evaluate(kernel: kernels.Kernel, *points: Tensor, diag: bool = False) -> Tensor:
+def evaluate(kernel: Any, *points: Tensor, diag: bool = False) -> Tensor:
     """Covariances of points ``(N, D)`` and ``(M, D)``, or the diagonal ``(N,)``.
 
     Inside a Pyro program parameters may be random, and are the store's; outside they are those the kernel holds.
     """
     is_inside = kernel._pyro_context.active or poutine.runtime.am_i_wrapped()
     with contextlib.nullcontext() if is_inside else outside_programs():
-        return _evaluate(kernel, points, diag)
+        if type(kernel) is kernels.RBF and len(points) == 2 and not diag:
+            # What a call of the kernel enters: random parameters are drawn once.
+            with kernel._pyro_context:
+                lengthscale, variance = (torch.as_tensor(parameter) for parameter in (kernel.lengthscale, kernel.variance))
+            if not variance.dim() and lengthscale.dim() < 2:
+                first, second = (kernel._slice_input(some) for some in points)
+                return squared_exponential(first, second, lengthscale, variance)
+        matrix: Tensor = kernel(*points, diag=diag)
+        return matrix
 
 
 def covariance_at(kernel: kernels.Kernel, parameters: Mapping[str, Tensor]) -> Covariance:
@@ -59,18 +67,6 @@ def covariance_at(kernel: kernels.Kernel, parameters: Mapping[str, Tensor]) -> C
         return matrix
 
     return covariances
-
-
-def _evaluate(kernel: Any, points: tuple[Tensor, ...], diag: bool) -> Tensor:
-    if type(kernel) is kernels.RBF and len(points) == 2 and not diag:
-        # What a call of the kernel enters: random parameters are drawn once.
-        with kernel._pyro_context:
-            lengthscale, variance = (torch.as_tensor(parameter) for parameter in (kernel.lengthscale, kernel.variance))
-        if not variance.dim() and lengthscale.dim() < 2:
-            first, second = (kernel._slice_input(some) for some in points)
-            return squared_exponential(first, second, lengthscale, variance)
-    matrix: Tensor = kernel(*points, diag=diag)
-    return matrix
 
 
 def squared_exponential(first: Tensor, second: Tensor, lengthscale: Tensor, variance: Tensor) -> Tensor:
@@ -101,7 +97,7 @@ def covariance(kernel: kernels.Kernel, X: Tensor, Z: Tensor) -> Tensor:
 
     Distances of the RBF and Matérn kernels of :mod:`pyro.contrib.gp` are taken in float64.
     """
-    profile = _profile(kernel)
+    profile = _PROFILES.get(type(kernel))
     if profile is not None:
         dims = list(kernel.active_dims)
         scaled: Tensor = profile(squared_distances(X[..., dims] / kernel.lengthscale, Z[..., dims] / kernel.lengthscale))
@@ -117,16 +113,10 @@ def covariance(kernel: kernels.Kernel, X: Tensor, Z: Tensor) -> Tensor:
 
 def prior_variance(kernel: kernels.Kernel, X: Tensor) -> Tensor:
     """Prior variances ``(*batch, N)`` of the function at latents ``(*batch, N, Q)``."""
-    if _profile(kernel) is not None:
+    if type(kernel) in _PROFILES:
         constant: Tensor = kernel.variance
         return constant.expand(X.shape[:-1])
     return evaluate(kernel, X.reshape(-1, X.shape[-1]), diag=True).reshape(X.shape[:-1])
-
-
-def _profile(kernel: kernels.Kernel) -> Callable[[Tensor], Tensor] | None:
-    """Returns a known stationary kernel as a function of squared scaled distance."""
-    # By the exact type: a subclass may compute something else.
-    return _PROFILES.get(type(kernel))
 
 
 def _root(squares: Tensor) -> Tensor:
@@ -135,6 +125,7 @@ def _root(squares: Tensor) -> Tensor:
     return torch.where(positive, torch.where(positive, squares, 1.0).sqrt(), 0.0)
 
 
+# Known stationary kernels as functions of the squared scaled distance, by their exact type: a subclass may compute something else.
 _PROFILES: dict[type, Callable[[Tensor], Tensor]] = {
     kernels.RBF: lambda r2: (-0.5 * r2).exp(),
     kernels.Exponential: lambda r2: (-_root(r2)).exp(),

@@ -232,12 +232,6 @@ class Sampling(Expectation):
         return Nodes(points, (weight / weight.detach()).prod(-1) / self.num_samples)
 
 
-def default_expectation(num_dims: int) -> Expectation:
-    """Quadrature in up to two dimensions, samples in more."""
-    # A grid grows exponentially with the dimensions, samples do not.
-    return Quadrature() if num_dims <= 2 else Sampling(256)
-
-
 class PsiStatistics(NamedTuple):
     r"""Expected covariances of uncertain inputs :math:`\tilde x_n` and inducing inputs :math:`z_m`.
 
@@ -299,7 +293,8 @@ def psi_statistics(
         raise ValueError(f"inducing inputs must have shape (M, {inputs.loc.shape[1]}); got {tuple(inducing.shape)}")
     statistics = closed_form(kernel, inputs, inducing, per_datum)
     if statistics is None:
-        rule = expectation or default_expectation(len(kernel.active_dims))
+        # A grid grows exponentially with the dimensions, samples do not.
+        rule = expectation or (Quadrature() if len(kernel.active_dims) <= 2 else Sampling(256))
         statistics = _by_nodes(kernel, inputs, inducing, per_datum, rule)
     return statistics
 

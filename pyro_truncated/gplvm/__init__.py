@@ -5,10 +5,14 @@ from pyro_truncated.gplvm.decoders.latents import CandidateLatents
 from pyro_truncated.gplvm.decoders.sas_decoder import SASDecoder
 from pyro_truncated.gplvm.principal_components import principal_components
 from pyro_truncated.gplvm.spike_slab.fitting import (
+    Analytic_ELBO,
     Fit,
+    explicit_copy,
     fit,
+    fit_minibatches,
     initialize,
     maximize_bound,
+    natural_step,
     remove_dimensions,
     settle_switches,
     switch_log_odds,
@@ -18,7 +22,6 @@ from pyro_truncated.gplvm.spike_slab.fitting import (
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior, Prediction
 from pyro_truncated.gplvm.spike_slab.inference import Latents, Posterior, latents_to_arviz, plot_latents, plot_relevance, plot_switches
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabGPLVM, SpikeSlabMRD, TimePrior
-from pyro_truncated.gplvm.spike_slab.svi import Analytic_ELBO, explicit_copy, fit_minibatches, natural_step
 from pyro_truncated.gplvm.spike_slab.view import BernoulliLabels, CategoricalLabels, LabelLikelihood, PoissonCounts
 
 __all__ = [

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.distributed.shards import Portion, find_part
-from pyro_truncated.guide.averaging import average_over_conditional_, average_over_draws, readable, rescore_over_draws
+from pyro_truncated.guide.averaging import average_over_draws, readable, rescore_over_draws
 from pyro_truncated.guide.batch import Batch
 from pyro_truncated.guide.chain_batch import ChainBatch, ChainProgramRun, ChainReadings
 from pyro_truncated.guide.companion_guides import refuse_uncovered_latents
@@ -318,7 +318,9 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
                 [] if self.conditional is not None else [name for name in guide.layout.other_latents if name not in values]
             )
             guide.batch(call, values).search_(search, steps, is_new=True)
-            average_over_conditional_(guide, call)
+            # Averages over the draws of an approximate conditional replace log joints given one draw.
+            if guide.conditional is not None and (population := average_over_draws(guide, call)) is not None:
+                guide.populations.store_averages_(population)
         return guide
 
     def stored_posterior(self, indices: Tensor | None = None) -> Any:

@@ -141,16 +141,6 @@ def _distance(one: Tensor, other: Tensor) -> float:
     return 0.5 * float((one.softmax(-1) - other.softmax(-1)).abs().sum(-1).nan_to_num(0.0).mean())
 
 
-def average_over_conditional_(guide: TruncatedGuide, call: Call) -> None:
-    """Stores averages over the draws of an approximate conditional.
-
-    They replace log joints given one draw.
-    """
-    population = None if guide.conditional is None else average_over_draws(guide, call)
-    if population is not None:
-        guide.populations.store_averages_(population)
-
-
 @torch.no_grad()
 def readable(guide: TruncatedGuide, indices: Tensor | None, call: Call | None) -> Population:
     """Returns the posterior of all or the given data points.

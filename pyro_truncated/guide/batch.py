@@ -96,10 +96,12 @@ class Batch(ProgramBatch[LogJoint]):
         populations: where the populations of all data points are kept.
         scorer: scores states of the data points of this batch.
         scored_population: the populations as this run has scored them, where it has.
+        is_idle: whether none of the minibatch's data points belong to this process, so that there is nothing to score.
     """
 
     populations: PopulationStore
     scored_population: Population | None = None
+    is_idle: bool = dataclasses.field(default_factory=lambda: getattr(current_batch(), "is_idle", False))
 
     def check(self) -> None:
         """Checks that the populations belong to these data and this device.
@@ -138,15 +140,6 @@ class Batch(ProgramBatch[LogJoint]):
         """How many data points each one of the batch stands for."""
         batch = current_batch()
         return self.scorer.full_size / self.scorer.num_data if batch is None else batch.scale
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether none of the minibatch's data points belong to this process.
-
-        Then there is nothing to score.
-        """
-        batch = current_batch()
-        return batch is not None and batch.is_idle
 
     def population(self) -> Population:
         """Returns the stored populations with the model's observed states inserted.

@@ -69,13 +69,10 @@ class ChainBatch(SetBatch[ChainScorer]):
 
     # --- the sets ---
 
-    def _take_populations(self) -> Population:
-        return self.populations.stores[0].take(self.scorer.rows)
-
     def words(self) -> Tensor:
         """The sets ``(N, T, S, W)``."""
         shape = self.scorer.num_data, self.scorer.product.num_steps
-        return self._take_populations().words.unflatten(0, shape)  # type: ignore[no-any-return]
+        return self.populations.stores[0].take(self.scorer.rows).words.unflatten(0, shape)  # type: ignore[no-any-return]
 
     def posterior(self, words: Tensor | None = None) -> ChainPosterior:
         """Returns the posterior on the stored sets, or on others.
@@ -165,7 +162,7 @@ class ChainBatch(SetBatch[ChainScorer]):
         # Chains whose joint configurations are scored by runs of the model.
         blocks = BlockSearch(4, generator=generator)
         with poutine.block():
-            populations = self._take_populations()
+            populations = store.take(self.scorer.rows)
             is_scored = not bool(populations.log_joint.isnan().any())
             posterior = self.posterior() if is_scored else self._posterior(populations.num_states)
             for _ in range(steps):

@@ -47,13 +47,6 @@ class Companions:
         position = next(i for i, part in enumerate(parts) if part is guide)
         return cls(guide_list, tuple(parts[:position]), tuple(parts[position + 1 :]))
 
-    def with_frames(self, frames: Mapping[str, Any]) -> Companions:
-        """The companions beside a guide for new data.
-
-        The model has opened the plates of these data.
-        """
-        return dataclasses.replace(self, frames=frames)
-
     def plates(self, call: Call) -> dict[str, Any]:
         """Returns plates as the list would create them now.
 

@@ -280,7 +280,7 @@ class ProductProgramRun(ProgramRun):
         for number, group in enumerate(product.groups):
             for node, words in zip(group.nodes, scorer.split_nodes(sets[number], number), strict=True):
                 own, sizes = product.node_layouts[node], scorer.plate_sizes(node)
-                position, log_prob = (self._rows(product, node, table, sizes) for table in draws[node])
+                position, log_prob = (torch.stack([product.rows(node, draw, sizes).squeeze(-1) for draw in table]) for table in draws[node])
                 levels = own.space.unpack(pick(words, position))
                 shape = _draw_shape(particles, layout.depth)
                 batch_shape = (*shape, *own.spread(sizes, layout.depth))
@@ -292,11 +292,6 @@ class ProductProgramRun(ProgramRun):
                 if name not in scorer.observed_sites:
                     result[name] = self._sample_delta(site, states[name], plates, scorer, hidden.get(name, torch.zeros((), dtype=dtype)))
         return result
-
-    @staticmethod
-    def _rows(product: Any, node: int, table: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """The entries ``(draws, rows)`` of a node's table of draws."""
-        return torch.stack([product.rows(node, draw, sizes).squeeze(-1) for draw in table])
 
     def _sample_position(self, own: Any, position: Tensor, log_prob: Tensor, plates: Mapping[str, Any], scorer: ProductScorer) -> None:
         infer: Any = {"is_auxiliary": True, "truncated": {"guide": weakref.ref(self._guide)}}

@@ -38,6 +38,8 @@ class ProductStore(torch.nn.Module):
         groups: the populations of each group, a row for each node and member of its plates.
         seen: the observed values that the populations belong to.
         portion: which of all data points these are, where other processes have the rest.
+        first_position: position of the first of them among those of all processes.
+        is_part: whether other processes hold the populations of other data points.
     """
 
     def __init__(self, num_states: int, num_groups: int, folder: Path | None = None) -> None:
@@ -47,16 +49,7 @@ class ProductStore(torch.nn.Module):
         self.groups = torch.nn.ModuleList(populations_in(own, num_states) for own in folders)
         self.seen = SeenData()
         self.portion: Portion | None = None
-
-    @property
-    def is_part(self) -> bool:
-        """Whether other processes hold the populations of other data points."""
-        return self.portion is not None
-
-    @property
-    def first_position(self) -> int:
-        """Position of the first data point among those of all processes."""
-        return 0 if self.portion is None else self.portion.first
+        self.first_position, self.is_part = 0, False
 
     @property
     def stores(self) -> list[PopulationStore]:
@@ -100,8 +93,8 @@ class ProductStore(torch.nn.Module):
             product.refuse_sharing(init, portion)
         if len(self.groups) != len(product.groups):
             raise ValueError(f"the state must have {len(product.groups)} groups of nodes, as the model; got {len(self.groups)}")
-        self.portion = portion
         if portion is not None:
+            self.portion, self.first_position, self.is_part = portion, portion.first, True
             self.seed_()
         first_words: Sequence[Tensor | None] = [None] * len(self.groups)
         if isinstance(product, ProductLayout) and init is not None and not all(store.is_filled for store in self.stores):

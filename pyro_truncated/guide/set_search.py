@@ -60,11 +60,12 @@ class ScoredSets:
 
     def join(self, others: ScoredSets, number: int) -> ScoredSets:
         """Returns one group's sets joined with others; other groups share tables."""
-        dim, nodes = self._place(number)
+        nodes = self.scorer.product.groups[number].nodes
+        dim = self.scorer.product.tree.dim(nodes[0])
         sets = list(self.sets)
         sets[number] = torch.cat([self.sets[number], others.sets[number]], 1)
         tables = [
-            (scope, _concatenate(own, other, dim) if nodes.intersection(scope) else own)
+            (scope, _concatenate(own, other, dim) if set(nodes).intersection(scope) else own)
             for (scope, own), (_, other) in zip(self.tables, others.tables, strict=True)
         ]
         return dataclasses.replace(self, sets=sets, tables=tables)
@@ -101,10 +102,6 @@ class ScoredSets:
         dims = range(-tree.num_dims, 0)
         every = (torch.arange(table.shape[dim], device=table.device).view(-1, *(1,) * (-1 - dim)) for dim in dims)
         return table[tuple(index.get(dim, own) for dim, own in zip(dims, every, strict=True))]
-
-    def _place(self, number: int) -> tuple[int, set[int]]:
-        nodes = self.scorer.product.groups[number].nodes
-        return self.scorer.product.tree.dim(nodes[0]), set(nodes)
 
 
 def _concatenate(one: Tensor, other: Tensor, dim: int) -> Tensor:
@@ -153,12 +150,15 @@ class SetSearch:
         open_ = [number for number, group in enumerate(groups) if current.sets[number].shape[1] < group.space.size]
         spaces = {groups[number].space for number in open_}
         # Two in a step; where all states are proposed at once a second time changes nothing.
-        blocks = min(len(spaces), 1) if all(map(self._is_small, spaces)) else 2
+        num_colours = self.scorer.product.graph.num_colours
+        cliques = {space for space in spaces if space.num_latents == 1 and space.size**num_colours <= CLIQUE_LIMIT}
+        whole = cliques | {space for space in spaces if space.size <= _BLOCK_STATES}
+        blocks = 2 if spaces - whole else min(len(spaces), 1)
         for _ in range(steps):
             for number in open_:
                 current = self._search_group(search, current, number)
             for _ in range(blocks):
-                current = self._search_block(current, spaces, open_)
+                current = self._search_block(current, spaces, whole, open_)
         return current
 
     # --- proposals for one group ---
@@ -182,12 +182,18 @@ class SetSearch:
 
     # --- proposals that are coherent over many nodes ---
 
-    def _search_block(self, current: ScoredSets, spaces: Collection[StateSpace], open_: Sequence[int]) -> ScoredSets:
+    def _search_block(
+        self, current: ScoredSets, spaces: Collection[StateSpace], whole: Collection[StateSpace], open_: Sequence[int]
+    ) -> ScoredSets:
+        """One step with blocks of latents of some spaces.
+
+        Of the whole ones all states are proposed at once.
+        """
         scorer, product = self.scorer, self.scorer.product
         best = current.collect(scorer.weights(current.sets), maximum=True).draw(None)
         union, choices = list(current.sets), {}
         for space in spaces:
-            block, values = self._draw_block(space)
+            block, values = self._draw_block(space, space in whole)
             for number in open_:
                 if product.groups[number].space != space:
                     continue
@@ -203,17 +209,12 @@ class SetSearch:
                     choices[number] = _append_candidates(own, ~ops.find_duplicates(union[number])[:, own.shape[1] :])
         return self._exchange(current, ScoredSets.from_scorer(scorer, union), choices, look_ahead=True)
 
-    def _is_small(self, space: StateSpace) -> bool:
-        """Whether all states of a space are proposed at once."""
-        is_small = space.num_latents == 1 and space.size**self.scorer.product.graph.num_colours <= CLIQUE_LIMIT
-        return is_small or space.size <= _BLOCK_STATES
-
-    def _draw_block(self, space: StateSpace) -> tuple[list[int], Tensor]:
+    def _draw_block(self, space: StateSpace, is_whole: bool) -> tuple[list[int], Tensor]:
         """Draws latents, and returns them with joint values ``(C, latents)``.
 
         They are all that these latents have, or a few of a single one with many.
         """
-        if self._is_small(space):
+        if is_whole:
             block = list(range(space.num_latents))
         else:
             order = self._shuffle(space.num_latents)

@@ -75,6 +75,7 @@ class PopulationStore(torch.nn.Module):
         num_states: states per data point, ``S``; once there are populations not more than there are in the space.
         revision: counts the changes of the populations and their log joints.
         portion: which of all data points these are. All, unless the model was first called with a shard of them.
+        is_part: whether other processes hold the populations of other data points.
         seen: what was observed of the data points that the populations belong to.
         seed: seed of all random numbers of the populations, except those of searches with their own
             generators. It is drawn from torch's generator when the guide first sees its model,
@@ -97,6 +98,7 @@ class PopulationStore(torch.nn.Module):
         self.num_states = num_states
         self.revision = 0
         self.portion: Portion | None = None
+        self.is_part = False
         self.seed: int | None = None
         self.num_searches = 0
         self.first_position = 0
@@ -135,11 +137,6 @@ class PopulationStore(torch.nn.Module):
         return [self]
 
     @property
-    def is_part(self) -> bool:
-        """Whether other processes hold the populations of other data points."""
-        return self.portion is not None and self.portion.is_part
-
-    @property
     def is_filled(self) -> bool:
         """Whether there are populations."""
         return "words" in self._buffers
@@ -158,7 +155,7 @@ class PopulationStore(torch.nn.Module):
             ValueError: if initial states are misshapen or repeat, or the populations that were loaded are of another space.
         """
         if portion is not None:
-            self.portion, self.first_position = portion, portion.first
+            self.portion, self.first_position, self.is_part = portion, portion.first, portion.is_part
         if self.is_part:
             self.seed = collectives.agree(self.seed)
         if not self.is_filled:

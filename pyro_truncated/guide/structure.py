@@ -137,11 +137,6 @@ def note_whole_states(trace: poutine.Trace, layout: Layout, dependencies: Depend
         )
 
 
-def latent_plates(trace: poutine.Trace) -> dict[str, Any]:
-    """The vectorised plates of the latents of a run."""
-    return {frame.name: frame for _, site in trace.iter_stochastic_nodes() for frame in site["cond_indep_stack"] if frame.vectorized}
-
-
 def without_states(trace: Any, layout: Layout) -> torch.device:
     """Drops states from a guide's trace, except shape and type.
 

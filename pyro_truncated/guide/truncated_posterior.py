@@ -53,7 +53,7 @@ class TruncatedPosterior:
 
     def mode(self) -> dict[str, Tensor]:
         """The most probable joint state, ``(N, *site shape)``."""
-        return self._split(self.population.mode())
+        return self.layout.split(self.population.space.unpack(self.population.mode()))
 
     def median(self) -> dict[str, Tensor]:
         """The most probable joint state, shaped as the model's sites."""
@@ -84,10 +84,7 @@ class TruncatedPosterior:
 
     def sample(self, num_samples: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Independent draws, ``(num_samples, N, *site shape)``."""
-        return self._split(self.population.sample(num_samples, generator))
-
-    def _split(self, words: Tensor) -> dict[str, Tensor]:
-        return self.layout.split(self.population.space.unpack(words))
+        return self.layout.split(self.population.space.unpack(self.population.sample(num_samples, generator)))
 
 
 def check_quantiles(quantiles: Sequence[float] | Tensor) -> list[float]:

@@ -6,6 +6,7 @@ It stands alone or in a list with guides of the other latents.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -22,7 +23,6 @@ from pyro_truncated.guide.structure import (
     find_layout,
     find_product,
     first_run,
-    latent_plates,
     note_whole_states,
     observes_all,
     set_up_in_minibatch,
@@ -38,7 +38,7 @@ from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.product_layout import ProductLayout
 from pyro_truncated.program.product_scorer import ProductScorer
 from pyro_truncated.program.subsampling import SparseSubsamples
-from pyro_truncated.program.vectorization import check_choice, run_mode_for
+from pyro_truncated.program.vectorization import run_mode_for
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import check_count, check_kinds
 from pyro_truncated.utils.parameter_store import free_plate_dims, spare_random_numbers
@@ -81,7 +81,10 @@ class WholeModelGuide(AutoGuide):
     ) -> None:
         check_kinds(WholeModelGuide.__init__, model=model, conditional=conditional)
         memory_budget = None if memory_budget is None else check_count("memory_budget (in bytes)", memory_budget, 2**20)
-        check_choice(vectorize)
+        if vectorize is not None and not isinstance(vectorize, bool):
+            raise TypeError(
+                f"vectorize must be None (find out), True (score states together) or False (one after the other); got {vectorize!r}"
+            )
         super().__init__(model, create_plates=create_plates)  # type: ignore[no-untyped-call]
         self.max_count = max_count
         self.vectorize = vectorize
@@ -178,7 +181,8 @@ class WholeModelGuide(AutoGuide):
                         super()._setup_prototype(*args, **kwargs)  # type: ignore[no-untyped-call]
                 except NotImplementedError:
                     # Sequential plates are no trouble to us: their sites are parts of a joint state.
-                    self._prototype_frames = latent_plates(trace)
+                    frames = [frame for _, site in trace.iter_stochastic_nodes() for frame in site["cond_indep_stack"]]
+                    self._prototype_frames = {frame.name: frame for frame in frames if frame.vectorized}
                 self._device = without_states(self.prototype_trace, self._layout)
                 if self._product is not None:
                     self._run_mode, self.is_enumerable = "together", False
@@ -288,7 +292,8 @@ class WholeModelGuide(AutoGuide):
                 )
         if companions is not None:
             companions.refuse_unknown_latents(self.layout, self.prototype_trace)
-            self._inherited_companions = companions.with_frames(self.frames)
+            # The model has opened the plates of these data.
+            self._inherited_companions = dataclasses.replace(companions, frames=self.frames)
 
     def created_plates(self, call: Call) -> dict[str, Any] | None:
         """Returns the plates of the guide list or of ``create_plates``.

@@ -10,7 +10,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar, copy_context
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,19 +18,15 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 _LOGGER = logging.getLogger(__name__)
-_is_forked = False
-
-
-def is_forked() -> bool:
-    """Whether the process was forked after the library had been imported."""
-    return _is_forked
+# Whether the process was forked after the library had been imported.
+is_forked = False
 
 
 def enter_child() -> None:
     """What is to be done in a forked child, before anything else."""
     # Torch, too, would wait for threads that stayed behind; its data loaders set the same in their workers.
-    global _is_forked
-    _is_forked = True
+    global is_forked
+    is_forked = True
     if torch.get_num_threads() > 1:
         torch.set_num_threads(1)
 
@@ -49,29 +44,32 @@ _compiles_first: ContextVar[bool] = ContextVar("pyro_truncated_compiles_first", 
 _loaded: dict[tuple[str, str], Any] = {}
 
 
-class NotCompiledError(Exception):
-    """A kernel is being compiled by another process; until then torch computes."""
+class NoKernelError(Exception):
+    """There is no kernel of these sizes, or not yet: torch computes."""
 
 
 class _Kernels:
-    """The functions of a compiled module, vectorised ones until they are compiled."""
+    """Compiled or fused functions, vectorised ones where there is no kernel."""
 
-    def __init__(self, name: str) -> None:
-        self._name, self._compiled = name, importlib.import_module(f"pyro_truncated.ops.compiled.{name}")
-        self.__name__ = self._compiled.__name__
+    def __init__(self, kind: str, name: str) -> None:
+        self._name, self._own = name, importlib.import_module(f"pyro_truncated.ops.{kind}.{name}")
+        self.__name__ = self._own.__name__
 
     def __getattr__(self, function: str) -> Callable[..., Any]:
-        call = functools.partial(self._call, function)
+        call = functools.partial(self._call, function) if hasattr(self._own, function) else self._plain(function)
         setattr(self, function, call)
         return call
 
+    def _plain(self, function: str) -> Callable[..., Any]:
+        plain: Callable[..., Any] = getattr(importlib.import_module(f"pyro_truncated.ops.vectorised.{self._name}"), function)
+        return plain
+
     def _call(self, function: str, *arguments: Any, **options: Any) -> Any:
         try:
-            return getattr(self._compiled, function)(*arguments, **options)
-        except NotCompiledError:
+            return getattr(self._own, function)(*arguments, **options)
+        except NoKernelError:
             pass
-        plain = importlib.import_module(f"pyro_truncated.ops.vectorised.{self._name}")
-        return getattr(plain, function)(*arguments, **options)
+        return self._plain(function)(*arguments, **options)
 
 
 def backend(name: str, tensor: Tensor, *, is_small: bool = False) -> Any:
@@ -183,9 +181,6 @@ def differentiable_gradient(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _load(kind: str, name: str) -> Any:
-    kernels: Any = _Kernels(name) if kind == "compiled" else importlib.import_module(f"pyro_truncated.ops.vectorised.{name}")
-    if kind == "fused" and name in _FUSED:
-        fused = importlib.import_module(f"pyro_truncated.ops.fused.{name}")
-        kernels = SimpleNamespace(**{**vars(kernels), **vars(fused)})
-    _loaded[kind, name] = kernels
-    return kernels
+    has_kernels = kind == "compiled" or (kind == "fused" and name in _FUSED)
+    _loaded[kind, name] = _Kernels(kind, name) if has_kernels else importlib.import_module(f"pyro_truncated.ops.vectorised.{name}")
+    return _loaded[kind, name]

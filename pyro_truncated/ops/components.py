@@ -255,7 +255,7 @@ def _means_by_directions(rows: Tensor, row: Tensor, component: Tensor, loc: Tens
         basis = _columns(factor, ranks, part.group) / noise[:, None, None]
         above = (rows[row[part.entry]] - center) / noise[:, None, None]
         is_observed = (~above.isnan()).to(rows)
-        pairs = _pairs(basis)
+        pairs = (basis.unsqueeze(-1) * basis.unsqueeze(-2)).flatten(2)
         gram = (is_observed @ pairs).unflatten(-1, 2 * basis.shape[-1:])
         spread = torch.cholesky_inverse(cholesky(_identity(basis) + gram))
         mean = (spread @ (above.nan_to_num(0.0) @ basis).unsqueeze(-1)).squeeze(-1) @ basis.mT
@@ -277,11 +277,6 @@ def _ranks(factor: Tensor) -> Tensor | None:
 def _columns(factor: Tensor, ranks: Tensor | None, group: Tensor) -> Tensor:
     """Drops columns that are zero in all of some groups' matrices."""
     return factor[group] if ranks is None else factor[group, :, : int(ranks[group].max())]
-
-
-def _pairs(basis: Tensor) -> Tensor:
-    """Products of the columns of bases ``(B, D, R)``, of each with each, ``(B, D, R R)``."""
-    return (basis.unsqueeze(-1) * basis.unsqueeze(-2)).flatten(2)
 
 
 def component_products(rows: Tensor, component: Tensor, weight: Tensor, num_components: int, around: Tensor | None = None) -> Tensor:

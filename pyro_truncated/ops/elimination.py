@@ -127,9 +127,6 @@ class Messages:
         parts = [part.detach().amin() for part in [*sums, *pair_tables, *different] if part is not None]
         self.may_be_impossible = bool(torch.stack(parts).amin() < IMPOSSIBLE / 2)
 
-    def _sum(self, node: int) -> Tensor:
-        return _add(self._pair_tables[node], self._own(node))
-
     def _own(self, node: int) -> Tensor:
         return self._with_impossible(self._finite(node), self._counts[node])
 
@@ -161,15 +158,11 @@ class Messages:
             is_impossible = message.detach() < IMPOSSIBLE / 2
             if bool(is_impossible.any()):
                 message, count = message.masked_fill(is_impossible, 0.0), is_impossible.double()
-        outer_dims = self._outer_dims(node)
+        # The plates of the variable beyond those of its clique.
+        outer_dims = sorted(tree.plates[node].difference(*(tree.plates[other] for other in tree.separators[node])))
         self._sums[parent] = _replace(self._sums[parent], self._messages[node], message, outer_dims)
         self._counts[parent] = _replace(self._counts[parent], self._impossible[node], count, outer_dims)
         self._messages[node], self._impossible[node] = message, count
-
-    def _outer_dims(self, node: int) -> list[int]:
-        """The plates of a variable beyond those of its clique."""
-        tree = self.tree
-        return sorted(tree.plates[node].difference(*(tree.plates[other] for other in tree.separators[node])))
 
     def evidence(self, node: int) -> Tensor:
         """The log sum over a component's states, by its last variable."""
@@ -190,19 +183,20 @@ class Messages:
         dims = [tree.dim(other) for other in (parent, *tree.separators[parent]) if other not in tree.separators[node]]
         if not dims:
             return _add(self._pair_tables[parent], rest) + messages[parent]
-        if _is_apart(self._pair_tables[parent], rest, dims):
+        pair_table = self._pair_tables[parent]
+        if pair_table is not None and all(rest.shape[dim] == 1 for dim in dims):
             # The parent's states stay: only those above it are summed out.
-            return rest + self._sum_out(self._pair_tables[parent], messages[parent], dims)
-        return self._sum_out(self._pair_tables[parent], rest + messages[parent], dims)
+            return rest + self._sum_out(pair_table, messages[parent], dims)
+        return self._sum_out(pair_table, rest + messages[parent], dims)
 
     def _belief(self, node: int, down: Tensor) -> Tensor:
         others = [self.tree.dim(other) for other in self.tree.separators[node]]
-        own = self._own(node)
+        own, pair_table = self._own(node), self._pair_tables[node]
         if not others:
             return own
-        if _is_apart(self._pair_tables[node], own, others):
-            return own + self._sum_out(self._pair_tables[node], down, others)
-        return self._reduce(_add(self._pair_tables[node], own + down), others, keepdim=True)
+        if pair_table is not None and all(own.shape[dim] == 1 for dim in others):
+            return own + self._sum_out(pair_table, down, others)
+        return self._reduce(_add(pair_table, own + down), others, keepdim=True)
 
     @functools.cached_property
     def above(self) -> dict[int, Tensor]:
@@ -228,7 +222,7 @@ class Messages:
             pair = None if pair_table is None else _pair_posterior(pair_table, own, down, shape)
             if pair is not None:
                 return pair
-            if _is_apart(pair_table, own, others) and all(shape[dim] == 1 for dim in others):
+            if pair_table is not None and all(own.shape[dim] == shape[dim] == 1 for dim in others):
                 posterior = self._as_posterior(own + self._sum_out(pair_table, down, others), evidence)
             else:
                 posterior = self._joints[node] = self._as_posterior(_add(pair_table, own) + down, evidence)
@@ -274,7 +268,7 @@ class Messages:
         tree = self.tree
         draws: dict[int, tuple[Tensor, Tensor]] = {}
         for node in reversed(tree.order):
-            table = (self._sum(node) + self.weights[node]).unsqueeze(0)
+            table = (_add(self._pair_tables[node], self._own(node)) + self.weights[node]).unsqueeze(0)
             for other in tree.separators[node]:
                 table = torch.take_along_dim(table, draws[other][0], dim=tree.dim(other))
             logits = table.movedim(tree.dim(node), -1).log_softmax(-1)
@@ -292,11 +286,6 @@ class Messages:
 
 def _add(one: Tensor | None, other: Tensor) -> Tensor:
     return other if one is None else one + other
-
-
-def _is_apart(table: Tensor | None, other: Tensor, dims: Sequence[int]) -> bool:
-    """Whether only the first table depends on the states in some dimensions."""
-    return table is not None and all(other.shape[dim] == 1 for dim in dims)
 
 
 def _other_dim(table: Tensor, dim: int) -> int | None:

@@ -426,3 +426,8 @@ def _check_chain(value: Tensor, weight: Tensor, selected: Tensor, coefficients: 
         raise ValueError(f"coefficients must have shape (N, H) = {(len(value), weight.shape[1])}; got {tuple(coefficients.shape)}")
     if burn_in < 0 or sweeps < 1:
         raise ValueError(f"burn_in must not be negative and sweeps be at least 1; got {burn_in} and {sweeps}")
+
+
+def max_superposition(states: Tensor, weight: Tensor) -> Tensor:
+    """Largest term ``max(0, max_h s_h W_dh)`` of every dimension, ``(*batch, D)``, of states ``(*batch, H)``."""
+    return (weight * states.unsqueeze(-2)).amax(-1).clamp(min=0.0)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pyro_truncated.ops.backend import backend, gradient, remember_context
 from pyro_truncated.ops.packed_states import check_likelihood, check_weights
+from pyro_truncated.ops.quadratic import product
 from pyro_truncated.utils.devices import cached_answer
 
 
@@ -104,3 +105,24 @@ def _check_noisy_or(words: Tensor, value: Tensor, log_complement: Tensor, log_le
             "observations of a noisy-OR must be 0, 1 or, where missing, NaN; "
             f"got numbers from {float(observed.min()):g} to {float(observed.max()):g}"
         )
+
+
+# Weights of one have an infinite logarithm, for which this stands.
+_CERTAIN = 1e15
+
+
+def log_off(states: Tensor, log_complement: Tensor, log_leak_complement: Tensor) -> Tensor:
+    """``log p(y_d = 0 | s)`` of states ``(..., H)``, where weights may be one."""
+    # Zero times infinity is no number: a finite number that is larger than all sums of others stands for it.
+    result = log_leak_complement + product(log_complement.clamp(min=-_CERTAIN), states)
+    return result.masked_fill(result < -_CERTAIN / 2, -torch.inf)
+
+
+def log1mexp(x: Tensor) -> Tensor:
+    r""":math:`\log(1 - e^x)` for :math:`x \le 0`, accurate at both ends; ``-inf``, with gradient zero, at 0."""
+    is_zero, is_near = x == 0, x > -0.6931471805599453
+    # Near zero 1 - e^x comes from expm1; far from zero the logarithm of a number close to one comes from log1p. Each branch sees
+    # harmless inputs where it is not taken, or its gradient there would turn into NaN.
+    near = torch.where(is_near & ~is_zero, x, -0.5).expm1().neg().log()
+    far = torch.where(is_near, -1.0, x).exp().neg().log1p()
+    return torch.where(is_near, near, far).masked_fill(is_zero, -torch.inf)

@@ -164,3 +164,8 @@ class _SquareError(torch.autograd.Function):
         gradients = backend("quadratic", words).square_error_gradients(words, grad, *inputs)
         value, weight, precision = (gradient.to(tensor.dtype) for gradient, tensor in zip(gradients, inputs, strict=True))
         return None, value, weight, precision
+
+
+def product(matrix: Tensor, vectors: Tensor) -> Tensor:
+    """Multiplies matrix ``(*batch, D, H)`` by vectors ``(*batch, H)``."""
+    return vectors @ matrix.mT if matrix.dim() == 2 else (matrix @ vectors.unsqueeze(-1)).squeeze(-1)

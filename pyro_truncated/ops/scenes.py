@@ -22,8 +22,8 @@ from torch import Tensor
 from pyro_truncated.ops.backend import backend, gradient, remember_context
 from pyro_truncated.ops.canvas import Canvas, SceneParameters, SceneStatistics
 from pyro_truncated.ops.deferred_checks import raise_if
-from pyro_truncated.ops.unpacked import normal_log_density
 from pyro_truncated.ops.vectorised import scenes as vectorised
+from pyro_truncated.ops.vectorised.scenes import normal_log_density
 
 MAX_OBJECTS = 62
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.backend import backend, gradient, remember_context
+from pyro_truncated.ops.deferred_checks import cholesky
 from pyro_truncated.ops.packed_states import check_likelihood, check_weights
 from pyro_truncated.ops.quadratic import pair_energy
 from pyro_truncated.utils.budget import rows_per_block
@@ -365,3 +366,34 @@ def _check(
         shapes = f"{tuple(slab_mean.shape)} and {tuple(spread.shape)}"
         needed = f"means (H,) and covariance (H, H) with H = {H}" if is_correlated else f"means and deviations of shape (H,) = {(H,)}"
         raise ValueError(f"slabs must have {needed}; got {shapes}")
+
+
+def collapse(states: Tensor, linear: Tensor, gram: Tensor, mean: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Integrates out slabs :math:`z = \mu + \tau \odot e` with standard normal :math:`e`.
+
+    With :math:`t = b \odot \tau`, :math:`m = b \odot \mu` and the precision :math:`M = I + \mathrm{diag}(t)\, G\, \mathrm{diag}(t)` of the
+    posterior :math:`\mathcal N(M^{-1} u, M^{-1})` of :math:`e`, where :math:`u = t \odot (a - G m)`, the log density is
+
+    .. math:: m^\top a - \tfrac12 m^\top G m + \tfrac12 u^\top M^{-1} u - \tfrac12 \log |M|
+
+    plus terms that do not depend on the state. Nothing is divided by the slabs' variances. Returns it ``(*batch)``, the Cholesky factor of
+    :math:`M` ``(*batch, H, H)``, and :math:`M^{-1} u` ``(*batch, H)``.
+    """
+    amplitude, spread = states * mean, states * deviation
+    field = linear - (gram @ amplitude.unsqueeze(-1)).squeeze(-1)
+    return _integrate(amplitude, linear, field, spread.unsqueeze(-1) * gram * spread.unsqueeze(-2), spread * field)
+
+
+def collapse_correlated_slabs(states: Tensor, linear: Tensor, gram: Tensor, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Does as :func:`collapse` for slabs :math:`z = \mu + T e`, ``root`` :math:`T` ``(*batch, H, H)``."""
+    amplitude, spread = states * mean, states.unsqueeze(-1) * root
+    field = linear - (gram @ amplitude.unsqueeze(-1)).squeeze(-1)
+    return _integrate(amplitude, linear, field, spread.mT @ gram @ spread, (spread.mT @ field.unsqueeze(-1)).squeeze(-1))
+
+
+def _integrate(amplitude: Tensor, linear: Tensor, field: Tensor, gram: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Does as :func:`collapse`, with the Gram matrix of standardised slabs."""
+    factor = cholesky(torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device) + gram)
+    solution = torch.cholesky_solve(target.unsqueeze(-1), factor).squeeze(-1)
+    energy = 0.5 * (amplitude * (linear + field) + target * solution).sum(-1) - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    return energy, factor, solution

@@ -121,7 +121,7 @@ class ChainScorer(Probe):
 
     def __init__(self, call: Call, product: ChainLayout, values: Mapping[str, Any] | None = None) -> None:
         super().__init__(call, product.layout, values)
-        self.product = product
+        self.product, self.inside = product, {*product.dependents, product.site.name}
         if self.is_vectorized:
             raise NotImplementedError("binary chains take one draw of the other latents at a time: use num_particles one after the other")
 
@@ -221,10 +221,6 @@ class ChainScorer(Probe):
                 f"the densities of {names} at a step depend on other steps of '{self.product.site.name}' too. Make the previous step "
                 "a part of the state, or use AutoTruncated(..., whole_states=True)"
             )
-
-    def is_inside(self, node: Any) -> bool:
-        """Whether a site's density depends on the chains, or is theirs."""
-        return node["name"] in self.product.dependents or node["name"] == self.product.site.name
 
 
 def distinct_places(words: Tensor) -> Tensor:

@@ -271,7 +271,7 @@ class _Runs:
         """
         joint = self.joint
         try:
-            bounds = self._run_to_node(joint.joint_values()).bounds(joint.depth)
+            bounds = self._run_to_node(joint.select(torch.arange(joint.number))).bounds(joint.depth)
         except (RuntimeError, IndexError, ValueError):
             return None
         for number in range(0, joint.number, math.ceil(joint.number / 8)):
@@ -319,16 +319,13 @@ class _JointValues:
             [-frame.dim for frame in node["cond_indep_stack"] if frame.vectorized] + [site.depth for site in parents], default=0
         )
 
-    def joint_values(self) -> dict[str, Tensor]:
-        """All of them, in the dimension left of all plates."""
-        return self._values(torch.arange(self.number), self.depth)
-
     def single(self, number: int) -> dict[str, Tensor]:
         """One of them, in the shapes of the model's own values."""
-        values = self._values(torch.tensor([number]), self.depth)
+        values = self.select(torch.tensor([number]))
         return {site.name: _drop_leading_ones(values[site.name], own.dim()).expand(own.shape) for site, own in self.parents.items()}
 
-    def _values(self, numbers: Tensor, depth: int) -> dict[str, Tensor]:
+    def select(self, numbers: Tensor) -> dict[str, Tensor]:
+        """Some of them, in the dimension left of all plates."""
         values, rest = {}, numbers
         for site, sizes in self.sizes.items():
             levels = []
@@ -337,7 +334,7 @@ class _JointValues:
                 rest = rest // size
             own = torch.stack(levels, -1).reshape(len(numbers), *sizes.shape)
             own = torch.minimum(own, self.own[site] - 1).to(next(iter(self.parents.values())).device)
-            values[site.name] = site.decode(own, (len(numbers),) + (1,) * depth)
+            values[site.name] = site.decode(own, (len(numbers),) + (1,) * self.depth)
         return values
 
 

@@ -33,8 +33,12 @@ def ordinary_tensors() -> Iterator[None]:
         yield
 
 
-def hidden_latents(call: Call) -> list[str]:
-    """Returns latent sites that block handlers around the model hide."""
+def refuse_hidden_latents(call: Call) -> None:
+    """Checks that no block handler around the model hides latent sites.
+
+    Raises:
+        ValueError: naming the sites.
+    """
     hidden: list[str] = []
     model = call.model
     while isinstance(model, functools.partial) and len(model.args) >= 2 and isinstance(model.args[0], Messenger):
@@ -43,16 +47,6 @@ def hidden_latents(call: Call) -> list[str]:
             with poutine.block(), torch.no_grad():
                 nodes = latent_nodes(call.with_program(model).trace())
             hidden += [node["name"] for node in nodes if handler.hide_fn(node)]
-    return hidden
-
-
-def refuse_hidden_latents(call: Call) -> None:
-    """Checks that no block handler around the model hides latent sites.
-
-    Raises:
-        ValueError: naming the sites.
-    """
-    hidden = hidden_latents(call)
     if hidden:
         raise ValueError(
             f"the model given to AutoTruncated hides its latents {hidden} (poutine.block), so they would be drawn anew from the prior "

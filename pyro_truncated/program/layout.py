@@ -237,11 +237,33 @@ class Layout(SiteLayout):
         self.nesting: int = sufficient_nesting(latent_nodes(trace), self.depth)
 
     def extra_plates_for(self, site: DiscreteSite, batch_dim: int) -> AbstractContextManager[Any]:
-        """A context in which Pyro counts more plates than there are.
+        """A context in which Pyro's ELBOs count enough plate dimensions.
 
-        It is needed while a value of so many batch dimensions is sampled.
+        They take the left-most plate of a run without enumeration. See :func:`sufficient_nesting`.
+
+        Args:
+            site: about to be sampled.
+            batch_dim: the value's batch dimensions, with that of enumeration.
+
+        Returns:
+            A plate that leaves shapes alone, as long as no plate is there and nothing is enumerated.
+
+        Warns:
+            UserWarning: if an ELBO has been told to count fewer, so that it will find that shapes disagree.
         """
-        return extra_plates(site, self.nesting, batch_dim) if self.nesting > self.depth else nullcontext()
+        if self.nesting <= self.depth:
+            return nullcontext()
+        plate_depths = [-frame.dim for frame in plates_around((), site.name)]
+        is_enumerated = batch_dim > max([site.depth, *plate_depths])
+        if is_enumerated and site.depth < batch_dim - 1 < site.depth + site.event_dim and pyro.settings.get("validate_infer"):
+            warnings.warn(
+                f"with max_plate_nesting={batch_dim - 1} Pyro cuts the shape of site '{site.name}' wrongly, and finds that model and guide "
+                f"disagree. Pass max_plate_nesting={self.nesting} to the ELBO, or leave it to find the number by itself: "
+                f"TraceEnum_ELBO(max_plate_nesting={self.nesting}).",
+                stacklevel=2,
+            )
+        # To Pyro a plate of any size, which it does not expand sites to.
+        return nullcontext() if is_enumerated or self.nesting in plate_depths else IndepMessenger(_NAME, -1, dim=-self.nesting)
 
 
 def _check_bounds(max_count: int | Mapping[str, int] | None, names: Sequence[str]) -> None:
@@ -295,32 +317,3 @@ def sufficient_nesting(latents: Iterable[Any], depth: int) -> int:
         if batch_dim < depth < batch_dim + event_dim:
             depth = batch_dim + event_dim
     return depth
-
-
-def extra_plates(site: DiscreteSite, nesting: int, batch_dim: int) -> AbstractContextManager[Any]:
-    """Lets Pyro's ELBOs count enough plate dimensions.
-
-    They take the left-most plate of a run without enumeration.
-
-    Args:
-        site: about to be sampled.
-        nesting: the plate nesting that is needed, see :func:`sufficient_nesting`.
-        batch_dim: the value's batch dimensions, with that of enumeration.
-
-    Returns:
-        A plate at that dimension that leaves shapes alone, as long as no plate is there and nothing is enumerated.
-
-    Warns:
-        UserWarning: if an ELBO has been told to count fewer, so that it will find that shapes disagree.
-    """
-    plate_depths = [-frame.dim for frame in plates_around((), site.name)]
-    is_enumerated = batch_dim > max([site.depth, *plate_depths])
-    if is_enumerated and site.depth < batch_dim - 1 < site.depth + site.event_dim and pyro.settings.get("validate_infer"):
-        warnings.warn(
-            f"with max_plate_nesting={batch_dim - 1} Pyro cuts the shape of site '{site.name}' wrongly, and finds that model and guide "
-            f"disagree. Pass max_plate_nesting={nesting} to the ELBO, or leave it to find the number by itself: "
-            f"TraceEnum_ELBO(max_plate_nesting={nesting}).",
-            stacklevel=2,
-        )
-    # To Pyro a plate of any size, which it does not expand sites to.
-    return nullcontext() if is_enumerated or nesting in plate_depths else IndepMessenger(_NAME, -1, dim=-nesting)

@@ -58,6 +58,7 @@ class PackedModel:
             exactly 0 or 1. They are packed words ``(num_words,)`` or ``(N, num_words)``, ``None``
             if there are none. They count in neither sum.
         observations: distributions and their values.
+        is_linear: whether what the latents cause adds up.
     """
 
     space: StateSpace
@@ -65,6 +66,7 @@ class PackedModel:
     constant: Tensor
     certain: tuple[Tensor, Tensor] | None
     observations: list[tuple[PackedStateScorer, Tensor]]
+    is_linear: bool
 
     @classmethod
     def from_probe(cls, probe: Probe) -> PackedModel | None:
@@ -100,17 +102,13 @@ class PackedModel:
         if certain is not None:
             logits, normalizers = (values.masked_fill(certain[0] | certain[1], 0.0) for values in (logits, normalizers))
             certain = layout.space.pack(certain[0]), layout.space.pack(certain[1])
-        return cls(layout.space, logits, -normalizers.sum(-1), certain, likelihoods)
+        is_linear = all(getattr(fn, "is_linear", False) for fn, _ in likelihoods)
+        return cls(layout.space, logits, -normalizers.sum(-1), certain, likelihoods, is_linear)
 
     @property
     def numbers_per_state(self) -> int:
         """Returns roughly how many intermediate numbers one state's density takes."""
         return max(getattr(fn, "numbers_per_state", 1) for fn, _ in self.observations)
-
-    @property
-    def is_linear(self) -> bool:
-        """Whether what the latents cause adds up."""
-        return all(getattr(fn, "is_linear", False) for fn, _ in self.observations)
 
     def score(self, words: Tensor, rows: slice | Tensor | None = None) -> Tensor:
         """Returns log joints ``(N, C)`` of states ``(N, C, num_words)``.

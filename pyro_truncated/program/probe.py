@@ -6,7 +6,7 @@ It tells which data points are selected, what is observed of them, and their sca
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -61,12 +61,15 @@ class Probe:
         device: where they are.
         scale: what the discrete sites are scaled by: the objective is this times the sum over data points.
         depth: number of plate dimensions, with those of other latents' draws.
+        inside: the sites that count for each data point, ``None`` for those that lie in all data plates.
         is_vectorized: whether there are such (vectorised particles), so that scores gain dimensions.
 
     Raises:
         AllObservedError: if the model observes all discrete sites.
         ValueError: if the model's sites are others than those of the layout, or have no common positive scale.
     """
+
+    inside: Collection[str] | None = None
 
     def __init__(self, call: Call, layout: Layout, values: Mapping[str, Any] | None = None) -> None:
         self.call, self.layout = call, layout
@@ -160,7 +163,9 @@ class Probe:
         return changing_sites(self.call, self.run(self.subsamples))
 
     def is_inside(self, node: Any) -> bool:
-        """Whether a site lies in all data plates."""
+        """Whether a site is :attr:`inside`, or lies in all data plates."""
+        if self.inside is not None:
+            return node["name"] in self.inside
         return set(self.layout.plates) <= {frame.name for frame in node["cond_indep_stack"]}
 
     # --- which data points, and how much they count ---

@@ -118,7 +118,7 @@ class ProductScorer(Probe):
     """
 
     def __init__(self, call: Call, product: ProductLayout, values: Mapping[str, Any] | None = None, sets: Sets | None = None) -> None:
-        self.product = product
+        self.product, self.inside = product, product.graph.factors
         self.first_sets = None if sets is None else [words.clone() for words in sets]
         self._first_tables: Tables | None = None
         super().__init__(call, product.layout, values)
@@ -540,12 +540,6 @@ class ProductScorer(Probe):
             if table.shape[tree.dim(node)] > 1:
                 table = torch.take_along_dim(table, places[node], dim=tree.dim(node))
         return bool(((table - expected).abs() <= rounding_tolerance(expected, dtype)).all())
-
-    # --- sites that depend on no discrete latent ---
-
-    def is_inside(self, node: Any) -> bool:
-        """Whether a site's density depends on discrete latents."""
-        return node["name"] in self.product.graph.factors
 
 
 def structure_of(call: Call, nodes: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -306,18 +306,6 @@ def _warn(run_mode: RunMode, where: traceback.FrameSummary | None, problem: str)
     )
 
 
-def check_choice(vectorize: bool | None) -> None:
-    """Checks the argument of the guide.
-
-    Raises:
-        TypeError: if it is none of the choices.
-    """
-    if vectorize is not None and not isinstance(vectorize, bool):
-        raise TypeError(
-            f"vectorize must be None (find out), True (score states together) or False (one after the other); got {vectorize!r}"
-        )
-
-
 def run_mode_for(
     vectorize: bool | None, call: Call, layout: Layout, *, conditional: Conditional | None, memory_budget: int | None, num_states: int
 ) -> tuple[RunMode, bool]:

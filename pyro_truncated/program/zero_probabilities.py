@@ -37,7 +37,7 @@ def exact_log_prob(fn: Any, value: Tensor, stock_log_prob: Callable[[], Tensor])
     log_prob = stock_log_prob()
     # Torch clamps probabilities to the rounding error; 0.01 nats are room for that of the logarithm.
     least = math.log(torch.finfo(log_prob.dtype).eps) + 0.01
-    if log_prob.numel() and _is_within(log_prob, least, math.inf):
+    if not _may_reach(log_prob, least, math.inf):
         return log_prob
     exact = log_prob_with_zeros(fn, value)
     return log_prob if exact is None else exact
@@ -149,7 +149,7 @@ class _Probability:
         if len(names) == 2 and own_name == logits:
             # Expanded after both were known, which makes torch forget which was given: it clamps logits that it computes.
             most = 0.01 - math.log(torch.finfo(vars(fn)[logits].dtype).eps)
-            own_name = probs if _is_within(vars(fn)[logits], -most, most) else logits
+            own_name = logits if _may_reach(vars(fn)[logits].cpu(), -most, most) else probs
         return cls(once(vars(fn)[own_name]), "probs" if own_name == probs else "logits")
 
     @property
@@ -179,25 +179,17 @@ class _Probability:
 def _may_reach(parameter: Tensor, low: float, high: float) -> bool:
     """Whether a parameter may reach these ends of its range.
 
-    On a device, or where many runs go together, it is taken to.
+    On a device, or where many runs go together, it is taken to: under ``torch.func.vmap`` there is no number to look at.
     """
     if parameter.device.type != "cpu":
         return True
     if parameter.numel() == 0:
         return False
-    return not _is_within(parameter, low, high)
-
-
-def _is_within(values: Tensor, low: float, high: float) -> bool:
-    """Whether all values lie between two numbers.
-
-    It is answered as far as there is a number to look at: under ``torch.func.vmap`` there is none.
-    """
-    ends = values.detach().aminmax()
+    ends = parameter.detach().aminmax()
     try:
-        return low < float(ends.min) <= float(ends.max) < high
+        return not low < float(ends.min) <= float(ends.max) < high
     except RuntimeError:
-        return False
+        return True
 
 
 def _bernoulli(fn: Any, value: Tensor) -> Tensor | None:

@@ -307,18 +307,11 @@ def _default_axis(image: Tensor) -> int | None:
     if image.dim() == 2:
         few = (axis for axis in axes if image.shape[axis] <= MAX_CHANNELS_OF_SIGNAL)
         return next((axis for axis in few if image.shape[axis] ** 2 <= image.shape[-1 - axis]), None)
-    few = (axis for axis in axes if image.shape[axis] in (1, 3, 4) and min(_others(image, axis)) > 4)
+    few = (axis for axis in axes if image.shape[axis] in (1, 3, 4) and min(image.movedim(axis, 0).shape[1:]) > 4)
     first = next((axis for axis in few if image.shape[axis] < 4 or not _are_slices(image.movedim(axis, 0))), None)
     if first is None and image.dim() == 3:
         return next((axis for axis in axes if _are_bands(image.movedim(axis, 0))), None)
     return first
-
-
-def _others(image: Tensor, axis: int) -> list[int]:
-    """Sizes of the other dimensions."""
-    sizes = list(image.shape)
-    del sizes[axis]
-    return sizes
 
 
 def _are_slices(planes: Tensor) -> bool:

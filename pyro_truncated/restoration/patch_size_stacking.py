@@ -64,7 +64,10 @@ def restore_with_stacked_sides(
     """
     options: dict[str, Any] = {"num_components": num_components, "generator": generator, "progress": progress}
     noisier, held_out = split(image, noise, generator)
-    usual, sparse = ([_sparser(windows) for windows in of_round] for of_round in (patches, candidates))
+    usual, sparse = (
+        [Patches(windows.shape, windows.size, min(2 * windows.stride, *windows.size)) for windows in of_round]
+        for of_round in (patches, candidates)
+    )
     noisy_fits, _ = run_rounds(noisier, noisier, first_noise(noise), [*[usual] * (rounds - 1), sparse], desc="choosing sides", **options)
     weights = array_weights(torch.stack([of_side.array for of_side in noisy_fits]), held_out, noise)
     # A side of less weight is not worth its time.
@@ -153,10 +156,6 @@ def plausible_share(share: float, errors: Tensor, noise: float) -> float:
         noise: :math:`\sigma`, that of flat places.
     """
     return share if share <= _MAX_RETURNED_SHARE * float(errors.double().mean()) / noise**2 else 0.0
-
-
-def _sparser(patches: Patches) -> Patches:
-    return Patches(patches.shape, patches.size, min(2 * patches.stride, *patches.size))
 
 
 def split(image: Tensor, noise: float, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
@@ -280,7 +279,7 @@ def fill_large_holes(image: Tensor, estimate: Tensor, restore: Callable[[Tensor]
     Reference:
         Bates and Granger, "The combination of forecasts", Operational Research Quarterly 20, 1969.
     """
-    is_hole = _holes(image)
+    is_hole = image.isnan() if image.dim() == 2 else image.isnan().all(-1)
     share = _share(is_hole)
     copies = _shift_hole(is_hole) if bool((share == 1).any()) else []
     if not copies:
@@ -298,11 +297,6 @@ def _log_errors(candidates: Tensor, image: Tensor, counts: Tensor) -> Tensor:
     planes = image.reshape(*image.shape[:2], -1).double()
     errors = (candidates.reshape(len(candidates), *planes.shape).double() - planes).square() * counts.to(planes).unsqueeze(-1)
     return errors.nansum((1, 2)).clamp(min=torch.finfo(image.dtype).tiny).log()
-
-
-def _holes(image: Tensor) -> Tensor:
-    """Pixels of which nothing is seen, ``(height, width)``."""
-    return image.isnan() if image.dim() == 2 else image.isnan().all(-1)
 
 
 def _over(pixels: Tensor, image: Tensor) -> Tensor:

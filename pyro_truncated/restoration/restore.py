@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
-from pyro_truncated.restoration.kriging import predict_missing
 from pyro_truncated.restoration.noise import (
     Channels,
     Noise,
@@ -31,7 +30,7 @@ from pyro_truncated.restoration.noise import (
     unbiased_inverse,
     warn_if_noise_varies,
 )
-from pyro_truncated.restoration.nonlocal_groups import average_groups, average_low_rank_groups
+from pyro_truncated.restoration.nonlocal_groups import average_groups, average_low_rank_groups, predict_missing
 from pyro_truncated.restoration.patch_mixture import expected_errors, find_consensus, run_rounds
 from pyro_truncated.restoration.patch_model import (
     ModelOfPatches,
@@ -98,10 +97,6 @@ class _Settings(NamedTuple):
     rounds: int
     training: dict[str, Any]
     generator: torch.Generator | None
-
-    def mixture_options(self) -> dict[str, Any]:
-        """Those of mixtures."""
-        return {"num_components": self.num_components, "generator": self.generator, "progress": self.training["progress"]}
 
 
 @names_arguments
@@ -261,7 +256,8 @@ def _by_mixtures(
     *,
     is_noise_known: bool,
 ) -> Restored:
-    rounds, options = settings.rounds, settings.mixture_options()
+    rounds, progress = settings.rounds, settings.training["progress"]
+    options: dict[str, Any] = {"num_components": settings.num_components, "generator": settings.generator, "progress": progress}
     is_missing, brightness = bool(image.isnan().any()), _per_channel_mean(image, patches[0])
     above = image - brightness
     first = predict_missing(above, len(patches[0].shape), level)
@@ -326,7 +322,7 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: Noise | str = 0.0,
     """Fills in missing entries of an image, a signal or a volume.
 
     The others are kept, up to noise that is taken off. As :func:`denoise`, with the likelihood of the observed entries only. Learning
-    starts from what covariances near a place predict, see :func:`~pyro_truncated.restoration.kriging.predict_missing`.
+    starts from what covariances near a place predict, see :func:`~pyro_truncated.restoration.nonlocal_groups.predict_missing`.
 
     Large holes of images without noise are filled in twice. The second time, the same holes are
     also placed where the image is observed, see

@@ -81,7 +81,9 @@ class Patches:
             ValueError: for an array of another shape.
         """
         windows: Tensor = as_tensors(array)
-        self._check(windows)
+        expected = self.shape if self.channels is None else (*self.shape, self.channels)
+        if tuple(windows.shape) != expected:
+            raise ValueError(f"the array must have shape {expected}; got {tuple(windows.shape)}")
         for dim, side in enumerate(self.size):
             windows = windows.unfold(dim, side, 1)
         if self.channels is not None:
@@ -131,11 +133,6 @@ class Patches:
             share[place] += weight[entry]
         array: Tensor = (total / share).to(patches.dtype)
         return array
-
-    def _check(self, array: Tensor) -> None:
-        expected = self.shape if self.channels is None else (*self.shape, self.channels)
-        if tuple(array.shape) != expected:
-            raise ValueError(f"the array must have shape {expected}; got {tuple(array.shape)}")
 
     @staticmethod
     def _grid(starts: Sequence[Tensor]) -> tuple[Tensor, ...]:

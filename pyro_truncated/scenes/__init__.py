@@ -1,7 +1,17 @@
 """Scenes of occluding objects: data, likelihoods, searches."""
 
-from pyro_truncated.scenes.data import Match, Objects, Scenes, coil_objects, generated_objects, match_objects, occluded_scenes
-from pyro_truncated.scenes.occlusion import DepthOrder, OccludedScene, Positions
+from pyro_truncated.scenes.occlusion import (
+    DepthOrder,
+    Match,
+    Objects,
+    OccludedScene,
+    Positions,
+    Scenes,
+    coil_objects,
+    generated_objects,
+    match_objects,
+    occluded_scenes,
+)
 from pyro_truncated.scenes.place_scan import (
     Candidates,
     PlaceAffinity,

@@ -144,7 +144,8 @@ def _complaint(
     is_ours = str(frame.f_globals.get("__name__")).startswith(_HERE)
     if is_ours and linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise"):
         return None
-    if isinstance(error, (TypeError, ValueError)) and _names_any(str(error), values):
+    is_named = any(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", str(error)) for name in values)
+    if isinstance(error, (TypeError, ValueError)) and is_named:
         return None
     try:
         check_kinds(function, **{name: value for name, value in values.items() if name in signature.parameters})
@@ -165,10 +166,6 @@ def _flat(signature: inspect.Signature, arguments: Mapping[str, Any]) -> dict[st
         elif name not in ("self", "cls"):
             values[name] = value
     return values
-
-
-def _names_any(text: str, names: Mapping[str, Any]) -> bool:
-    return any(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) for name in names)
 
 
 def _hint(function: Callable[..., Any], signature: inspect.Signature, name: str) -> Any:

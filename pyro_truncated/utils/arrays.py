@@ -333,7 +333,8 @@ def takes_arrays(method: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(method)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
         """Calls the method with tensors in place of arrays."""
-        if not any(_may_hold_array(value) for value in (*args[1:], *kwargs.values())):
+        others = [value for value in (*args[1:], *kwargs.values()) if not isinstance(value, Tensor)]
+        if not any(isinstance(value, (*_LISTS, Mapping)) or is_array(value) for value in others):
             return method(*args, **kwargs)
         like = module_number(args[0] if args else kwargs.get("model"))
         positional = [convert(name, value, like) for name, value in itertools.zip_longest(names[1 : len(args)], args[1:])]
@@ -345,10 +346,6 @@ def takes_arrays(method: Callable[P, T]) -> Callable[P, T]:
 
 _LISTS = (list, tuple, memoryview)
 _ANNOTATIONS_OF_DATA = (Tensor, "Tensor", "Tensor | None")
-
-
-def _may_hold_array(value: Any) -> bool:
-    return not isinstance(value, Tensor) and (isinstance(value, (*_LISTS, Mapping)) or is_array(value))
 
 
 def module_number(module: Any) -> Tensor | None:

@@ -24,8 +24,6 @@ from typing import Any
 
 import numpy as np
 import xarray as xr
-from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 
 ARVIZ_V1 = int(version("arviz").split(".")[0]) >= 1
 
@@ -163,118 +161,6 @@ def quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", category=FutureWarning, module="arviz")
         warnings.filterwarnings("ignore", category=DeprecationWarning, module="arviz")
         yield
-
-
-# --- drawing: by ArviZ where it draws into given axes (0.x); 1.x makes figures of its own, so the same content is drawn here ---
-
-
-def draw_pareto_k(shapes: np.ndarray, ax: Axes) -> None:
-    """Tail indices of the observations."""
-    if not ARVIZ_V1:
-        with quiet():
-            _arviz().plot_khat(shapes, ax=ax, show_hlines=True, textsize=9)
-        return
-    ax.plot(np.arange(len(shapes)), shapes, "+", color="C0")
-    # Unreliable above 0.7; above 1 the weights have no mean.
-    for level, style in ((0.7, "--"), (1.0, "-.")):
-        ax.axhline(level, linestyle=style, color="grey", linewidth=0.8)
-    ax.set(xlabel="Data Point", ylabel="Shape parameter k")
-
-
-def draw_predictive_check(idata: Any, group: str, name: str, ax: Axes, draws: int) -> None:
-    """Plots distributions of observed and drawn values, or shares of integers."""
-    observed = get_dataset(idata, "observed_data")[[name]]
-    predicted = get_dataset(idata, group)[[name]]
-    predicted = predicted.isel(draw=slice(0, max(1, draws // predicted.sizes["chain"])))
-    if np.isnan(observed[name].values).any():
-        # Of both only what was observed.
-        index = np.flatnonzero(~np.isnan(observed[name].values.ravel()))
-        observed = xr.Dataset({name: ("entry", observed[name].values.ravel()[index])})
-        rows = predicted[name].values
-        predicted = xr.Dataset({name: (("chain", "draw", "entry"), rows.reshape(*rows.shape[:2], -1)[..., index])})
-    are_whole = all(_holds_integers(data[name].values) for data in (observed, predicted))
-    if are_whole:
-        observed, predicted = observed.astype(np.int64), predicted.astype(np.int64)
-    # ArviZ's histograms put whole numbers between themselves and the next.
-    if not ARVIZ_V1 and not are_whole:
-        part = make_idata(posterior_predictive=predicted, observed_data=observed)
-        state = np.random.get_state()  # noqa: NPY002
-        with quiet():
-            # It shuffles the draws by the global generator, which is put back.
-            _arviz().plot_ppc(
-                part,
-                ax=ax,
-                num_pp_samples=predicted.sizes["chain"] * predicted.sizes["draw"],
-                random_seed=0,
-                mean=False,
-                legend=False,
-                textsize=9,
-            )
-        np.random.set_state(state)  # noqa: NPY002
-        _name_lines(ax)
-        return
-    values = observed[name].values.ravel()
-    bins = _bins(values, predicted[name].values)
-    for row in predicted[name].values.reshape(-1, values.size):
-        ax.plot(*_outline(row, bins), color="C0", alpha=0.25, linewidth=0.8)
-    ax.plot(*_outline(values, bins), color="black")
-    ax.set(xlabel=name, yticks=[])
-    _name_lines(ax)
-
-
-def _name_lines(ax: Axes) -> None:
-    ax.legend([Line2D([], [], color="C0"), Line2D([], [], color="black")], ["drawn", "observed"], frameon=False, fontsize=8)
-
-
-def _holds_integers(values: np.ndarray) -> bool:
-    """Whether all values are whole numbers that an integer holds."""
-    return bool((np.isfinite(values) & (np.abs(values) < 2**53)).all() and (values == np.round(values)).all())
-
-
-def _bins(observed: np.ndarray, predicted: np.ndarray) -> np.ndarray:
-    """Edges that hold all observed and drawn values."""
-    low, high = min(observed.min(), predicted.min()), max(observed.max(), predicted.max())
-    if np.issubdtype(observed.dtype, np.integer):
-        width = max(1, (high - low) // 50)  # about 50 bins
-        return np.arange(low, high + 1 + width, width) - 0.5
-    count = len(np.histogram_bin_edges(observed, "auto", (low, high)))
-    return np.linspace(low, high, min(max(count, 11), 101))
-
-
-def _outline(values: np.ndarray, bins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    heights, edges = np.histogram(values[np.isfinite(values)], bins=bins, density=True)
-    return (edges[1:] + edges[:-1]) / 2, heights
-
-
-def draw_forest(data: xr.Dataset, ax: Axes) -> None:
-    """Intervals of the variables of a dataset of draws."""
-    if not ARVIZ_V1:
-        with quiet():
-            _arviz().plot_forest(data, combined=True, ax=ax, textsize=8)
-        return
-    rows = []
-    for name, variable in data.data_vars.items():
-        entries = variable.stack(sample=("chain", "draw")).transpose(..., "sample")
-        for position in np.ndindex(*entries.shape[:-1]):
-            label = f"{name}[{', '.join(map(str, position))}]" if position else str(name)
-            rows.append((label, np.quantile(entries.values[position], [0.03, 0.25, 0.5, 0.75, 0.97])))
-    for height, (_, (low, left, middle, right, high)) in enumerate(reversed(rows)):
-        ax.plot([low, high], [height] * 2, color="C0", linewidth=1)
-        ax.plot([left, right], [height] * 2, color="C0", linewidth=3)
-        ax.plot(middle, height, "o", color="white", markeredgecolor="C0", markersize=4)
-    ax.set_yticks(range(len(rows)), [label for label, _ in reversed(rows)], fontsize=8)
-
-
-def draw_comparison(table: Any, ax: Axes) -> None:
-    """Expected log predictive densities of the models of a comparison."""
-    if not ARVIZ_V1:
-        with quiet():
-            _arviz().plot_compare(table, ax=ax, textsize=9, insample_dev=False)
-        return
-    heights = np.arange(len(table))[::-1]
-    ax.errorbar(table["elpd"].astype(float), heights, xerr=table["se"].astype(float), fmt="o", color="black", capsize=2)
-    ax.set_yticks(heights, list(table.index))
-    ax.set_xlabel("elpd")
 
 
 @functools.singledispatch

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributions import biject_to, constraints, transform_to
+from torch.distributions import Distribution, biject_to, constraints, transform_to
 from torch.utils.checkpoint import checkpoint
 
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_data
 from pyro_truncated.utils.budget import current_budget
 from pyro_truncated.utils.devices import cached_answer, cached_answers
+
+_Distribution = TypeVar("_Distribution", bound=Distribution)
 
 
 class _Finite(constraints.Constraint):
@@ -104,20 +107,11 @@ class or_missing(constraints.Constraint):
     @names_arguments
     def __init__(self, base: constraints.Constraint) -> None:
         self.base_constraint = base
+        self.is_discrete, self.event_dim = base.is_discrete, base.event_dim
         super().__init__()
 
     def __repr__(self) -> str:
         return f"{self.base_constraint} or missing (NaN)"
-
-    @property
-    def is_discrete(self) -> bool:  # type: ignore[override]
-        """Whether the base constraint is discrete."""
-        return bool(self.base_constraint.is_discrete)
-
-    @property
-    def event_dim(self) -> int:  # type: ignore[override]
-        """Event dimension of the base constraint."""
-        return int(self.base_constraint.event_dim)
 
     def check(self, value: Tensor) -> Tensor:
         """True where the entry is valid or missing."""
@@ -170,6 +164,13 @@ def in_blocks(
     pieces = zip(states.tensor_split(num_blocks, dim), value.tensor_split(num_blocks, dim), strict=True)
     results = [checkpoint(function, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
     return torch.cat(results, dim)
+
+
+def larger_batch(fn: _Distribution, batch_shape: Any, instance: Any, **attributes: Any) -> _Distribution:
+    """A distribution over a larger batch, which has these attributes."""
+    new: _Distribution = copy.copy(fn) if instance is None else instance
+    vars(new).update(vars(fn) | attributes, _batch_shape=torch.Size(batch_shape))
+    return new
 
 
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)

@@ -66,11 +66,19 @@ def spare_random_numbers() -> AbstractContextManager[None]:
 
 
 class Parameter(NamedTuple):
-    """A parameter of a module, as Pyro's store knows it."""
+    """A parameter of a module, as Pyro's store knows it.
+
+    Attributes:
+        name: its name in the store.
+        holder: the module.
+        tensor: its unconstrained values.
+        is_managed: whether it is a ``PyroParam``, not one of torch's.
+    """
 
     name: str
     holder: torch.nn.Module
     tensor: Tensor
+    is_managed: bool
 
 
 def snapshot(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -125,16 +133,12 @@ def store_parameters(module: torch.nn.Module) -> Iterator[Parameter]:
         for name, tensor in part._parameters.items():
             own = name.removesuffix("_unconstrained")
             if tensor is not None:
-                yield Parameter(_join(part._pyro_name, own if own in part._pyro_params else name), part, tensor)
+                is_managed = own in part._pyro_params
+                yield Parameter(_join(part._pyro_name, own if is_managed else name), part, tensor, is_managed)
         for name, child in part._modules.items():
             if child is not None and not isinstance(child, PyroModule):
                 for path, tensor in child.named_parameters():
-                    yield Parameter(param_with_module_name(_join(part._pyro_name, name), path), child, tensor)
-
-
-def is_managed(parameter: Parameter) -> bool:
-    """Whether a parameter is a ``PyroParam``, not one of torch's."""
-    return isinstance(parameter.holder, PyroModule) and parameter.name.rpartition(".")[2] in parameter.holder._pyro_params
+                    yield Parameter(param_with_module_name(_join(part._pyro_name, name), path), child, tensor, False)
 
 
 def _join(*names: str) -> str:
@@ -222,18 +226,14 @@ def hold(parameter: Parameter, training: bool) -> None:
         _holders.setdefault(tensor, weakref.WeakSet()).add(parameter.holder)
 
 
-def had_owner(tensor: Tensor) -> bool:
-    """Whether a tensor of the store has been some module's."""
-    return tensor in _holders
-
-
 def _may_go_on(parameter: Parameter, replacement: Tensor) -> bool:
     """Whether a module equal to the store may train the store's tensor.
 
     Equal numbers after training are those of a copy, which goes on from there. Pyro puts parameters that it manages in place of the
     module's own; others would not be trained at all.
     """
-    return is_managed(parameter) and (replacement._version > 0 or not _is_held_by_others(parameter, replacement))
+    holders = _holders.get(replacement, ())
+    return parameter.is_managed and (replacement._version > 0 or all(holder is parameter.holder for holder in holders))
 
 
 def _differs(own: Tensor, replacement: Tensor) -> bool:
@@ -254,12 +254,8 @@ def _find_shared_parameters(module: torch.nn.Module) -> list[str]:
         parameter.name
         for parameter in own
         if parameter.holder not in _holders.get(parameter.tensor, (parameter.holder,))
-        and (is_guide or (is_managed(parameter) and _is_held_by_others(parameter, parameter.tensor)))
+        and (is_guide or (parameter.is_managed and _holders[parameter.tensor]))
     ]
-
-
-def _is_held_by_others(parameter: Parameter, tensor: Tensor) -> bool:
-    return any(holder is not parameter.holder for holder in _holders.get(tensor, ()))
 
 
 def _complaint(names: Iterable[str]) -> str:
@@ -280,12 +276,12 @@ class PrefixStrippingModule(torch.nn.Module):
 
 def without_prefix(state_dict: Mapping[str, Any], module: torch.nn.Module) -> Mapping[str, Any]:
     """The state by the names of a module."""
-    own = _first_names(module)
-    if not isinstance(state_dict, Mapping) or any(_first_part(name) in own for name in state_dict):
+    names = (name for name, _ in (*module.named_children(), *module.named_parameters(), *module.named_buffers()))
+    own = {"_extra_state", *(name.partition(".")[0] for name in names)}
+    if not isinstance(state_dict, Mapping) or any(name.partition(".")[0] in own for name in state_dict):
         return state_dict
-    prefixes = sorted(
-        {prefix for name in state_dict for prefix in _prefixes(name) if _first_part(name.removeprefix(prefix)) in own}, key=len
-    )
+    cut = [(parts[:end], parts[end]) for parts in (name.split(".") for name in state_dict) for end in range(1, len(parts))]
+    prefixes = sorted({".".join(outer) + "." for outer, first in cut if first in own}, key=len)
     common = next((prefix for prefix in prefixes if all(name.startswith(prefix) for name in state_dict)), None)
     if common is not None:
         return {name.removeprefix(common): value for name, value in state_dict.items()}
@@ -296,20 +292,6 @@ def without_prefix(state_dict: Mapping[str, Any], module: torch.nn.Module) -> Ma
             f"module, or pass {{name.removeprefix({prefix}): value for name, value in state.items() if name.startswith({prefix})}}"
         )
     return state_dict
-
-
-def _first_names(module: torch.nn.Module) -> set[str]:
-    names = (name for name, _ in (*module.named_children(), *module.named_parameters(), *module.named_buffers()))
-    return {"_extra_state", *map(_first_part, names)}
-
-
-def _first_part(name: str) -> str:
-    return name.partition(".")[0]
-
-
-def _prefixes(name: str) -> Iterator[str]:
-    parts = name.split(".")
-    return (".".join(parts[:end]) + "." for end in range(1, len(parts)))
 
 
 _logger = logging.getLogger("pyro_truncated")
@@ -407,7 +389,7 @@ def _settle(module: UniqueModule) -> None:
     shapes = {parameter.name: parameter.tensor.shape for parameter in parameters}
     if store.keys().isdisjoint(shapes):
         for name, keys in _families(type(module).__name__, store).items():
-            if all(not had_owner(store[key]) and shapes.get(own + key.removeprefix(name)) == store[key].shape for key in keys):
+            if all(store[key] not in _holders and shapes.get(own + key.removeprefix(name)) == store[key].shape for key in keys):
                 _logger.warning("%s takes over the parameters that were read into Pyro's store under the name %s", own, name)
                 _rename(module, name, module._pyro_context)
                 break

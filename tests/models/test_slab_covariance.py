@@ -14,8 +14,8 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, ExhaustiveSearch, Truncated_ELBO
 from pyro_truncated.distributions import CorrelatedSlabSuperposition
-from pyro_truncated.models import SpikeSlabSparseCoding, slab_priors
-from pyro_truncated.models.slab_priors import CorrelatedSlabs
+from pyro_truncated.models import SpikeSlabSparseCoding, spike_slab_sparse_coding
+from pyro_truncated.models.spike_slab_sparse_coding import CorrelatedSlabs
 from pyro_truncated.states import Population
 from tests.models.enumeration import assert_never_falls, free_energies, full_population, generate, log_joint
 from tests.pretended_device import PretendedDevice, here, there
@@ -133,7 +133,7 @@ def test_a_covariance_with_a_floor_leaves_the_others_as_they_are() -> None:
     correlations = torch.eye(3, dtype=D64).repeat(3, 1, 1)
     correlations[1, :2, :2] = torch.tensor([[1.0, 1.2], [1.2, 1.0]], dtype=D64)
     covariances, power = correlations * deviation.outer(deviation), deviation.square().expand(3, 3)
-    floored = slab_priors._floor_covariances(covariances, power)
+    floored = spike_slab_sparse_coding._floor_covariances(covariances, power)
     assert torch.equal(floored[[0, 2]], covariances[[0, 2]])
     # Of the eigenvalues 2.2 and -0.2 the latter becomes 1e-6.
     expected = torch.tensor([[1.1, 1.1, 0.0], [1.1, 1.1, 0.0], [0.0, 0.0, 1.0]], dtype=D64)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
 from pyro_truncated.ops.scenes import scan_at, scan_places, scene_log_prob, scene_pixel_log_prob, scene_statistics
-from pyro_truncated.ops.unpacked import normal_log_density
 from pyro_truncated.ops.vectorised import scenes
+from pyro_truncated.ops.vectorised.scenes import normal_log_density
 
 
 def make_problem(wrap: bool, num_objects: int = 4, num_data: int = 3, num_states: int = 12) -> tuple[Any, ...]:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from sklearn.datasets import load_sample_image
 
-from pyro_truncated.restoration import Patches, denoise, inpaint, kriging
-from pyro_truncated.restoration.kriging import predict_missing
+from pyro_truncated.restoration import Patches, denoise, inpaint, nonlocal_groups
 from pyro_truncated.restoration.noise import fill_missing, nearly_no_noise, smooth_image
+from pyro_truncated.restoration.nonlocal_groups import predict_missing
 
 
 def generator(seed):
@@ -62,7 +62,7 @@ def conditional_mean(rest, covariance, noise):
 
 @pytest.mark.slow
 def test_a_window_is_the_conditional_mean_given_covariances_of_all_pairs(monkeypatch):
-    monkeypatch.setattr(kriging, "_MAX_WINDOW_SHARE", 1)
+    monkeypatch.setattr(nonlocal_groups, "_MAX_WINDOW_SHARE", 1)
     image = with_holes(torch.randn(4, 4, 2, generator=generator(1), dtype=torch.float64).cumsum(0), 0.4, 2)
     smooth = smooth_image(fill_missing(image, 2), 2)
     known = rest = image - smooth
@@ -74,17 +74,17 @@ def test_a_window_is_the_conditional_mean_given_covariances_of_all_pairs(monkeyp
 
 @pytest.mark.slow
 def test_covariances_are_those_of_pairs_near_places(monkeypatch):
-    monkeypatch.setattr(kriging, "_NEIGHBOURS", 20)
+    monkeypatch.setattr(nonlocal_groups, "_NEIGHBOURS", 20)
     array = with_holes(torch.randn(9, 7, 2, generator=generator(12), dtype=torch.float64), 0.3, 13)
     spread = math.sqrt(20 / (2 * math.pi))
     # Of a side of nine three places 1.6 spreads apart, of seven two.
     places = list(itertools.product([1.5, 4.5, 7.5], [1.75, 5.25]))
     expected = covariances_by_loops(array, 2, places, spread, 30)
     patches = Patches((9, 7), 2, channels=2)
-    torch.testing.assert_close(kriging._covariances(array, patches), expected)
+    torch.testing.assert_close(nonlocal_groups._covariances(array, patches), expected)
     middles = patches.places().double() + 1
     nearest = torch.cdist(middles, torch.tensor(places, dtype=torch.float64)).argmin(1)
-    differ = kriging._nearest_place(patches) != nearest
+    differ = nonlocal_groups._nearest_place(patches) != nearest
     # Of two that are equally far either will do.
     distances = torch.cdist(middles[differ], torch.tensor(places, dtype=torch.float64)).topk(2, largest=False).values
     torch.testing.assert_close(distances[:, 0], distances[:, 1])
@@ -111,7 +111,7 @@ def test_what_is_nearly_whole_is_predicted_from_what_is_near(seed, monkeypatch):
     damaged = with_holes(photograph, 0.1, 30 + seed)
     errors = []
     for limit in (2 / 3, 1.0):
-        monkeypatch.setattr(kriging, "_MIN_OBSERVED_SHARE", limit)
+        monkeypatch.setattr(nonlocal_groups, "_MIN_OBSERVED_SHARE", limit)
         errors.append(float((predict_missing(damaged, 2, 1.0) - photograph)[damaged.isnan()].square().mean()))
     assert errors[0] < 0.9 * errors[1]  # 0.85, 0.54 and 0.50
 
@@ -120,7 +120,7 @@ def test_what_is_nearly_whole_is_predicted_from_what_is_near(seed, monkeypatch):
 def test_a_long_signal_has_few_places():
     # Of 50 000 entries there would be 125, each of which weighs all entries.
     signal = (0.3 * torch.arange(50_000.0)).sin()
-    assert int(kriging._nearest_place(Patches(signal.shape, 32)).max()) == 63
+    assert int(nonlocal_groups._nearest_place(Patches(signal.shape, 32)).max()) == 63
     errors = (predict_missing(with_holes(signal, 0.5, 15), 1, 0.03) - signal).square()
     assert float(errors.mean()) < 0.01 * float(signal.square().mean())
 
@@ -137,7 +137,7 @@ def test_textures_that_differ_by_place_are_predicted_by_their_own_covariances(mo
     missing = damaged.isnan()
     errors = []
     for neighbours in (628, 1e8):
-        monkeypatch.setattr(kriging, "_NEIGHBOURS", neighbours)
+        monkeypatch.setattr(nonlocal_groups, "_NEIGHBOURS", neighbours)
         errors.append(float((predict_missing(damaged, 2, 0.03) - image)[missing].square().mean()))
     assert errors[0] < 0.25 * float(image.square().mean())
     # Of three other masks 0.57 to 0.63.

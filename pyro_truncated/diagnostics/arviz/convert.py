@@ -70,11 +70,15 @@ def mask_hidden_entries(node: Mapping[str, Any]) -> Tensor:
     return torch.where(hidden, torch.nan, value)
 
 
-def is_same(value: Tensor, other: Tensor) -> bool:
-    """Whether an argument is the observed value or a copy of it."""
-    if value.shape != other.shape:
-        return False
-    return value.data_ptr() == other.data_ptr() or bool(torch.equal(value.nan_to_num(), other.to(value).nan_to_num()))
+def observed_sites(nodes: Mapping[str, Any], argument: Tensor) -> list[str]:
+    """The sites of which an argument is the observed value."""
+    data = {name: node["value"] for name, node in nodes.items() if role(node) == "data" and torch.is_tensor(node["value"])}
+    alike = {name: value for name, value in data.items() if value.shape == argument.shape}
+    return [
+        name
+        for name, value in alike.items()
+        if value.data_ptr() == argument.data_ptr() or torch.equal(value.nan_to_num(), argument.to(value).nan_to_num())
+    ]
 
 
 def as_array(values: Tensor) -> np.ndarray:
@@ -91,11 +95,6 @@ def level_type(bounds: Sequence[int]) -> torch.dtype:
 def value_type(site: DiscreteSite) -> torch.dtype:
     """Smallest type for the values of a discrete site."""
     return level_type([site.low + max(site.cardinalities)]) if site.kind != "one_hot" else torch.int8
-
-
-def entry_labels(name: str, shape: Sequence[int]) -> list[str]:
-    """Names of the entries of a site."""
-    return [f"{name}[{','.join(map(str, position))}]" if shape else name for position in np.ndindex(*shape)]
 
 
 def training_dataset(records: Mapping[str, Any]) -> xr.Dataset:
@@ -187,8 +186,7 @@ class DimensionNamer:
         """Names the dimensions of observed sites and unobserved arguments."""
         self.used_names |= set(map(variable_name, arguments))
         for tensor in tensors:
-            data = [(name, node["value"]) for name, node in self.draws.nodes.items() if role(node) == "data"]
-            sites = [name for name, value in data if torch.is_tensor(value) and is_same(value, tensor.value)]
+            sites = observed_sites(self.draws.nodes, tensor.value)
             for name in sites:
                 self._add_site(name, tensor.axes)
             if not sites:
@@ -391,10 +389,9 @@ class Writer:
 
     def constant_data(self, arguments: Mapping[str, Any]) -> xr.Dataset:
         """Tensors among the model's arguments that are not observed: covariates, masks, sizes."""
-        observed = [node["value"] for node in self.nodes.values() if role(node) == "data" and torch.is_tensor(node["value"])]
         variables = {}
         for name, value in arguments.items():
-            if torch.is_tensor(value) and not any(is_same(value, other) for other in observed):
+            if torch.is_tensor(value) and not observed_sites(self.nodes, value):
                 variables[name] = (self._argument_names(name, value), as_array(value))
         return self._dataset(variables)
 
@@ -428,8 +425,9 @@ class Writer:
             variables["states"] = self._rows(states, population.states(dtype) + low.to(population.words.device), (STATE, LATENT))
         else:
             attrs["omitted"] = f"states: {size} bytes are over the memory budget; see guide.states()"
-        labels = {LATENT: [label for name, site in layout.sites.items() for label in entry_labels(name, site.shape)]}
-        return self._dataset(variables, labels).assign_attrs(attrs)
+        entries = [(name, position) for name, site in layout.sites.items() for position in np.ndindex(*site.shape)]
+        labels = [f"{name}[{','.join(map(str, position))}]" if position else name for name, position in entries]
+        return self._dataset(variables, {LATENT: labels}).assign_attrs(attrs)
 
     def _rows(self, states: States, values: Tensor, inner: tuple[str, ...]) -> Variable:
         """Values ``(N, ...)`` with one dimension per data plate."""

@@ -9,6 +9,7 @@ guide::
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,13 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from pyro_truncated.diagnostics.pages import tensor_plots as plots
 from pyro_truncated.diagnostics.pages.tensor_plots import ACCENT, COLOUR, GAPS, tidy
 from pyro_truncated.diagnostics.prediction import cross_validate, loo_pit, observed_name
 from pyro_truncated.diagnostics.truncation.thresholds import COVERED_LIMIT
-from pyro_truncated.utils import arviz_compat as compat
 from pyro_truncated.utils.arguments import check_count, check_kinds, names_arguments
 from pyro_truncated.utils.arviz_compat import get_dataset, group_names
 
@@ -198,7 +199,7 @@ def _names(values: Any) -> list[str]:
 
 @names_arguments
 def plot_predictive_check(idata: Any, ax: Axes, *, group: str = "posterior_predictive", name: str | None = None, draws: int = 30) -> Axes:
-    """Distribution of all observed values beside those of drawn data sets (``arviz.plot_ppc``).
+    """Distribution of all observed values beside those of drawn data sets.
 
     Example::
 
@@ -211,13 +212,35 @@ def plot_predictive_check(idata: Any, ax: Axes, *, group: str = "posterior_predi
         name: observed site; needed if there are several.
         draws: number of data sets.
     """
-    draws = check_count("draws", draws)
-    compat.draw_predictive_check(idata, group, name or observed_name(idata, group), ax, draws)
+    draws, name = check_count("draws", draws), name or observed_name(idata, group)
+    values, predicted = get_dataset(idata, "observed_data")[name].values.ravel(), get_dataset(idata, group)[name]
+    rows = predicted.isel(draw=slice(0, max(1, draws // predicted.sizes["chain"]))).values.reshape(-1, values.size)
+    # Of both only what was observed.
+    values, rows = values[~np.isnan(values)], rows[:, ~np.isnan(values)]
+    every = np.concatenate([values, rows.ravel()])
+    every = every[np.isfinite(every)]
+    low, high = every.min(), every.max()
+    if (every == np.round(every)).all():
+        width = max(1, (high - low) // 50)  # about 50 bins
+        bins = np.arange(low, high + 1 + width, width) - 0.5
+    else:
+        count = len(np.histogram_bin_edges(values[np.isfinite(values)], "auto", (low, high)))
+        bins = np.linspace(low, high, min(max(count, 11), 101))
+    for row in rows:
+        ax.plot(*_outline(row, bins), color="C0", alpha=0.25, linewidth=0.8)
+    ax.plot(*_outline(values, bins), color="black")
+    ax.set(xlabel=name, yticks=[])
+    ax.legend([Line2D([], [], color="C0"), Line2D([], [], color="black")], ["drawn", "observed"], frameon=False, fontsize=8)
     return tidy(ax)
 
 
+def _outline(values: np.ndarray, bins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    heights, edges = np.histogram(values[np.isfinite(values)], bins=bins, density=True)
+    return (edges[1:] + edges[:-1]) / 2, heights
+
+
 def plot_pareto_k(idata: Any, ax: Axes, *, var_name: str | None = None) -> Axes:
-    """Plots Pareto tail indices of PSIS-LOO (``arviz.plot_khat``).
+    """Plots Pareto tail indices of PSIS-LOO.
 
     Example::
 
@@ -231,7 +254,12 @@ def plot_pareto_k(idata: Any, ax: Axes, *, var_name: str | None = None) -> Axes:
     Returns:
         The axes.
     """
-    compat.draw_pareto_k(cross_validate(idata, var_name=var_name).pareto_k, ax)
+    shapes = cross_validate(idata, var_name=var_name).pareto_k
+    ax.plot(np.arange(len(shapes)), shapes, "+", color="C0")
+    # Unreliable above 0.7; above 1 the weights have no mean.
+    for level, style in ((0.7, "--"), (1.0, "-.")):
+        ax.axhline(level, linestyle=style, color="grey", linewidth=0.8)
+    ax.set(xlabel="data point", ylabel="tail index")
     return tidy(ax)
 
 
@@ -276,7 +304,7 @@ def plot_loo_pit(idata: Any, ax: Axes, *, name: str | None = None, features: Seq
 
 
 def plot_forest(idata: Any, ax: Axes, *, var_names: Sequence[str] | None = None, most: int = 30) -> Axes:
-    """Intervals of global latents (weights, scales) from their draws (``arviz.plot_forest``).
+    """Intervals of global latents (weights, scales): quartiles and 94 % of their draws.
 
     Example::
 
@@ -294,13 +322,17 @@ def plot_forest(idata: Any, ax: Axes, *, var_names: Sequence[str] | None = None,
     names = list(var_names) if var_names is not None else global_names(idata)
     if not names:
         raise ValueError("the posterior has no global latents; parameters are point estimates, which have no intervals")
-    data = get_dataset(idata, "posterior")[names]
-    parts = {}
-    for name, variable in data.data_vars.items():
-        inner = [dim for dim in variable.dims if dim not in ("chain", "draw")]
-        entry = f"{name}_entry"
-        parts[name] = variable.stack({entry: inner}).isel({entry: slice(0, most)}).drop_vars([entry, *inner]) if inner else variable
-    compat.draw_forest(data.drop_dims([dim for dim in data.dims if dim not in ("chain", "draw")]).assign(parts), ax)
+    rows = []
+    for name, variable in get_dataset(idata, "posterior")[names].data_vars.items():
+        entries = variable.stack(sample=("chain", "draw")).transpose(..., "sample")
+        for position in itertools.islice(np.ndindex(*entries.shape[:-1]), most):
+            label = f"{name}[{', '.join(map(str, position))}]" if position else str(name)
+            rows.append((label, np.quantile(entries.values[position], [0.03, 0.25, 0.5, 0.75, 0.97])))
+    for height, (_, (low, left, middle, right, high)) in enumerate(reversed(rows)):
+        ax.plot([low, high], [height] * 2, color="C0", linewidth=1)
+        ax.plot([left, right], [height] * 2, color="C0", linewidth=3)
+        ax.plot(middle, height, "o", color="white", markeredgecolor="C0", markersize=4)
+    ax.set_yticks(range(len(rows)), [label for label, _ in reversed(rows)], fontsize=8)
     return tidy(ax)
 
 
@@ -326,7 +358,7 @@ def _data_dims(idata: Any) -> list[Any]:
 
 
 def plot_comparison(table: Any, ax: Axes) -> Axes:
-    """Models by expected log predictive density (``arviz.plot_compare``), from :func:`~pyro_truncated.diagnostics.compare_models`.
+    """Models by expected log predictive density, from :func:`~pyro_truncated.diagnostics.compare_models`.
 
     Example::
 
@@ -340,5 +372,10 @@ def plot_comparison(table: Any, ax: Axes) -> Axes:
     Returns:
         The axes.
     """
-    compat.draw_comparison(table, ax)
+    # ArviZ 0.2x calls it otherwise.
+    elpd = table["elpd_loo" if "elpd_loo" in table else "elpd"].astype(float)
+    heights = np.arange(len(table))[::-1]
+    ax.errorbar(elpd, heights, xerr=table["se"].astype(float), fmt="o", color="black", capsize=2)
+    ax.set_yticks(heights, list(table.index))
+    ax.set_xlabel("elpd")
     return tidy(ax)

@@ -79,11 +79,6 @@ def silently(call: Callable[[], Result]) -> Result:
         return call()
 
 
-def _data_point(position: np.intp, values: np.ndarray) -> int:
-    """The data point at a position of values ``(N,)``, or of ``(guides, N)``."""
-    return int(position % values.shape[-1])
-
-
 def judge_guide(shape: float, log_weights: np.ndarray) -> list[Finding]:
     """Findings from the tail index of a guide's importance weights."""
     if shape <= PARETO_LIMIT or np.ptp(log_weights) <= RELEVANT_NATS:
@@ -101,7 +96,7 @@ def judge_coverage(
     """
     findings = []
     if not covered_mass.mean() >= COVERED_LIMIT:
-        worst = _data_point(covered_mass.argmin(), covered_mass)
+        worst = int(covered_mass.argmin() % covered_mass.shape[-1])
         findings.append(
             Finding(
                 f"The populations cover at most {covered_mass.mean():.0%} of the posterior mass on average (data point {worst}: "
@@ -159,7 +154,7 @@ def judge_gap(gap: np.ndarray, reference: str) -> list[Finding]:
     """A finding from the gap of the bound, in nats."""
     if gap.mean() <= GAP_LIMIT:
         return []
-    worst = _data_point(gap.argmax(), gap)
+    worst = int(gap.argmax() % gap.shape[-1])
     return [
         Finding(
             f"The bound is {gap.mean():.2f} nats per data point below {reference} (data point {worst}: {gap.max():.2f}).",

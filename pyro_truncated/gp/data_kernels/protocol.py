@@ -425,7 +425,29 @@ class SumKernel(DataKernel):
         return total if self.identity is None else total + evaluate(self.identity, each[0])
 
 
-class RescaledKernel(DataKernel):
+class _DerivedKernel(DataKernel):
+    """A kernel made of another one, alike on new inputs."""
+
+    def __init__(self, kernel: DataKernel, num_data: int) -> None:
+        super().__init__(num_data)
+        # Not a submodule: the kernel may already belong to another module.
+        self._lent = (kernel,)
+
+    @property
+    def kernel(self) -> DataKernel:
+        """The kernel on all of its training inputs."""
+        return self._lent[0]
+
+    def diag_new(self, new: Any) -> Tensor:
+        """Variances ``(n_new,)`` of new inputs."""
+        return self.kernel.diag_new(new)
+
+    def among(self, new: Any) -> Tensor:
+        """Covariances ``(n_new, n_new)`` of new inputs with each other."""
+        return self.kernel.among(new)
+
+
+class RescaledKernel(_DerivedKernel):
     r""":math:`k(x_i, x_j) / (\sigma_i \sigma_j)`, for noise of variance :math:`\sigma_i^2` per data point.
 
     Args:
@@ -434,15 +456,8 @@ class RescaledKernel(DataKernel):
     """
 
     def __init__(self, kernel: DataKernel, deviations: Tensor) -> None:
-        super().__init__(kernel.num_data)
-        # Not a submodule: the kernel may already belong to a Pyro model.
-        self._scaled_kernel = (kernel,)
+        super().__init__(kernel, kernel.num_data)
         self.register_buffer("deviations", deviations, persistent=False)
-
-    @property
-    def kernel(self) -> DataKernel:
-        """The kernel that is rescaled."""
-        return self._scaled_kernel[0]
 
     def diag(self, rows: Tensor | None = None) -> Tensor:
         """Variances of the training inputs, ``(n,)``, or only those at ``rows``."""
@@ -458,20 +473,12 @@ class RescaledKernel(DataKernel):
         block: Tensor = self.kernel.cross(new, index) / self.deviations[index]
         return block
 
-    def diag_new(self, new: Any) -> Tensor:
-        """Variances ``(n_new,)`` of new inputs."""
-        return self.kernel.diag_new(new)
-
-    def among(self, new: Any) -> Tensor:
-        """Covariances ``(n_new, n_new)`` of new inputs, which are not rescaled, with each other."""
-        return self.kernel.among(new)
-
     def _scale_rows(self, rows: Tensor | None) -> Tensor:
         deviations: Tensor = self.deviations if rows is None else self.deviations[rows]
         return deviations
 
 
-class RestrictedKernel(DataKernel):
+class RestrictedKernel(_DerivedKernel):
     """A kernel on some of its training inputs: subset of data.
 
     Example:
@@ -497,16 +504,10 @@ class RestrictedKernel(DataKernel):
         num = kernel.num_data
         if not borrowed and not len(check_positions("rows", rows, num)):
             raise ValueError(f"rows must be positions (n,), integers from 0 to {num - 1}; got none")
-        super().__init__(len(rows))
-        self._lent = (kernel,)
+        super().__init__(kernel, len(rows))
         if not borrowed:
             self._own = kernel
         self.register_buffer("rows", rows, persistent=False)
-
-    @property
-    def kernel(self) -> DataKernel:
-        """The kernel on all of its training inputs."""
-        return self._lent[0]
 
     def diag(self, rows: Tensor | None = None) -> Tensor:
         """Variances of the inputs kept, ``(n,)``, or only those at ``rows``."""
@@ -519,14 +520,6 @@ class RestrictedKernel(DataKernel):
     def cross(self, new: object, index: Tensor) -> Tensor:
         """Covariances ``(n_new, b)`` of new inputs with the inputs kept at positions ``index``."""
         return self.kernel.cross(new, self.rows[index])
-
-    def diag_new(self, new: object) -> Tensor:
-        """Variances ``(n_new,)`` of new inputs."""
-        return self.kernel.diag_new(new)
-
-    def among(self, new: object) -> Tensor:
-        """Covariances ``(n_new, n_new)`` of new inputs with each other."""
-        return self.kernel.among(new)
 
 
 class InputKernel(DataKernel):

@@ -243,7 +243,7 @@ class Alternation:
         return best_index, best
 
     def _improve(self, sample: RowSample, index: Tensor | None, budget: Budget) -> Tensor:
-        problem = SubsetProblem(sample.kernel, sample.targets, self._noise(), self._subset_objective())
+        problem = self._subset_problem(sample.kernel, sample.targets)
         return self.search.improve(problem, self.num_inducing, index, budget, self.generator)
 
     def _fit_parameters(self, sample: RowSample, index: Tensor, settings: FitSettings) -> float:
@@ -257,7 +257,7 @@ class Alternation:
     @torch.no_grad()
     def _subset_value(self, index: Tensor) -> float:
         """The objective that subsets are chosen by."""
-        problem = SubsetProblem(self.kernel, self.targets, self._noise(), self._subset_objective())
+        problem = self._subset_problem(self.kernel, self.targets)
         return ExchangeFactors(problem, len(index), index).value()
 
     def _full_objective(self, index: Tensor) -> float:
@@ -269,14 +269,12 @@ class Alternation:
             parameter.grad = None
         return value
 
-    def _subset_objective(self) -> str:
-        return "vfe" if self.objective == "fitc" else self.objective
+    def _subset_problem(self, kernel: DataKernel, targets: Tensor) -> SubsetProblem:
+        objective = "vfe" if self.objective == "fitc" else self.objective
+        return SubsetProblem(kernel, targets, float(noise_from_log(self.log_noise.detach())), objective)
 
     def _trainable_parameters(self) -> list[Tensor]:
         return hyper_parameters(self.kernel, self.log_noise)
-
-    def _noise(self) -> float:
-        return float(noise_from_log(self.log_noise.detach()))
 
 
 def hyper_parameters(kernel: DataKernel, log_noise: Tensor) -> list[Tensor]:

@@ -49,12 +49,6 @@ def make_kernel(kernel: str | kernels.Kernel, inputs: Tensor) -> kernels.Kernel:
     return make[kernel]()
 
 
-def unconstrained_parameters(kernel: kernels.Kernel, noise: Tensor) -> Parameters:
-    """Unconstrained kernel parameters and the noise variance's logarithm."""
-    parameters = {name: value.detach().clone() for name, value in kernel.named_parameters()}
-    return {**parameters, NOISE: noise.detach().log()}
-
-
 class Box:
     r"""Bounds of every parameter, and the map :math:`\theta = l + (u - l)\,\mathrm{sigmoid}(z)`.
 
@@ -248,7 +242,8 @@ class LeaveOneOutRegression:
         self.kernel = make_kernel(kernel, self.inputs)
         if not isinstance(kernel, str):
             check_kernel(self.kernel, self.inputs)
-        start = unconstrained_parameters(self.kernel, torch.tensor(noise, dtype=torch.float64, device=inputs.device))
+        start = {name: value.detach().clone() for name, value in self.kernel.named_parameters()}
+        start[NOISE] = torch.tensor(noise, dtype=torch.float64, device=inputs.device).log()
         self._box = Box(self.kernel)
         self._targets: Tensor | None = None
         self.unit = 1.0

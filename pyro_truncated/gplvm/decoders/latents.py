@@ -1,6 +1,6 @@
 r"""The most probable latents of data points, and normal distributions around them.
 
-Normal distributions around the most probable latents of data points, and what they say about the outputs.
+Several processes may share the data points out, each with their latents.
 
 Around the most probable latent :math:`z_n` the decoder's means are nearly linear, with slopes
 :math:`J_n`. So the posterior of the latent is nearly normal, and the outputs have the moments
@@ -16,14 +16,29 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Self
 
 import numpy as np
+import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from pyro_truncated.gp.active_sets import NearestSet, conditional_log_prob
+from pyro_truncated.distributed import collectives
+from pyro_truncated.distributed.shards import (
+    Portion,
+    find_part,
+    gather_owned_rows,
+    owned_parameters,
+    rows_at,
+    synchronize_generator,
+)
+from pyro_truncated.gp.active_sets import (
+    NearestSet,
+    Split,
+    conditional_log_prob,
+    split_weights,
+)
 from pyro_truncated.gplvm.batched_bfgs import maximize_batched
 from pyro_truncated.utils.arguments import check_count, describe, names_arguments
 from pyro_truncated.utils.arrays import as_tensors
@@ -63,46 +78,6 @@ def best_candidates(posterior: Predictor, x: Tensor, candidates: Tensor, num: in
         spread = weights @ (2 * math.pi * variance).log().mT
     scores = -0.5 * (squares + spread + candidates.square().sum(-1))
     return candidates[scores.topk(num, 1).indices].movedim(1, 0)
-
-
-def infer_latents(
-    posterior: Predictor,
-    x: Tensor,
-    *,
-    starts: int = 3,
-    steps: int = 30,
-    lr: float = 0.05,
-    extra_start: Tensor | None = None,
-    num_candidates: int = 2000,
-    block: int = 5000,
-) -> Tensor:
-    r"""Latents that maximise :math:`\log p(x_n \mid z) + \log \mathcal N(z; 0, I)` for data points ``(M, D)``, NaN where missing.
-
-    Starts are the candidates among the posterior's own latents that explain a point best, see :func:`maximize_batched`. Points do not
-    influence each other.
-
-    Args:
-        posterior: predicts outputs at latents.
-        x: data points.
-        starts: number of starts per point.
-        steps: most quasi-Newton steps; 0 returns the best start.
-        lr: length of the first of them, in units of the latent space.
-        extra_start: one more start for each point, ``(M, Q)``.
-        num_candidates: largest number of candidates to consider.
-        block: data points at a time.
-
-    Returns:
-        ``(M, Q)``.
-    """
-    candidates = posterior.latents[:: -(-len(posterior.latents) // num_candidates)]
-    parts = []
-    for rows in torch.arange(len(x), device=x.device).split(block):
-        value = x[rows]
-        with torch.no_grad():
-            begin = best_candidates(posterior, value, candidates, min(starts, len(candidates)))
-        begin = begin if extra_start is None else torch.cat([begin, extra_start[rows].unsqueeze(0)])
-        parts.append(maximize(posterior, log_joint, value, begin, steps, lr))
-    return torch.cat(parts)
 
 
 def maximize(posterior: Predictor, objective: Objective, x: Tensor, starts: Tensor, steps: int, lr: float) -> Tensor:
@@ -525,3 +500,111 @@ def _fit_noise(x: Tensor, is_hidden: Tensor, mean: Tensor, spread: Tensor, *, no
     noise = ((error - spread * is_hidden).sum(0) / counts).clamp(min=noise_floor * float(error.sum() / is_hidden.sum()))
     total = spread + noise
     return -((error / total + is_hidden * total.log()).sum() / 2), noise
+
+
+_NAMES = ("z_loc", "z_scale")
+
+
+def join_latents(module: torch.nn.Module, expected: Portion | None, x: Tensor) -> Portion | None:
+    """Which data points a shard has, ``None`` for all.
+
+    On the first call the latents of others are dropped, and all processes start like the first.
+    """
+    portion = find_part(x)
+    if expected is None and portion is not None:
+        _begin(module, portion)
+    elif portion != expected:
+        raise ValueError(f"data must be the shard of the latents, {expected}; got {portion}. Call gather_() on all processes before")
+    for parameter in _latent_parameters(module) if portion is not None else ():
+        # Copies of a module do not know of it.
+        owned_parameters[parameter] = True
+    return portion
+
+
+@torch.no_grad()
+def gather_latents(module: torch.nn.Module) -> None:
+    """Gives every process the latents of all data points."""
+    for parameter in _latent_parameters(module):
+        parameter.data = torch.cat(collectives.gather(parameter.detach().clone()))
+        parameter.grad = None
+        owned_parameters.pop(parameter, None)
+
+
+@torch.no_grad()
+def _begin(module: torch.nn.Module, portion: Portion) -> None:
+    latents = _latent_parameters(module)
+    for parameter in latents:
+        parameter.data = parameter.detach()[portion.first : portion.first + portion.size].clone()
+        parameter.grad = None
+    own = {id(parameter) for parameter in latents}
+    common = [tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in own]
+    for tensor, value in zip(common, collectives.agree([tensor.detach() for tensor in common]), strict=True):
+        tensor.copy_(value)
+    synchronize_generator(None)
+
+
+def _latent_parameters(module: torch.nn.Module) -> list[Tensor]:
+    return [value for name, value in module.named_parameters(recurse=False) if name.removesuffix("_unconstrained") in _NAMES]
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedSplit(Split):
+    """A process's part of a minibatch, whose results add up.
+
+    Attributes:
+        within: positions ``(b,)`` of its data points within the minibatch.
+        batch_size: data points of the minibatch, ``B``.
+        portion: the data points of this process.
+    """
+
+    within: Tensor
+    batch_size: int
+    portion: Portion
+
+    @classmethod
+    def from_split(cls, split: Split, portion: Portion) -> SharedSplit:
+        """That of a minibatch of data points of all processes."""
+        if not split.num_active:
+            raise ValueError("on several processes a minibatch needs an active set of at least one data point (num_active)")
+        is_own = (split.indices >= portion.first) & (split.indices < portion.first + portion.size)
+        is_own[: split.num_active] = True
+        within = is_own.nonzero().squeeze(-1)
+        return cls(split.indices[within], split.num_active, within, len(split.indices), portion)
+
+    def weights(self, num_data: int, like: Tensor | None = None) -> Tensor:
+        """Weights ``(b,)`` that correct a plate's scale ``N / b``."""
+        weights = split_weights(self.batch_size, self.num_active, num_data, like)[self.within] * (len(self.within) / self.batch_size)
+        weights[: self.num_active] /= collectives.size()
+        return weights
+
+    def rows(self, x: Tensor) -> Tensor:
+        """The data ``(b, D)``, of which the active points come from their owners."""
+        return torch.cat([rows_at(x, self.active), x[self.rest - self.portion.first]])
+
+    def latents(self, variables: Sequence[Tensor]) -> list[Tensor]:
+        """Gathers rows ``(b, Q)``; gradients of active ones go to owners."""
+        every = torch.cat(list(variables), -1)
+        rows = torch.cat([gather_owned_rows(every, self.portion, self.active), every[self.rest - self.portion.first]])
+        return list(rows.split([values.shape[-1] for values in variables], -1))
+
+    def normal(self, loc: Tensor, scale: Tensor) -> Any:
+        """Those that draw for all of the minibatch, alike on all processes."""
+        return dist.Independent(RowNormal(loc, scale, self.within, self.batch_size), 1)
+
+
+class RowNormal(dist.Normal):
+    """Normal distributions of some ``rows (b,)`` of ``num_rows``, ``(..., b, Q)``."""
+
+    def __init__(self, loc: Tensor, scale: Tensor, rows: Tensor, num_rows: int) -> None:
+        super().__init__(loc, scale)
+        self.rows, self.num_rows = rows, num_rows
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> RowNormal:
+        """The same with further dimensions on the left."""
+        return RowNormal(self.loc.expand(batch_shape), self.scale.expand(batch_shape), self.rows, self.num_rows)
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draws for all rows, and takes its own."""
+        shape = torch.Size(sample_shape) + self.batch_shape
+        noise = torch.randn(*shape[:-2], self.num_rows, shape[-1], dtype=self.loc.dtype, device=self.loc.device)
+        return self.loc + noise[..., self.rows, :] * self.scale

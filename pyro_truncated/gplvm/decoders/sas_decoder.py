@@ -45,8 +45,16 @@ from pyro_truncated.gp.active_sets import (
 )
 from pyro_truncated.gp.data_kernels.protocol import check_kernel
 from pyro_truncated.gplvm.decoders.conditioning_set import ConditioningSet, Posterior, checksum, neighbors_set, select_conditioning_set
-from pyro_truncated.gplvm.decoders.latents import CandidateLatents, Predictor, best_candidates, log_joint, maximize
-from pyro_truncated.gplvm.decoders.sharded_latents import SharedSplit, gather_latents, join_latents
+from pyro_truncated.gplvm.decoders.latents import (
+    CandidateLatents,
+    Predictor,
+    SharedSplit,
+    best_candidates,
+    gather_latents,
+    join_latents,
+    log_joint,
+    maximize,
+)
 from pyro_truncated.gplvm.principal_components import principal_components
 from pyro_truncated.utils.arguments import check_count, check_counts, check_learning_rate, describe, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
@@ -302,16 +310,13 @@ class SASDecoder(UniqueModule):
         with pyro.plate("data", self.num_data, subsample=split.indices, dim=-1), poutine.scale(scale=weights):
             yield
 
-    def _prior(self) -> Any:
-        return dist.Normal(self.loc.new_zeros(self.latent_dim), 1.0).to_event(1)
-
     @pyro_method
     @takes_arrays
     def model(self, x: Tensor, split: Split | None = None) -> None:
         """The generative program of data ``(N, D)``, for a minibatch."""
         split = self._split(x, split)
         with self._plate(split):
-            z = pyro.sample("z", self._prior())
+            z = pyro.sample("z", dist.Normal(self.loc.new_zeros(self.latent_dim), 1.0).to_event(1))
             self._observe(z, x, split)
 
     def _observe(self, z: Tensor, x: Tensor, split: Split) -> None:

@@ -208,14 +208,12 @@ class Posterior:
             usage = torch.ones_like(usage)
         loc = self._start(data, usage, candidates, prior)
         parts = []
-        for rows in torch.arange(len(loc), device=loc.device).split(self._rows_per_block()):
+        size = rows_per_block(64 * max(len(view.inducing) ** 2 + view.num_functions for view in self.model.views))
+        for rows in torch.arange(len(loc), device=loc.device).split(size):
             here, near = {c: value[rows] for c, value in data.items()}, (prior[0][rows], prior[1][rows])
             parts.append(self._maximize(here, usage, loc[rows], near, steps, tolerance))
         loc, log_scale, bound = (torch.cat(part) for part in zip(*parts, strict=True))
         return Latents(loc, log_scale.exp(), usage, tuple(data), bound)
-
-    def _rows_per_block(self) -> int:
-        return rows_per_block(64 * max(len(view.inducing) ** 2 + view.num_functions for view in self.model.views))
 
     def _maximize(
         self, data: dict[int, Tensor], usage: Tensor, loc: Tensor, prior: tuple[Tensor, Tensor], steps: int, tolerance: float

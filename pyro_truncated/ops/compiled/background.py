@@ -23,7 +23,7 @@ from typing import Any
 
 import numba
 
-from pyro_truncated.ops.backend import compiles_first, is_forked
+from pyro_truncated.ops import backend
 
 try:
     import fcntl
@@ -43,8 +43,8 @@ def is_on() -> bool:
     """Whether kernels may be compiled in the background."""
     return (
         os.environ.get(VARIABLE, "1") != "0"
-        and not compiles_first()
-        and not is_forked()
+        and not backend.compiles_first()
+        and not backend.is_forked
         and multiprocessing.parent_process() is None
         and "python" in Path(sys.executable or "").name.lower()
     )
@@ -95,7 +95,7 @@ def _start(folder: str) -> subprocess.Popen[bytes]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    if not is_forked():
+    if not backend.is_forked:
         # Files are written under another name first, so nothing is left half written.
         process.kill()
         process.wait()

@@ -67,8 +67,8 @@ def messages(words: Tensor, unary: Tensor, log_prob: Tensor, kind: Tensor, forwa
     """See :func:`pyro_truncated.ops.binary_chains.forward_messages` and :func:`pyro_truncated.ops.binary_chains.backward_messages`."""
     out = torch.empty(unary.shape, dtype=torch.float64)
     log_norm = torch.zeros(kind.shape, dtype=torch.float64)
-    if _is_full(words, log_prob):
-        chances, (likelihood, best), norm = log_prob.double().exp(), _likelihood(unary), torch.ones_like(log_norm)
+    if (chances := _chances_if_full(words, log_prob)) is not None:
+        (likelihood, best), norm = _likelihood(unary), torch.ones_like(log_norm)
         arguments = _arrays(likelihood, kind, chances if forward else chances.mT)
         _full_messages(*arguments, forward, out.numpy(), norm.numpy())
         return out.log_(), norm.log_() + torch.where(kind < 0, 0.0, best)
@@ -76,13 +76,14 @@ def messages(words: Tensor, unary: Tensor, log_prob: Tensor, kind: Tensor, forwa
     return out, log_norm
 
 
-def _is_full(words: Tensor, log_prob: Tensor) -> bool:
-    """Whether all steps have all states in order, and no product vanishes."""
+def _chances_if_full(words: Tensor, log_prob: Tensor) -> Tensor | None:
+    """Transition probabilities, if sets are full, in order, and no product vanishes."""
     size = words.shape[2]
     if size.bit_length() - 1 != log_prob.shape[1] or size != 1 << log_prob.shape[1]:
-        return False
+        return None
     # Messages backward are normalised before a step, and what the next step multiplies must not vanish, either.
-    return bool(log_prob.amin((-2, -1)).sum(-1).amin() > -_SAFE_NATS / 2) and bool((words[..., 0] == torch.arange(size)).all())
+    is_safe = bool(log_prob.amin((-2, -1)).sum(-1).amin() > -_SAFE_NATS / 2)
+    return log_prob.double().exp() if is_safe and bool((words[..., 0] == torch.arange(size)).all()) else None
 
 
 def select(
@@ -105,8 +106,8 @@ def expected_pairs(
     number = torch.zeros(len(kind), num_kinds, dtype=torch.float64)
     previous, current, both = torch.zeros(3, len(kind), num_kinds, num_latents, dtype=torch.float64)
     sums = (number.numpy(), previous.numpy(), current.numpy(), both.numpy())
-    if _is_full(words, log_prob):
-        _full_expected_pairs(*_arrays(forward.exp(), _likelihood(onward)[0], kind, weight), as_array(log_prob.double().exp()), *sums)
+    if (chances := _chances_if_full(words, log_prob)) is not None:
+        _full_expected_pairs(*_arrays(forward.exp(), _likelihood(onward)[0], kind, weight, chances), *sums)
         return number.sum(0), previous.sum(0), current.sum(0), both.sum(0)
     _expected_pairs(*_arrays(words, forward, onward, kind, weight), *_tables(log_prob, words.shape[-1]), *sums)
     return number.sum(0), previous.sum(0), current.sum(0), both.sum(0)
@@ -769,15 +770,6 @@ def _times_ratios(near, others, state, smallest, both, masks, forward, chances, 
 
 
 @njit(cache=True, nogil=True)
-def _is_among(states, weights, state):
-    """Whether a state is one of those that have any weight."""
-    is_among = False
-    for j in range(states.shape[0]):
-        is_among |= weights[j] > -np.inf and _equal(states[j], state)
-    return is_among
-
-
-@njit(cache=True, nogil=True)
 def _insert(log_mass, i, m, state, score, member, latent, best_states):
     """Puts a candidate into the sorted list of the best."""
     j = score.shape[0] - 1
@@ -797,7 +789,12 @@ def _insert_flips(i, states, weights, gain, ratio, score, member, latent, best_s
         if log_mass > score[score.shape[0] - 1]:
             state[:] = states[i]
             state[m >> 6] ^= np.int64(1) << (m & 63)
-            if not _is_among(states, weights, state) and not _is_among(best_states, score, state):
+            is_new = True
+            for j in range(states.shape[0]):
+                is_new = is_new and not (weights[j] > -np.inf and _equal(states[j], state))
+            for j in range(score.shape[0]):
+                is_new = is_new and not (score[j] > -np.inf and _equal(best_states[j], state))
+            if is_new:
                 _insert(log_mass, i, m, state, score, member, latent, best_states)
 
 

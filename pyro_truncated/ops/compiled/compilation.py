@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
-from pyro_truncated.ops.backend import NotCompiledError, is_forked
+from pyro_truncated.ops import backend
+from pyro_truncated.ops.backend import NoKernelError
 from pyro_truncated.ops.compiled.background import VARIABLE, compile_later, is_on
 
 _logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, lat
     Args:
         function: the function. Without it, a decorator is returned.
         cache: whether to keep the compiled code on disk.
-        later: whether another process may compile it. A call raises ``NotCompiledError`` until then.
+        later: whether another process may compile it. A call raises ``NoKernelError`` until then.
         **options: for :func:`numba.njit`.
     """
     if function is None:
@@ -79,7 +80,7 @@ class _Cache(FunctionCache):
         if found is None:
             _announce_compilation()
             if self._later and compile_later(self._py_func, signature, self.cache_path):
-                raise NotCompiledError
+                raise NoKernelError
         return found
 
     def save_overload(self, *arguments: Any) -> None:
@@ -159,7 +160,7 @@ def parallel_kernel(*, cost: int = 1, has_plain: bool = False, **options: Any) -
 
         @functools.wraps(function)
         def call(*arguments: Any) -> Any:
-            if is_forked():
+            if backend.is_forked:
                 return serial()(*arguments)
             size = sum(argument.size for argument in arguments if isinstance(argument, np.ndarray))
             num_threads = numba.get_num_threads()
@@ -168,7 +169,7 @@ def parallel_kernel(*, cost: int = 1, has_plain: bool = False, **options: Any) -
                 numba.set_num_threads(at_most)
             try:
                 return compiled(*arguments)
-            except NotCompiledError:
+            except NoKernelError:
                 if has_plain:
                     raise
             finally:
@@ -197,5 +198,5 @@ def _start_threads() -> None:
     torch.set_num_threads(num_threads)
 
 
-if not is_forked():
+if not backend.is_forked:
     _start_threads()

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pyro_truncated.ops.backend import NoKernelError
 from pyro_truncated.ops.fused.bits import mix, on_device
-from pyro_truncated.ops.vectorised import evolution as vectorised
 
 # Of more states sorts take less time.
 _MOST_STATES = 1024
@@ -19,7 +19,7 @@ def find_duplicates(words: Tensor) -> Tensor:
     """Marks the states ``(N, C)`` that equal an earlier state of their row."""
     num_data, number, num_words = words.shape
     if number > _MOST_STATES:
-        return vectorised.find_duplicates(words)
+        raise NoKernelError
     out = torch.zeros(num_data, number, dtype=torch.bool, device=words.device)
     if out.numel():
         words, hashes = words.contiguous(), out.new_empty(out.shape, dtype=torch.int64)
@@ -62,7 +62,7 @@ def select_top(words: Tensor, log_joint: Tensor, extra_words: Tensor, extra_log_
     """The best ``size`` distinct states, and a row's too small number or -1."""
     number = words.shape[1] + extra_words.shape[1]
     if size > words.shape[1] or number > _MOST_STATES:
-        return vectorised.select_top(words, log_joint, extra_words, extra_log_joint, size)
+        raise NoKernelError
     words, log_joint = torch.cat([words, extra_words], 1), torch.cat([log_joint, extra_log_joint], 1)
     num_data, _, num_words = words.shape
     out = words.new_empty(num_data, size, num_words), log_joint.new_empty(num_data, size)

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pyro_truncated.ops.backend import NoKernelError
 from pyro_truncated.ops.fused.bits import mix, on_device, uniform
 from pyro_truncated.ops.packed_states import Fields
-from pyro_truncated.ops.vectorised import latent_values as vectorised
 from pyro_truncated.ops.vectorised import random
 
 
@@ -17,7 +17,7 @@ from pyro_truncated.ops.vectorised import random
 def draw_values(tails: Tensor, num_samples: int, fields: Fields, rows: Tensor, seed: int) -> Tensor:
     """See :func:`pyro_truncated.ops.draw_values`; given the probabilities ``P(value > v)``, ``(N, L, V - 1)``."""
     if not fields.is_binary:
-        return vectorised.draw_values(tails, num_samples, fields, rows, seed)
+        raise NoKernelError
     out = torch.empty(len(tails), num_samples, fields.num_words, dtype=torch.int64, device=tails.device)
     if out.numel():
         sizes = out.numel(), num_samples, fields.num_latents, fields.num_words

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pyro_truncated.ops.backend import NoKernelError
 from pyro_truncated.ops.fused.bits import lowest_bit, on_device
-from pyro_truncated.ops.vectorised import noisy_or as vectorised
 
 
 @on_device
@@ -18,7 +18,7 @@ def noisy_or_log_prob(words: Tensor, value: Tensor, log_complement: Tensor, log_
     num_observed = len(log_complement)
     # A program holds all dimensions of a state.
     if num_observed > 2**14:
-        return vectorised.noisy_or_log_prob(words, value, log_complement, log_leak_complement, linear)
+        raise NoKernelError
     out = linear.new_empty(num_data, num_candidates, dtype=torch.float64)
     causes, linear, value = log_complement.mT.double().contiguous(), linear.double(), value.contiguous()
     block = triton.next_power_of_2(max(1, num_observed))
@@ -71,7 +71,7 @@ def _noisy_or(
 
 @triton.jit
 def _log1mexp(x):
-    """See :func:`pyro_truncated.ops.unpacked.log1mexp`."""
+    """See :func:`pyro_truncated.ops.noisy_or.log1mexp`."""
     # Without expm1 and log1p, which Triton's interpreter lacks. The logarithm of the rounded number has the same rounding error as e^x or
     # 1 - e^x, so their ratio is right (Kahan).
     power = tl.exp(x)

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pyro_truncated.ops.backend import NoKernelError
 from pyro_truncated.ops.fused.bits import any_bits, lowest_bit, on_device
-from pyro_truncated.ops.vectorised import slabs as vectorised
 from pyro_truncated.ops.vectorised.latent_values import gram_matrix, sort_by_number
 
 # Of a matrix of active latents; larger ones do not fit registers.
@@ -21,8 +21,6 @@ _PLACES = [4, 8, 16, 32, 64]
 def log_prob(words: Tensor, linear: Tensor, elements: Tensor, is_observed: Tensor | None, mean: Tensor, deviation: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.compiled.slabs.log_prob`."""
     launches = _plan(words)
-    if launches is None:
-        return vectorised.log_prob(words, linear, elements, is_observed, mean, deviation)
     out = torch.empty(words.shape[:2], dtype=torch.float64, device=words.device)
     parameters = _parameters(words, linear, elements, is_observed, mean, deviation)
     for launch in launches:
@@ -44,8 +42,8 @@ def moments(
     """See :func:`pyro_truncated.ops.spike_slab_moments`; the other arguments are those of :func:`log_prob`."""
     launches = _plan(words)
     # The order of atomic sums changes from run to run.
-    if launches is None or torch.are_deterministic_algorithms_enabled():
-        return vectorised.moments(words, weights, linear, elements, is_observed, mean, deviation, per_datum)
+    if torch.are_deterministic_algorithms_enabled():
+        raise NoKernelError
     num_data, num_latents = linear.shape
     active, first = torch.zeros(2, num_data, num_latents, dtype=torch.float64, device=words.device)
     second = active.new_zeros(num_data if per_datum else 1, num_latents, num_latents)
@@ -77,10 +75,12 @@ class _Launch:
         return (triton.cdiv(len(self.order), self.constants["STATES"]),)
 
 
-def _plan(words: Tensor) -> list[_Launch] | None:
-    """The launches, or ``None`` if a state has too many active latents."""
+def _plan(words: Tensor) -> list[_Launch]:
+    """The launches; no state may have too many active latents."""
     launches = [_Launch(order, places) for places, order in sort_by_number(words, [*_PLACES, 64 * words.shape[2]])]
-    return None if launches and launches[-1].places > _PLACES[-1] else launches
+    if launches and launches[-1].places > _PLACES[-1]:
+        raise NoKernelError
+    return launches
 
 
 def _parameters(
@@ -212,7 +212,7 @@ def _find_active(words, by_word, num_words, inside, STATES: tl.constexpr, PLACES
 
 @triton.jit
 def _load_active(latents, is_active, linear, mean, deviation, gram, num_latents, PLACES: tl.constexpr):
-    """See :func:`pyro_truncated.ops.unpacked.collapse`, of active latents."""
+    """See :func:`pyro_truncated.ops.slabs.collapse`, of active latents."""
     place = tl.arange(0, PLACES)
     amplitude = tl.load(mean + latents, is_active, 0.0)
     spread = tl.load(deviation + latents, is_active, 0.0)

@@ -20,16 +20,14 @@ class _Steps:
         self.words, self.kind, self.terms = words, kind, pair_terms(log_prob)
         self.has_forbidden = bool(self.terms.forbidden.any())
         self.log_prob = log_prob
+        # Which sequences have a step, none the one after the last.
+        self.is_part = torch.nn.functional.pad(kind >= 0, (0, 1))
 
     def bits(self, t: int, size: int | None = None) -> Tensor:
         """Values ``(N, S, M)`` of the first members of a step."""
         if t < 0:
             return self.words.new_zeros(len(self.words), 1, self.log_prob.shape[1]).double()
         return unpack_bits(self.words[:, t, :size], self.log_prob.shape[1], torch.float64)
-
-    def is_part(self, t: int) -> Tensor:
-        """Which sequences have a step, ``(N,)``."""
-        return self.kind[:, t] >= 0 if t < self.kind.shape[1] else torch.zeros_like(self.kind[:, 0], dtype=torch.bool)
 
     def pairs(self, t: int, previous: Tensor, current: Tensor) -> Tensor:
         """Log probabilities ``(N, S', S)`` of transitions into step ``t``."""
@@ -75,11 +73,11 @@ def messages(words: Tensor, unary: Tensor, log_prob: Tensor, kind: Tensor, forwa
             message = _from_right(steps, t, unary[:, t + 1] + out[:, t + 1], steps.bits(t), None) if t + 1 < num_steps else 0 * unary[:, t]
         message, total = _normalize(message)
         if not forward:
-            is_last = ~steps.is_part(t + 1)
+            is_last = ~steps.is_part[:, t + 1]
             message = torch.where(is_last.unsqueeze(-1), 0.0, message)
             total = torch.where(is_last, 0.0, total)
-        out[:, t] = _replace_after_end(message, steps.is_part(t))
-        log_norm[:, t] = torch.where(steps.is_part(t), total, 0.0)
+        out[:, t] = _replace_after_end(message, steps.is_part[:, t])
+        log_norm[:, t] = torch.where(steps.is_part[:, t], total, 0.0)
     return out, log_norm
 
 
@@ -91,7 +89,7 @@ def _from_right(steps: _Steps, t: int, onward: Tensor, states: Tensor, others: T
     """What the next step sends; nothing where a sequence has none."""
     others = steps.bits(t + 1, onward.shape[1]) if others is None else others
     message = (onward.unsqueeze(1) + steps.pairs(t + 1, states, others)).logsumexp(-1)
-    return torch.where(steps.is_part(t + 1).unsqueeze(-1), message, 0.0)
+    return torch.where(steps.is_part[:, t + 1].unsqueeze(-1), message, 0.0)
 
 
 def select(
@@ -113,7 +111,7 @@ def select(
             onward = unary[:, t + 1, :width] + ahead[:, t + 1] if forward else own
             right = _from_right(steps, t, onward, states, None if forward else kept)
         place = _best_distinct(left + right, words[:, t], size)
-        is_part = steps.is_part(t)
+        is_part = steps.is_part[:, t]
         place = torch.where(is_part.unsqueeze(-1), place, torch.where(torch.arange(size, device=place.device) == 0, 0, -1))
         chosen[:, t] = place
         at = place.clamp(min=0)
@@ -148,7 +146,7 @@ def expected_pairs(
         others, states = steps.bits(t - 1), steps.bits(t)
         log_pairs = before.unsqueeze(-1) + steps.pairs(t, others, states) + onward[:, t].unsqueeze(1)
         total = log_pairs.flatten(1).logsumexp(1)
-        is_counted = steps.is_part(t) & (total > -torch.inf)
+        is_counted = steps.is_part[:, t] & (total > -torch.inf)
         pairs = (log_pairs - torch.where(is_counted, total, 0.0).view(-1, 1, 1)).exp() * (weight * is_counted).view(-1, 1, 1)
         k = kind[:, t].clamp(min=0)
         number.index_add_(0, k, weight * is_counted)
@@ -164,7 +162,7 @@ def best_path(words: Tensor, unary: Tensor, log_prob: Tensor, kind: Tensor) -> t
     message, origins = unary.new_zeros(len(kind), 1), []
     for t in range(kind.shape[1]):
         best, origin = (message.unsqueeze(-1) + steps.pairs(t, steps.bits(t - 1), steps.bits(t))).max(1)
-        is_part = steps.is_part(t).unsqueeze(-1)
+        is_part = steps.is_part[:, t].unsqueeze(-1)
         # Beyond the end of a sequence every member keeps its place.
         stay = torch.arange(best.shape[1], device=words.device).expand_as(origin)
         origins.append(torch.where(is_part, origin, stay))
@@ -172,9 +170,9 @@ def best_path(words: Tensor, unary: Tensor, log_prob: Tensor, kind: Tensor) -> t
     value, place = message.max(-1)
     path = torch.zeros_like(kind)
     for t in reversed(range(kind.shape[1])):
-        path[:, t] = torch.where(steps.is_part(t), place, 0)
+        path[:, t] = torch.where(steps.is_part[:, t], place, 0)
         place = origins[t].gather(1, place.unsqueeze(-1)).squeeze(-1)
-    return path, torch.where(steps.is_part(0), value, 0.0)
+    return path, torch.where(steps.is_part[:, 0], value, 0.0)
 
 
 def draw_paths(words: Tensor, forward: Tensor, log_prob: Tensor, kind: Tensor, uniform: Tensor) -> Tensor:
@@ -186,12 +184,12 @@ def draw_paths(words: Tensor, forward: Tensor, log_prob: Tensor, kind: Tensor, u
         if t + 1 < kind.shape[1]:
             pairs = steps.pairs(t + 1, steps.bits(t), steps.bits(t + 1))
             given_next = forward[:, t] + pairs.mT[rows, path[:, :, t + 1]]
-            log_weight = torch.where(steps.is_part(t + 1).unsqueeze(-1), given_next, log_weight)
+            log_weight = torch.where(steps.is_part[:, t + 1].unsqueeze(-1), given_next, log_weight)
         cumulative = log_weight.softmax(-1).cumsum(-1)
         # Rounding shall not choose a member of weight zero.
         last = (cumulative < cumulative[..., -1:]).sum(-1)
         place = (uniform[:, :, t].unsqueeze(-1) >= cumulative).sum(-1).minimum(last)
-        path[:, :, t] = torch.where(steps.is_part(t), place, 0)
+        path[:, :, t] = torch.where(steps.is_part[:, t], place, 0)
     return path
 
 
@@ -204,7 +202,7 @@ def masses(words: Tensor, unary: Tensor, others: Tensor, forward: Tensor, onward
         mass = _from_left(steps, t, before, steps.bits(t - 1), states) + unary[:, t]
         if t + 1 < kind.shape[1]:
             mass = mass + _from_right(steps, t, onward[:, t + 1], states, None)
-        out[:, t] = _replace_after_end(mass, steps.is_part(t))
+        out[:, t] = _replace_after_end(mass, steps.is_part[:, t])
     return out
 
 

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.maximum import maximum_segments
-from pyro_truncated.ops.unpacked import max_superposition
+from pyro_truncated.ops.maximum import max_superposition, maximum_segments
 from pyro_truncated.ops.vectorised import random
 from pyro_truncated.ops.vectorised.latent_values import ActiveLatents, by_number, unpack_bits
 from pyro_truncated.utils.budget import rows_per_block

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.unpacked import log1mexp, log_off
+from pyro_truncated.ops.noisy_or import log1mexp, log_off
 from pyro_truncated.ops.vectorised.latent_values import state_blocks
 
 

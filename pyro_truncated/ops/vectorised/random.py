@@ -72,11 +72,6 @@ def advance(streams: Tensor, count: int) -> Tensor:
     return streams + _to_signed((count * STEP) % 2**64)
 
 
-def stream_states(streams: Tensor, count: int) -> Tensor:
-    """The states of streams after so many steps, ``(*batch, count)``."""
-    return streams.unsqueeze(-1) + torch.arange(1, count + 1, device=streams.device) * STEP
-
-
 def strides(streams: Tensor, number: int, size: int) -> Tensor:
     """Streams ``(N, number)``, each ``size`` steps after the previous."""
     return streams.unsqueeze(-1) + torch.arange(number, device=streams.device) * _to_signed((size * STEP) % 2**64)
@@ -84,7 +79,7 @@ def strides(streams: Tensor, number: int, size: int) -> Tensor:
 
 def numbers(streams: Tensor, count: int) -> Tensor:
     """The first so many words of streams, ``(*batch, count)``."""
-    return mix(stream_states(streams, count))
+    return mix(streams.unsqueeze(-1) + torch.arange(1, count + 1, device=streams.device) * STEP)
 
 
 def blocks(streams: Tensor, count: int) -> Iterator[slice]:

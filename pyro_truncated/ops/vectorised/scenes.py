@@ -11,7 +11,6 @@ from torch import Tensor
 
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
 from pyro_truncated.ops.packed_states import gather_states
-from pyro_truncated.ops.unpacked import normal_log_density
 from pyro_truncated.utils.budget import row_slices, rows_per_block
 
 _TINY = 1e-300
@@ -173,3 +172,9 @@ def scan_at(
 ) -> Tensor:
     """See :func:`pyro_truncated.ops.scenes.scan_at`; the whole scan, of which a few places are taken."""
     return gather_states(scan(images, scene, canvas, energy, logits, is_used), objects).gather(2, places)
+
+
+def normal_log_density(value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    """Log density of an isotropic normal distribution over the last dimension."""
+    error = (value - mean).square().sum(-1)
+    return -0.5 * (error / variance + value.shape[-1] * (2 * math.pi * variance).log())

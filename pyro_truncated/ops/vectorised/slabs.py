@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.deferred_checks import cholesky
-from pyro_truncated.ops.unpacked import collapse, collapse_correlated_slabs
+from pyro_truncated.ops.slabs import collapse, collapse_correlated_slabs
 from pyro_truncated.ops.vectorised.latent_values import ActiveLatents, active_blocks, gram_matrix
 
 _INDEPENDENT_MATRICES = 12
@@ -52,7 +52,7 @@ def moments(
 
 
 def _collapse_active(block: ActiveLatents, gram: Tensor, linear: Tensor, mean: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """See :func:`pyro_truncated.ops.unpacked.collapse`, of the active latents alone."""
+    """See :func:`pyro_truncated.ops.slabs.collapse`, of the active latents alone."""
     index = block.latents
     return collapse(block.is_active, block.rows(linear), block.pairs(gram), mean[index], deviation[index])
 
@@ -145,7 +145,7 @@ def expected_log_prior(
 
 
 def _integrate(block: ActiveLatents, gram: Tensor, linear: Tensor, mean: Tensor, covariance: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The root of the prior covariance, and what :func:`pyro_truncated.ops.unpacked.collapse_correlated_slabs` returns."""
+    """The root of the prior covariance, and what :func:`pyro_truncated.ops.slabs.collapse_correlated_slabs` returns."""
     root = cholesky(_active_covariance(block, covariance.double()))
     return root, collapse_correlated_slabs(block.is_active, block.rows(linear), block.pairs(gram), mean.double()[block.latents], root)
 

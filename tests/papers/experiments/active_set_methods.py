@@ -20,7 +20,7 @@ from pyro_truncated import datasets
 from pyro_truncated.gp import UniformSplits
 from pyro_truncated.gp.active_sets import ProjectedSet, least_variance, projected_statistics
 from pyro_truncated.gplvm import SASDecoder, principal_components
-from pyro_truncated.gplvm.decoders.latents import Predictor, infer_latents
+from pyro_truncated.gplvm.decoders.latents import Predictor, best_candidates, log_joint, maximize
 
 DATA = {"mnist": "mnist_train", "fashion": "fashion_mnist_train", "cifar10": "cifar10_train_lossless"}
 
@@ -110,6 +110,17 @@ def evaluated(decoder: SASDecoder, data: Images, seconds: float) -> Fit:
         decoder.noise_variance.detach(),
         encoded,
     )
+
+
+def infer_latents(posterior: Predictor, x: Tensor, *, starts: int, steps: int, extra_start: Tensor | None = None) -> Tensor:
+    """The most probable latents ``(M, Q)`` of data points, from the posterior's own latents that explain them best."""
+    candidates, parts = posterior.latents[:: -(-len(posterior.latents) // 2000)], []
+    for rows in torch.arange(len(x), device=x.device).split(5000):
+        with torch.no_grad():
+            begin = best_candidates(posterior, x[rows], candidates, min(starts, len(candidates)))
+        begin = begin if extra_start is None else torch.cat([begin, extra_start[rows].unsqueeze(0)])
+        parts.append(maximize(posterior, log_joint, x[rows], begin, steps, 0.05))
+    return torch.cat(parts)
 
 
 def fit_gplvm(data: Images, inducing: int, steps: int) -> Fit:

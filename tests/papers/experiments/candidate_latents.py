@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gplvm import CandidateLatents, SASDecoder
-from pyro_truncated.gplvm.decoders.latents import infer_latents
-from tests.papers.experiments.active_set_methods import Fit, Images, fit_gplvm, fit_vae, images, train_sas
+from tests.papers.experiments.active_set_methods import Fit, Images, fit_gplvm, fit_vae, images, infer_latents, train_sas
 
 RESULTS = Path(__file__).parents[1] / "results"
 

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from pyro_truncated.gp import ActiveSet
 from pyro_truncated.gp.active_sets import least_variance
-from pyro_truncated.gplvm.decoders.latents import infer_latents
-from tests.papers.experiments.active_set_methods import DATA, Fit, Images, fit, images
+from tests.papers.experiments.active_set_methods import DATA, Fit, Images, fit, images, infer_latents
 from tests.papers.experiments.active_set_studies import STUDIES, study_tables
 
 RESULTS = Path(__file__).parents[1] / "results"

@@ -132,7 +132,7 @@ def test_whitened_patches_in_a_file_are_those_in_memory(tmp_path: Path, monkeypa
     whitening = datasets.save_whitened_patches(tmp_path / "y.npy", images, 6, 300, second.manual_seed(5))
     torch.testing.assert_close(torch.from_numpy(np.load(tmp_path / "y.npy")), expected, rtol=0, atol=0)
     # In parts: the whitening is that of the first one, and so is what is whitened with it later.
-    monkeypatch.setattr("pyro_truncated.datasets.images._ROWS_PER_BLOCK", 300)
+    monkeypatch.setattr("pyro_truncated.datasets._ROWS_PER_BLOCK", 300)
     datasets.save_whitened_patches(tmp_path / "y.npy", images, 6, 700, second.manual_seed(5))
     written = torch.from_numpy(np.load(tmp_path / "y.npy"))
     torch.testing.assert_close(written[:300], expected, rtol=0, atol=0)
