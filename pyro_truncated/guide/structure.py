@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from pyro_truncated.program.chain_scorer import ChainLayout, ChainScorer
 from pyro_truncated.program.changing_sites import refuse_changing_sites
 from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.discovery import refuse_partial_plates
-from pyro_truncated.program.factor_graph import build_graph
+from pyro_truncated.program.factor_graph import CLIQUE_LIMIT, build_graph
 from pyro_truncated.program.inspection import refuse_hidden_latents, warn_about_running_statistics
 from pyro_truncated.program.known_levels import find_idle
 from pyro_truncated.program.layout import Layout
@@ -36,9 +37,6 @@ from pyro_truncated.program.subsampling import in_minibatch
 from pyro_truncated.utils.arguments import naming_empty_plates
 from pyro_truncated.utils.console import note_once, readable_count
 from pyro_truncated.utils.parameter_store import ShadowWatch, empty_store, isolate, refuse_shadowed_parameters, spare_random_numbers
-
-# Most dimensions left of plates that nodes have one each of.
-_MOST_DIMENSIONS = 12
 
 
 def first_run(call: Call, conditional: Conditional | None) -> poutine.Trace:
@@ -105,7 +103,8 @@ def find_product(
         return None
     # Where nodes that no density joins are added up, as for a recorded total, each needs a dimension of its own.
     apart = dataclasses.replace(graph, colours=tuple(range(len(graph.nodes))))
-    for coloured in [graph, apart] if len(graph.nodes) <= _MOST_DIMENSIONS else [graph]:
+    whole = math.prod(min(num_states, layout.part(node.sites, [name for name, _, _ in node.plates]).space.size) for node in graph.nodes)
+    for coloured in [graph, apart] if whole <= CLIQUE_LIMIT else [graph]:
         product = ProductLayout(coloured, layout)
         for own in product.node_layouts:
             refuse_partial_plates(own.sites.values(), own.plates)

@@ -75,9 +75,9 @@ def linear_superpositions(probe: Probe, is_first: bool = False) -> list[tuple[An
         if name == site.name or not probe.is_inside(node):
             continue
         normal = _normal(node)
-        is_linear = normal is not None and functions.is_linear(normal.loc) and not functions.depends(normal.scale, node["value"])
+        is_linear = normal is not None and id(normal.loc) in functions.linear and not functions.depends(normal.scale, node["value"])
         likelihood = _superposition(normal, states[:, 0]) if is_linear and not functions.is_lost else None
-        if likelihood is None or not _is_confirmed(likelihood, probe, site, name):
+        if likelihood is None or not _tells_means(likelihood, probe, site, name):
             return None
         found.append((likelihood, probe.nodes[name]["value"].reshape(probe.num_data, -1)))
     return found or None
@@ -114,7 +114,7 @@ def _superposition(normal: Any, states: Tensor) -> LinearSuperposition | None:
 
 
 @torch.no_grad()
-def _is_confirmed(likelihood: LinearSuperposition, probe: Probe, site: DiscreteSite, name: str) -> bool:
+def _tells_means(likelihood: LinearSuperposition, probe: Probe, site: DiscreteSite, name: str) -> bool:
     """Whether the means are those of the probe, and observations finite.
 
     So many rows are looked at as tell, in each step, that the program is still what it was.
@@ -141,6 +141,7 @@ class _LinearFunctions(TorchFunctionMode):
         operations: what is computed from it by any operations, if these were watched.
 
     Attributes:
+        linear: the tensors by identity.
         is_lost: whether Python has looked at values, or memory has been written into, so that nothing is known.
     """
 
@@ -149,16 +150,12 @@ class _LinearFunctions(TorchFunctionMode):
         self.is_lost = False
         self._operations = operations
         # Tensors stay alive with their numbers.
-        self._linear: dict[int, Tensor] = {id(first): first}
+        self.linear: dict[int, Tensor] = {id(first): first}
         self._others: dict[int, Tensor] = {}
-
-    def is_linear(self, tensor: Tensor) -> bool:
-        """Whether a tensor is such a function, and no constant."""
-        return id(tensor) in self._linear
 
     def depends(self, *tensors: Tensor) -> bool:
         """Whether one of the tensors is computed from the first one."""
-        known = [self._linear, self._others, *([self._operations.results] if self._operations is not None else [])]
+        known = [self.linear, self._others, *([self._operations.results] if self._operations is not None else [])]
         return any(id(tensor) in results for tensor in tensors for results in known)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -171,11 +168,11 @@ class _LinearFunctions(TorchFunctionMode):
         if name == "broadcast_tensors":
             parts = args[0] if isinstance(args[0], (tuple, list)) else args
             for part, wide in zip(parts, result, strict=True):
-                self._mark(wide, is_linear=self.is_linear(part), depends=self.depends(part))
+                self._mark(wide, is_linear=id(part) in self.linear, depends=self.depends(part))
             return result
         if name == "__get__":
             name = getattr(getattr(func, "__self__", None), "__name__", "")
-            is_linear, is_known = name in _TRANSPOSES and self.is_linear(args[0]), True
+            is_linear, is_known = name in _TRANSPOSES and id(args[0]) in self.linear, True
         else:
             is_linear, is_known = self._keeps(name, args, kwargs, given), name in _SHAPES
         results = list(tensors_in(result))
@@ -187,16 +184,16 @@ class _LinearFunctions(TorchFunctionMode):
 
     def _mark(self, tensor: Tensor, *, is_linear: bool, depends: bool) -> None:
         if depends:
-            (self._linear if is_linear else self._others)[id(tensor)] = tensor
+            (self.linear if is_linear else self._others)[id(tensor)] = tensor
 
     def _keeps(self, name: str, args: Any, kwargs: Mapping[str, Any], given: list[Tensor]) -> bool:
         """Whether a function's result is affine."""
         moving = [tensor for tensor in given if self.depends(tensor)]
-        if not all(map(self.is_linear, moving)):
+        if not all(id(tensor) in self.linear for tensor in moving):
             return False
         if name in _SUMS:
             return True
-        is_first = bool(args) and isinstance(args[0], Tensor) and self.is_linear(args[0])
+        is_first = bool(args) and isinstance(args[0], Tensor) and id(args[0]) in self.linear
         if len(moving) > 1:
             return False
         return name in _PRODUCTS or (is_first and (name in _LINEAR or (name in _QUOTIENTS and kwargs.get("rounding_mode") is None)))

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_PRIMES = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61)
-
 
 class Operations(TorchDispatchMode):
     """Follows what is computed from tensors.
@@ -68,7 +66,8 @@ def recognisable_size(nodes: Mapping[str, Any]) -> int | None:
     Values of so many states are recognised by their number of entries. ``None`` if there is no small one.
     """
     sizes = {size for node in nodes.values() for size in (*node["fn"].shape(), *torch.as_tensor(node["value"]).shape)}
-    return next((prime for prime in _PRIMES if all(size % prime for size in sizes if size)), None)
+    primes = (number for number in range(3, 64) if all(number % divisor for divisor in range(2, number)))
+    return next((prime for prime in primes if all(size % prime for size in sizes if size)), None)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -487,7 +487,7 @@ class ProductScorer(Probe):
             words = group.space.random((self.num_rows(number), size), 0.5, generator).to(self.device)
             sets.append(words[:1].expand_as(words) if share_sets else words)
         try:
-            if self._is_reduced(generator):
+            if self._reduced_site(generator) is not None:
                 return False
             nodes = self._run_sets(sets)
             together = self._build_tables(nodes)
@@ -498,21 +498,22 @@ class ProductScorer(Probe):
         except (RuntimeError, IndexError, ValueError):
             return False
 
-    def _is_reduced(self, generator: torch.Generator) -> bool:
-        """Whether a density depends on several states of a set at once.
+    def _reduced_site(self, generator: torch.Generator) -> str | None:
+        """Returns a site that depends on several states of a set.
 
-        Then a sum, maximum or the like over them reaches it, whatever their values.
+        A sum, maximum or the like over them reaches it, whatever their values.
         """
         number, product = recognisable_size(self.nodes), self.product
         if number is None:
-            return False
+            return None
         sets = [
             group.space.random((self.num_rows(place), number), 0.5, generator).to(self.device) for place, group in enumerate(product.groups)
         ]
         values = self._values(sets, [self.plate_sizes(group.nodes[0]) for group in product.groups], self.dtypes)
-        with pyro.validation_enabled(False), Operations(values.values(), [number]) as operations:
+        operations = Operations(values.values(), [number])
+        with pyro.validation_enabled(False), operations:
             nodes = sample_nodes(self.run({**self.values, **values}))
-        return operations.reduced_site(nodes, 0) is not None
+        return operations.reduced_site(nodes, 0)
 
     def _agrees_with_single_run(self, together: Tables, sets: Sets, generator: torch.Generator) -> bool:
         """Whether tables agree with a run of random states of the sets."""

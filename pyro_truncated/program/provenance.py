@@ -138,7 +138,7 @@ class PythonReads(TorchFunctionMode):
         if name in _LEAKS:
             self._note(frozenset(sources), name in _READS)
         results = func(*plain, **keywords)
-        if sources and (_is_sized_by_values(name, plain) or _is_number(name, results)):
+        if sources and _tells_values(name, plain, results):
             self._note(frozenset(sources), is_read=True)
         if sources or self.written:
             self._note_write(name, plain, keywords, args, frozenset(sources))
@@ -183,18 +183,17 @@ class PythonReads(TorchFunctionMode):
         return frozenset(names).union(*map(self.written.read, tensors))
 
 
-def _is_sized_by_values(name: str, args: Sequence[Any]) -> bool:
-    """Whether a result's shape depends on values."""
+def _tells_values(name: str, args: Sequence[Any], results: Any) -> bool:
+    """Whether a function tells Python values of its arguments.
+
+    That is by its result, as ``torch.equal`` does, or by its size, as ``torch.unique`` does.
+    """
     if name == "__getitem__":
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         return any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in index)
-    return name in _SIZES or (name == "where" and len(args) == 1)
-
-
-def _is_number(name: str, results: Any) -> bool:
-    """Whether a function tells Python values, as ``torch.equal`` does."""
     is_property = name in _SHAPES or (name.startswith("is_") and name != "is_nonzero")
-    return isinstance(results, (bool, int, float, complex)) and not is_property
+    is_number = isinstance(results, (bool, int, float, complex)) and not is_property
+    return is_number or name in _SIZES or (name == "where" and len(args) == 1)
 
 
 def _strip_provenance(value: Any, sources: set[str], tensors: list[Tensor]) -> Any:
