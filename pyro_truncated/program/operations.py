@@ -16,7 +16,7 @@ class Operations(TorchDispatchMode):
     Scripts, compiled functions and ``vmap`` show their operations, where they do not show their functions.
 
     A tensor with a dimension of some size has a multiple of that many entries. What is computed from it and has no such number has lost
-    the dimension: it is reduced over it, or one entry of it.
+    the dimension: it is reduced over it, unless it is a view, or its size depends on values.
 
     Args:
         sources: the tensors; all have these dimensions.
@@ -42,7 +42,10 @@ class Operations(TorchDispatchMode):
             self.results.update(found)
             for size, reduced in zip(self._sizes, self.reduced, strict=True):
                 is_reduced = any(id(tensor) in reduced for tensor in given)
-                reduced.update((name, tensor) for name, tensor in found.items() if is_reduced or tensor.numel() % size)
+                # A view is one entry of the dimension, perhaps of all in turn; distinct entries are as many as values say.
+                is_sum = not func.is_view and torch.Tag.dynamic_output_shape not in func.tags
+                is_whole = is_sum and any(tensor.numel() % size == 0 for tensor in given)
+                reduced.update((name, tensor) for name, tensor in found.items() if is_reduced or (is_whole and tensor.numel() % size))
         return result
 
     def reduced_site(self, nodes: Mapping[str, Any], number: int) -> str | None:
