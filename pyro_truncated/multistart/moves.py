@@ -13,11 +13,11 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from pyro_truncated.multistart.learn_report import MoveCounts
-from pyro_truncated.multistart.model_parameters import Medians, forgetting_guides, learned_parameters, load_snapshot
+from pyro_truncated.multistart.model_parameters import Medians, learned_parameters, load_snapshot
 from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.multistart.pruning import deletion_losses, redundant_mask, value_deletion_losses
 from pyro_truncated.multistart.solution import ROUNDING, FreeEnergyEstimate, Solution, match_latents, shared_mask
-from pyro_truncated.multistart.trainer import FixedStates, Trainer, copy_population, fit_states, gradient_schedule, make_trainer, train
+from pyro_truncated.multistart.trainer import FixedStates, Trainer, copy_population, fit_states, gradient_schedule, train
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.search.base import Search
 from pyro_truncated.states.population import Population
@@ -493,16 +493,13 @@ class DeadLatents:
 
     def search_and_train(self, child: Solution) -> Solution:
         """Trains what is proposed, from where the model is."""
-        with forgetting_guides(self._profile.model, self._profile.y):
-            trainer = Trainer(self._profile)
+        with Trainer(self._profile) as trainer:
             trainer.insert_states(child.states)
             trainer.find_states()
             return trainer.record(train(trainer, gradient_schedule(trainer, self._profile.config.restart_steps)))
 
     def _fit_alive(self, solution: Solution, dead: Tensor) -> Solution:
         """Fits parameters to the likeliest states, with dead latents added in turn."""
-        profile = self._profile
-        load_snapshot(profile.model, profile.y, solution.parameters)
 
         def with_dead_latents(scorer: LogJoint) -> Tensor:
             """States ``(N, 1 + K, W)`` of which each but the first has one dead latent."""
@@ -512,9 +509,9 @@ class DeadLatents:
             states[:, torch.arange(1, 1 + len(dead)), dead] = 1
             return space.pack(states)
 
-        with forgetting_guides(profile.model, profile.y):
-            # At this temperature all states count alike.
-            trainer = Trainer(profile.replace(search=FixedStates(), num_states=1 + len(dead)), lambda _: 1e9)
+        profile = self._profile.replace(search=FixedStates(), num_states=1 + len(dead))
+        # At this temperature all states count alike.
+        with Trainer(profile, lambda _: 1e9, solution) as trainer:
             return fit_states(trainer, with_dead_latents).replace(population=solution.population)
 
 
@@ -525,8 +522,7 @@ def dead_latents(profile: Profile, solution: Solution, max_bytes: int = 2**28) -
     A first Adam step is equally long for all gradients that are not zero. Of too many latents a random part: as many as states of the
     given memory, one for each, hold.
     """
-    with forgetting_guides(profile.model, profile.y):
-        trainer = make_trainer(profile, solution)
+    with Trainer(profile, solution=solution) as trainer:
         trainer.insert_states(solution.states)
         trainer.step()
         assert trainer.truncated_guide is not None

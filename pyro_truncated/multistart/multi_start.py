@@ -63,7 +63,6 @@ class SolutionPool:
         fit: fits parameters to the likeliest states of a solution.
 
     Attributes:
-        best: the one with the highest free energy, with what others have added to it.
         solutions: what independent restarts have found, without parameters and states: those from one place agree in poor optima.
         groups: exchange latents between restarts; none where these exchange nothing.
         is_network: whether restarts exchange nothing, as weights of networks mean nothing in another network.
@@ -74,17 +73,22 @@ class SolutionPool:
 
     def __init__(self, profile: Profile, refine: Refine = settle, fit: Refine = fit_likeliest_states) -> None:
         self._profile, self._refine, self._fit = profile, refine, fit
-        self.best = NOTHING
         self.solutions: list[Solution] = []
         self.groups: list[Recombination] = []
         self.is_network = profile.initialization == "draw_start"
         self.targets: Tensor | None = None
         self.restarts: list[Restart] = []
         self.moves = MoveCounts()
-        # All restarts and the best one, with populations; and, by name of a move, the one that it gained nothing from.
+        # All restarts that exchange latents, and the best one, with populations; and, by name of a move, the one that gained nothing by it.
         self._members: list[Solution] = []
         self._best = NOTHING
         self._failures: dict[str, Solution] = {}
+
+    @property
+    def best(self) -> Solution:
+        """The best solution, with what others have added to it."""
+        # After exchanges without its few states: training finds them anew.
+        return self._best.replace(population=None) if self.groups else self._best
 
     @property
     def energies(self) -> list[float]:
@@ -105,7 +109,8 @@ class SolutionPool:
         self.solutions.append(solution.replace(parameters={}, population=None, companion={}, probabilities=code))
         if self.groups:
             self._join(solution)
-        self._take_best(self._best if self.groups else solution)
+        else:
+            self._best = solution if self._best is NOTHING else max(self._best, solution, key=attrgetter("finite_energy"))
 
     def exchange(self, groups: list[Recombination]) -> None:
         """Lets restarts exchange latents, from the best one on."""
@@ -113,8 +118,9 @@ class SolutionPool:
         if groups:
             self._complement = Complement(groups, lambda solution: self._populate(self._fit(self._profile, solution), solution))
             self._redundant = RedundantLatents(groups, self._profile.config.max_candidates, self._profile.generator)
-            if self.best.parameters:
-                self._join(self.best)
+            first, self._best = self._best, NOTHING
+            if first.parameters:
+                self._join(first)
 
     def is_complete(self) -> bool:
         """Whether two restarts have found each latent of the best.
@@ -149,17 +155,7 @@ class SolutionPool:
 
         They are not tried while other restarts still add to it.
         """
-        if not self.groups or not self._improve(self._redundant):
-            return False
-        self._take_best(self._best)
-        return True
-
-    def _take_best(self, solution: Solution) -> None:
-        """Takes the better one."""
-        # After exchanges without its few states: training finds them anew.
-        solution = solution.replace(population=None) if self.groups else solution
-        candidates = [self.best, solution] if self.best.parameters else [solution]
-        self.best = max(candidates, key=lambda one: one.free_energy if math.isfinite(one.free_energy) else -math.inf)
+        return bool(self.groups) and self._improve(self._redundant)
 
     def _join(self, solution: Solution) -> None:
         """Adds latents of a restart to the best, then of others."""
@@ -180,7 +176,7 @@ class SolutionPool:
             self._best = other
             return False
         before = self._best
-        self._best, lesser = sorted((before, other), key=attrgetter("free_energy"), reverse=True)
+        self._best, lesser = sorted((before, other), key=attrgetter("finite_energy"), reverse=True)
         self._best = self._apply(self._best, Crossover(self.groups, lesser))
         return self._best is not before
 
