@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated.utils.arguments import check_count
+from pyro_truncated.utils.arguments import check_count, renames
 
 # Goes where a restart of a model begins, with its data and a source of randomness.
 Initializer = Callable[[Any, Tensor, torch.Generator | None], Any]
@@ -65,7 +65,6 @@ class LearnConfig:
         min_warm_restarts: least number of restarts from a linear model before the expected gain counts.
         few_rows_per_latent: rows of data for each latent below which, by gradients, ``min_restarts`` are made.
         small_mixture: data values times components up to which ``min_restarts`` are made.
-        max_lead: largest lead of the best restart of a mixture, in tolerances.
         network_gap: nats per observed number by which networks of the same latents may differ.
         max_unmatched: share of unmatched latents up to which two networks have found the same.
         max_candidates: latents beside which a redundant one is tried.
@@ -115,7 +114,6 @@ class LearnConfig:
     min_warm_restarts: int = 4
     few_rows_per_latent: int = 16
     small_mixture: int = 50_000
-    max_lead: float = 4.0
     network_gap: float = 0.02
     max_unmatched: float = 0.1
     max_candidates: int = 3
@@ -147,6 +145,9 @@ class LearnConfig:
             raise ValueError("lr must be positive; got 0")
         if self.temperature is not None and self.temperature < 1.0:
             raise ValueError(f"temperature must be at least 1; got {self.temperature!r}")
+
+
+LearnConfig.__init__ = renames("max_lead")(LearnConfig.__init__)  # type: ignore[method-assign]
 
 
 def _check_number(field: dataclasses.Field[Any], value: Any) -> None:

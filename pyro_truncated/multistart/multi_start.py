@@ -410,7 +410,7 @@ class StopRule:
             return False
         best, *others = sorted(pool.estimates, key=lambda one: one.free_energy, reverse=True)
         # How far apart the best two may be.
-        lead = self._profile.tolerance * (min(len(pool.estimates) / 2, self._config.max_lead) if self._profile.is_mixture else 1)
+        lead = self._profile.tolerance * (len(pool.estimates) / 2 if self._profile.is_mixture else 1)
         near = [other for other in others if energies_agree([best, other], lead)]
         is_reached = any(not must_be_alike or explain_equally(best, other, self._profile.tolerance) for other in near)
         return is_reached and pool.best.free_energy <= best.free_energy + lead
