@@ -6,10 +6,9 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
-from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from pyro_truncated.multistart.learn_report import MoveCounts
@@ -27,9 +26,7 @@ from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 # Search steps that fill populations, and that adapt them to slightly changed parameters.
 _POPULATE_STEPS, _ADAPT_STEPS = 8, 2
-# Correlations of latents that explain the same: small within one code, large for substitutes.
-_MIN_CORRELATIONS = 0.15, 0.3, 0.5, 0.7
-# Relative difference of parameters, or of inactive data points, up to which latents are equal.
+# Relative difference of inactive data points up to which latents are equal.
 _DUPLICATE_RTOL = 0.2
 # Noise on parameters of a latent initialised near another one, in units of their root mean square.
 _PERTURBATION_SCALE = 0.3
@@ -133,19 +130,6 @@ class Exchangeable(NamedTuple):
             return population.value_probabilities()[:, self.latents.start, : self.num_values]
         return population.marginals()[:, self.latents]
 
-    def distances(self, one: dict[str, Tensor], other: dict[str, Tensor], other_index: Tensor) -> Tensor:
-        """Returns relative distances ``(H,)`` of parameters to those of ``other_index`` in ``other``.
-
-        They are root mean squares, of the parameter that differs most.
-        """
-        differences = []
-        for name, axis in self.axes.items():
-            value = one[name].movedim(axis, 0).reshape(len(other_index), -1)
-            unit = value.square().mean().clamp(min=torch.finfo(value.dtype).tiny).sqrt()
-            difference = value - other[name].movedim(axis, 0).reshape(value.shape)[other_index]
-            differences.append(difference.square().mean(1).sqrt() / unit)
-        return torch.stack([value.double() for value in differences]).amax(0)
-
 
 def exchangeable_latents(medians: Medians, state: dict[str, Tensor]) -> list[Exchangeable]:
     r"""Finds the groups of latents that a program treats alike.
@@ -212,12 +196,10 @@ class Recombination:
     """Exchanges latents between models that were trained from different starts.
 
     In a local optimum most latents are as in the best one, and a few share what they should divide. The latents of two models are
-    matched by the correlation of their posterior probabilities. Pairs that explain the same data points form blocks, from single pairs
-    to nearly all, as the least correlation falls. Unmatched latents of least deletion loss in one model are paired with those of
-    largest loss in the other, see :func:`~pyro_truncated.multistart.pruning.deletion_losses`.
-
-    Every block of the better model is replaced by that of the other one, and populations are adapted. Blocks are accepted in the order
-    of their gains in free energy, as long as it rises. This is the partition crossover of Whitley, Hains and Howe (2009).
+    matched by the correlation of their posterior probabilities. Unmatched latents of least deletion loss in one model are paired with
+    those of largest loss in the other, see :func:`~pyro_truncated.multistart.pruning.deletion_losses`. Every latent of the better model is
+    replaced by its partner, and populations are adapted. Latents are accepted in the order of their gains in free energy, as long as it
+    rises.
 
     Args:
         medians: scores states; the populations of its guide are changed.
@@ -247,17 +229,11 @@ class Recombination:
     def cross(self, one: Solution, other: Solution) -> Solution:
         """Returns the better model with gainful latents of the other, or itself."""
         better, other = sorted((one, other), key=lambda member: member.free_energy, reverse=True)
-        correlation, partner = match_latents(self._marginals(better), self._marginals(other))
-        partner = self._pair_rest(better, other, correlation, partner)
-        differs = self.latents.distances(better.parameters, other.parameters, partner) > _DUPLICATE_RTOL
-        gains = {}
-        for block in _blocks(correlation[:, partner]):
-            if bool(differs[list(block)].any()):
-                gains[block] = self._exchange(better, other, block, partner).free_energy - better.free_energy
-        best = better
-        for block in sorted(gains, key=lambda one: gains[one], reverse=True):
-            if gains[block] > self.tolerance:
-                proposal = self._exchange(best, other, block, partner)
+        best, partner = better, self._find_partners(better, other)
+        reached = [self._exchange(better, other, *pair).free_energy for pair in enumerate(partner)]
+        for latent in sorted(range(len(partner)), key=reached.__getitem__, reverse=True):
+            if reached[latent] > better.free_energy + self.tolerance:
+                proposal = self._exchange(best, other, latent, partner[latent])
                 best = proposal if proposal.free_energy > best.free_energy + self.tolerance else best
         return best
 
@@ -309,22 +285,22 @@ class Recombination:
             return value_deletion_losses(_population(member), self.latents.latents.start, self.latents.num_values)
         return deletion_losses(_population(member), self._medians.scorer(member.parameters))[0][self.latents.latents]
 
-    def _pair_rest(self, one: Solution, other: Solution, correlation: Tensor, partner: Tensor) -> Tensor:
-        """Re-pairs unmatched latents: the least needed with the most needed."""
-        # What correlates by less than a half stands for something else.
-        is_unmatched = correlation.gather(1, partner.unsqueeze(1)).squeeze(1) < 0.5
-        here, there = is_unmatched.nonzero().squeeze(1), partner[is_unmatched]
-        if len(here) < 2:
-            return partner
-        losses, other_losses = self._losses(one).cpu()[here], self._losses(other).cpu()[there]
-        return partner.index_copy(0, here[losses.argsort()], there[other_losses.argsort(descending=True)])
+    def _find_partners(self, one: Solution, other: Solution) -> list[int]:
+        """Returns the latent of the other model to exchange each one with."""
+        correlation, partner = match_latents(self._marginals(one), self._marginals(other))
+        # What correlates by less than a half stands for something else: the least needed is paired with the most needed.
+        here = (correlation.gather(1, partner.unsqueeze(1)).squeeze(1) < 0.5).nonzero().squeeze(1)
+        if len(here) > 1:
+            losses, other_losses = self._losses(one).cpu()[here], self._losses(other).cpu()[partner[here]]
+            partner[here[losses.argsort()]] = partner[here[other_losses.argsort(descending=True)]]
+        return cast("list[int]", partner.tolist())
 
     def _marginals(self, member: Solution) -> Tensor:
         return self.latents.probabilities(_population(member)).double().cpu()
 
-    def _exchange(self, member: Solution, other: Solution, block: tuple[int, ...], partner: Tensor) -> Solution:
-        """Returns a model with a block of latents of the other one."""
-        here, there, words = torch.tensor(block), partner[torch.tensor(block)], None
+    def _exchange(self, member: Solution, other: Solution, latent: int, partner: int) -> Solution:
+        """Returns a model with a latent of the other one."""
+        here, there, words = torch.tensor([latent]), torch.tensor([partner]), None
         if not self.latents.num_values:
             start, states, likeliest = self.latents.latents.start, member.states, self.space.unpack(_population(other).mode())
             states[..., start + here] = likeliest[:, start + there].unsqueeze(1)
@@ -378,22 +354,11 @@ def build_recombinations(profile: Profile, tolerance: float, state: dict[str, Te
     return [Recombination(medians, search, latents, tolerance) for latents in groups]
 
 
-def _blocks(correlation: Tensor) -> list[tuple[int, ...]]:
-    """Returns single pairs, and components correlated by several thresholds."""
-    similarity = torch.maximum(correlation, correlation.mT)
-    blocks: dict[tuple[int, ...], None] = {(position,): None for position in range(len(similarity))}
-    for least in _MIN_CORRELATIONS:
-        number, labels = connected_components((similarity > least).numpy(), directed=False)
-        for label in range(number):
-            blocks[tuple((labels == label).nonzero()[0].tolist())] = None
-    return [block for block in blocks if len(block) < len(similarity)]
-
-
 # --- moves ---
 
 
 class Crossover:
-    """Latents of another solution, by group. Source: Whitley, Hains and Howe (2009)."""
+    """Latents of another solution, by group."""
 
     name = "crossover"
 
