@@ -6,9 +6,10 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 
 import torch
+from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from pyro_truncated.multistart.learn_report import MoveCounts
@@ -26,6 +27,8 @@ from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 # Search steps that fill populations, and that adapt them to slightly changed parameters.
 _POPULATE_STEPS, _ADAPT_STEPS = 8, 2
+# Correlations of latents that explain the same: small within one code, large for substitutes.
+_MIN_CORRELATIONS = 0.15, 0.3, 0.5, 0.7
 # Relative difference of inactive data points up to which latents are equal.
 _DUPLICATE_RTOL = 0.2
 # Noise on parameters of a latent initialised near another one, in units of their root mean square.
@@ -197,9 +200,11 @@ class Recombination:
 
     In a local optimum most latents are as in the best one, and a few share what they should divide. The latents of two models are
     matched by the correlation of their posterior probabilities. Unmatched latents of least deletion loss in one model are paired with
-    those of largest loss in the other, see :func:`~pyro_truncated.multistart.pruning.deletion_losses`. Every latent of the better model is
-    replaced by its partner, and populations are adapted. Latents are accepted in the order of their gains in free energy, as long as it
-    rises.
+    those of largest loss in the other, see :func:`~pyro_truncated.multistart.pruning.deletion_losses`. Pairs that explain the same data
+    points form blocks, from single pairs to nearly all, as the least correlation falls.
+
+    Every block of the better model is replaced by that of the other one, and populations are adapted. Blocks are accepted in the order
+    of their gains in free energy, as long as it rises. This is the partition crossover of Whitley, Hains and Howe (2009).
 
     Args:
         medians: scores states; the populations of its guide are changed.
@@ -229,11 +234,11 @@ class Recombination:
     def cross(self, one: Solution, other: Solution) -> Solution:
         """Returns the better model with gainful latents of the other, or itself."""
         better, other = sorted((one, other), key=lambda member: member.free_energy, reverse=True)
-        best, partner = better, self._find_partners(better, other)
-        reached = [self._exchange(better, other, *pair).free_energy for pair in enumerate(partner)]
-        for latent in sorted(range(len(partner)), key=reached.__getitem__, reverse=True):
-            if reached[latent] > better.free_energy + self.tolerance:
-                proposal = self._exchange(best, other, latent, partner[latent])
+        best, (correlation, partner) = better, self._match(better, other)
+        reached = {block: self._exchange(better, other, block, partner).free_energy for block in _blocks(correlation[:, partner])}
+        for block in sorted(reached, key=reached.__getitem__, reverse=True):
+            if reached[block] > better.free_energy + self.tolerance:
+                proposal = self._exchange(best, other, block, partner)
                 best = proposal if proposal.free_energy > best.free_energy + self.tolerance else best
         return best
 
@@ -285,22 +290,22 @@ class Recombination:
             return value_deletion_losses(_population(member), self.latents.latents.start, self.latents.num_values)
         return deletion_losses(_population(member), self._medians.scorer(member.parameters))[0][self.latents.latents]
 
-    def _find_partners(self, one: Solution, other: Solution) -> list[int]:
-        """Returns the latent of the other model to exchange each one with."""
+    def _match(self, one: Solution, other: Solution) -> tuple[Tensor, Tensor]:
+        """Returns correlations of latents ``(H, H)``, and which of the other model replaces each, ``(H,)``."""
         correlation, partner = match_latents(self._marginals(one), self._marginals(other))
         # What correlates by less than a half stands for something else: the least needed is paired with the most needed.
         here = (correlation.gather(1, partner.unsqueeze(1)).squeeze(1) < 0.5).nonzero().squeeze(1)
         if len(here) > 1:
             losses, other_losses = self._losses(one).cpu()[here], self._losses(other).cpu()[partner[here]]
             partner[here[losses.argsort()]] = partner[here[other_losses.argsort(descending=True)]]
-        return cast("list[int]", partner.tolist())
+        return correlation, partner
 
     def _marginals(self, member: Solution) -> Tensor:
         return self.latents.probabilities(_population(member)).double().cpu()
 
-    def _exchange(self, member: Solution, other: Solution, latent: int, partner: int) -> Solution:
-        """Returns a model with a latent of the other one."""
-        here, there, words = torch.tensor([latent]), torch.tensor([partner]), None
+    def _exchange(self, member: Solution, other: Solution, block: tuple[int, ...], partner: Tensor) -> Solution:
+        """Returns a model with a block of latents of the other one."""
+        here, there, words = torch.tensor(block), partner[torch.tensor(block)], None
         if not self.latents.num_values:
             start, states, likeliest = self.latents.latents.start, member.states, self.space.unpack(_population(other).mode())
             states[..., start + here] = likeliest[:, start + there].unsqueeze(1)
@@ -354,11 +359,22 @@ def build_recombinations(profile: Profile, tolerance: float, state: dict[str, Te
     return [Recombination(medians, search, latents, tolerance) for latents in groups]
 
 
+def _blocks(correlation: Tensor) -> list[tuple[int, ...]]:
+    """Returns single pairs, and components correlated by several thresholds."""
+    similarity = torch.maximum(correlation, correlation.mT)
+    blocks: dict[tuple[int, ...], None] = {(position,): None for position in range(len(similarity))}
+    for least in _MIN_CORRELATIONS:
+        number, labels = connected_components((similarity > least).numpy(), directed=False)
+        for label in range(number):
+            blocks[tuple((labels == label).nonzero()[0].tolist())] = None
+    return [block for block in blocks if len(block) < len(similarity)]
+
+
 # --- moves ---
 
 
 class Crossover:
-    """Latents of another solution, by group."""
+    """Latents of another solution, by group. Source: Whitley, Hains and Howe (2009)."""
 
     name = "crossover"
 

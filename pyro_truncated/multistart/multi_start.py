@@ -382,8 +382,6 @@ class StopRule:
         """
         if self._config.tolerance is not None:
             return self._reach_equal_energies(pool, must_be_alike=False)
-        if self._profile.is_chain:
-            return self._reach_equal_energies(pool, self._are_by_gradients)
         gap = self._profile.tolerance
         if pool.is_network:
             # Covariates do not count.
