@@ -12,12 +12,11 @@ import torch
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
-from pyro_truncated.multistart.learn_report import MoveCounts
 from pyro_truncated.multistart.model_parameters import Medians, learned_parameters, load_snapshot
 from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.multistart.pruning import deletion_losses, redundant_mask, value_deletion_losses
 from pyro_truncated.multistart.solution import ROUNDING, FreeEnergyEstimate, Solution, match_latents, shared_mask
-from pyro_truncated.multistart.trainer import FixedStates, Trainer, copy_population, fit_states, gradient_schedule, train
+from pyro_truncated.multistart.trainer import Trainer, copy_population, fit_states, gradient_schedule, train
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.search.base import Search
 from pyro_truncated.states.population import Population
@@ -42,6 +41,8 @@ _MAX_REVIVED, _MAX_ROUNDS, _DEAD_PROBABILITY = 512, 4, 1e-8
 
 # Yields solutions, and is sent the best one after each.
 Proposals = Generator[Solution, Solution, None]
+# How often each kind of move was tried, and how often accepted.
+Counts = dict[str, tuple[int, int]]
 
 
 class Move(Protocol):
@@ -60,7 +61,7 @@ class Move(Protocol):
         """Yields changed solutions; is sent the best one after each."""
 
 
-def improve(best: Solution, move: Move, refine: Callable[[Solution], Solution], min_gain: float, counts: MoveCounts) -> Solution:
+def improve(best: Solution, move: Move, refine: Callable[[Solution], Solution], min_gain: float, counts: Counts) -> Solution:
     """Returns the best solution after a move: itself, or a refined proposal.
 
     Args:
@@ -68,14 +69,15 @@ def improve(best: Solution, move: Move, refine: Callable[[Solution], Solution], 
         move: what proposes.
         refine: trains a proposal.
         min_gain: least gain in free energy per data point.
-        counts: counts what is tried and accepted.
+        counts: changed in place.
     """
     proposals = move.propose(best)
     proposal = next(proposals, None)
     while proposal is not None:
         solution = refine(proposal)
         is_better = solution.free_energy > best.free_energy + min_gain
-        counts.count(move.name, is_better)
+        tried, accepted = counts.get(move.name, (0, 0))
+        counts[move.name] = tried + 1, accepted + is_better
         best = solution if is_better else best
         try:
             proposal = proposals.send(best)
@@ -291,7 +293,7 @@ class Recombination:
         return deletion_losses(_population(member), self._medians.scorer(member.parameters))[0][self.latents.latents]
 
     def _match(self, one: Solution, other: Solution) -> tuple[Tensor, Tensor]:
-        """Returns correlations of latents ``(H, H)``, and which of the other model replaces each, ``(H,)``."""
+        """Returns correlations ``(H, H)``, and what replaces each latent, ``(H,)``."""
         correlation, partner = match_latents(self._marginals(one), self._marginals(other))
         # What correlates by less than a half stands for something else: the least needed is paired with the most needed.
         here = (correlation.gather(1, partner.unsqueeze(1)).squeeze(1) < 0.5).nonzero().squeeze(1)
@@ -490,10 +492,9 @@ class DeadLatents:
             states[:, torch.arange(1, 1 + len(dead)), dead] = 1
             return space.pack(states)
 
-        profile = self._profile.replace(search=FixedStates(), num_states=1 + len(dead))
         # At this temperature all states count alike.
-        with Trainer(profile, lambda _: 1e9, solution) as trainer:
-            return fit_states(trainer, with_dead_latents).replace(population=solution.population)
+        child = fit_states(self._profile, with_dead_latents, 1 + len(dead), lambda _: 1e9, solution)
+        return child.replace(population=solution.population)
 
 
 # With more posteriors than these bytes hold fewer latents are revived at once.

@@ -16,10 +16,11 @@ from torch import Tensor
 from pyro_truncated.distributed.shards import own_rows
 from pyro_truncated.em.closed_form import restore_driver
 from pyro_truncated.multistart.config import LearnConfig
-from pyro_truncated.multistart.learn_report import LearnReport, MoveCounts, Restart
+from pyro_truncated.multistart.learn_report import LearnReport, Restart
 from pyro_truncated.multistart.model_parameters import disturb, load_snapshot, snapshot
 from pyro_truncated.multistart.moves import (
     Complement,
+    Counts,
     Crossover,
     DeadLatents,
     Move,
@@ -78,7 +79,7 @@ class SolutionPool:
         self.is_network = profile.initialization == "draw_start"
         self.targets: Tensor | None = None
         self.restarts: list[Restart] = []
-        self.moves = MoveCounts()
+        self.moves: Counts = {}
         # All restarts that exchange latents, and the best one, with populations; and, by name of a move, the one that gained nothing by it.
         self._members: list[Solution] = []
         self._best = NOTHING

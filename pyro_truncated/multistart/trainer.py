@@ -548,14 +548,20 @@ def fit_likeliest_states(profile: Profile, solution: Solution) -> Solution:
     """Fits parameters briefly to the likeliest state of each data point."""
     assert solution.population is not None
     likeliest = solution.population.mode().unsqueeze(1)
-    with Trainer(profile.replace(search=FixedStates(), num_states=1), solution=solution) as trainer:
-        return fit_states(trainer, lambda scorer: likeliest)
+    return fit_states(profile, lambda scorer: likeliest, solution=solution)
 
 
-def fit_states(trainer: Trainer, words: Callable[[LogJoint], Tensor]) -> Solution:
+def fit_states(
+    profile: Profile,
+    words: Callable[[LogJoint], Tensor],
+    num_states: int = 1,
+    temperature: Temperature | None = None,
+    solution: Solution | None = None,
+) -> Solution:
     """Fits parameters to packed states ``(N, S, W)`` that stay as they are."""
-    scorer, guide, steps = trainer.scorer(), trainer.truncated_guide, trainer.profile.config.restart_steps
-    assert guide is not None
-    states = words(scorer)
-    guide.populations.store_(scorer.score(states), None, states)
-    return trainer.record(train(trainer, Schedule(steps, steps)))
+    with Trainer(profile.replace(search=FixedStates(), num_states=num_states), temperature, solution) as trainer:
+        scorer, guide, steps = trainer.scorer(), trainer.truncated_guide, profile.config.restart_steps
+        assert guide is not None
+        states = words(scorer)
+        guide.populations.store_(scorer.score(states), None, states)
+        return trainer.record(train(trainer, Schedule(steps, steps)))

@@ -17,7 +17,7 @@ from pyro_truncated.multistart.decoders import observed_numbers
 from pyro_truncated.multistart.model_parameters import learned_parameters
 from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.multistart.solution import Solution
-from pyro_truncated.multistart.trainer import FixedStates, Trainer, fit_states
+from pyro_truncated.multistart.trainer import Trainer, fit_states
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.devices import generator_device
 
@@ -84,8 +84,9 @@ def shuffle(profile: Profile) -> None:
 
 def teach(profile: Profile, code: Tensor) -> None:
     """Trains a network to decode fixed states ``(N, H)``, one per data point."""
-    with Trainer(profile.replace(search=FixedStates(), num_states=1)) as trainer:
-        fit_states(trainer, lambda scorer: trainer.profile.space.pack(code.unsqueeze(1)))  # type: ignore[union-attr]
+    space = profile.space
+    assert space is not None
+    fit_states(profile, lambda scorer: space.pack(code.unsqueeze(1)))
 
 
 class LinearCauses(torch.nn.Module):
