@@ -28,8 +28,6 @@ from pyro_truncated.utils.parameter_store import spare_random_numbers
 _POPULATE_STEPS, _ADAPT_STEPS = 8, 2
 # Correlations of latents that explain the same: small within one code, large for substitutes.
 _MIN_CORRELATIONS = 0.15, 0.3, 0.5, 0.7
-# Relative difference of inactive data points up to which latents are equal.
-_DUPLICATE_RTOL = 0.2
 # Noise on parameters of a latent initialised near another one, in units of their root mean square.
 _PERTURBATION_SCALE = 0.3
 # Most latents whose complements are tried.
@@ -250,21 +248,12 @@ class Recombination:
         parameters = self.latents.replace_latents(member.parameters, here, member.parameters, there)
         return self._change(member, self.latents.perturb(parameters, here, _PERTURBATION_SCALE, generator))
 
-    def find_mostly_active(self, member: Solution, exclude: Sequence[Tensor] = ()) -> dict[int, Tensor]:
-        """Returns up to ten binary latents active in most data points.
-
-        The most frequent come first, with their probabilities ``(N,)``. Those that are inactive for nearly the same data points as one of
-        the excluded are left out.
-        """
+    def find_mostly_active(self, member: Solution) -> list[int]:
+        """Returns up to ten binary latents that are mostly active, by frequency."""
         if self.latents.num_values or self.space.cardinalities[self.latents.latents.start] != 2:
-            return {}
-        each, active = self._marginals(member), {}
-        for latent in each.mean(0).argsort(descending=True).tolist():
-            share = each[:, latent]
-            most_apart = _DUPLICATE_RTOL * (1 - share).mean() + ROUNDING
-            if float(share.mean()) > 0.5 and not any(bool((share - other).abs().mean() <= most_apart) for other in exclude):
-                active[latent] = share
-        return dict(itertools.islice(active.items(), _MAX_COMPLEMENTED))
+            return []
+        often, latents = self._marginals(member).mean(0).sort(descending=True)
+        return latents[often > 0.5][:_MAX_COMPLEMENTED].tolist()
 
     def complement(self, member: Solution, latent: int) -> Solution:
         """Returns a model with a latent complemented in all states."""
@@ -394,8 +383,7 @@ class Complement:
     """Complements of latents that are mostly active.
 
     A latent may have the negative of its dictionary element, with a constant added elsewhere. Then it is active for all data points
-    without the cause. Gradients do not lead from there to the cause, but parameters fitted to complemented states do. A latent that
-    gained nothing is not complemented again as long as it is active for the same data points.
+    without the cause. Gradients do not lead from there to the cause, but parameters fitted to complemented states do.
 
     Args:
         groups: of exchangeable latents.
@@ -406,18 +394,13 @@ class Complement:
 
     def __init__(self, groups: Sequence[Recombination], fit: Callable[[Solution], Solution]) -> None:
         self._groups, self._fit = groups, fit
-        self._failures: list[list[Tensor]] = [[] for _ in groups]
 
     def propose(self, best: Solution) -> Proposals:
         """Yields a solution for each such latent."""
         first = best
-        for group, failures in zip(self._groups, self._failures, strict=True):
-            for latent, share in group.find_mostly_active(first, failures).items():
-                before, best = best, (yield self._fit(group.complement(best, latent)))
-                if best is before:
-                    failures.append(share)
-                else:
-                    failures.clear()
+        for group in self._groups:
+            for latent in group.find_mostly_active(first):
+                best = yield self._fit(group.complement(best, latent))
 
 
 class RedundantLatents:
