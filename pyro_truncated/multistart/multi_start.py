@@ -321,12 +321,8 @@ class StopRule:
     def min_restarts(self) -> int:
         """The least number of restarts: more where these easily agree by chance."""
         profile, config = self._profile, self._config
-        is_doubtful = profile.shares_latents or profile.has_companion
-        if profile.space is not None and profile.is_mixture:
-            is_doubtful |= profile.y.numel() * profile.space.size <= config.small_mixture
-        elif profile.space is not None and self._are_by_gradients and not profile.is_product:
-            is_doubtful |= profile.num_data < config.few_rows_per_latent * profile.space.num_latents
-        return config.min_restarts if is_doubtful else 1
+        is_small = profile.is_mixture and profile.space is not None and profile.y.numel() * profile.space.size <= config.small_mixture
+        return config.min_restarts if is_small or profile.shares_latents or profile.has_companion else 1
 
     def max_restarts(self, pool: SolutionPool) -> int:
         """The largest number of restarts."""
@@ -340,8 +336,7 @@ class StopRule:
         """Why no further restart is made, ``None`` if one is."""
         number = len(pool.energies)
         if number >= self.min_restarts:
-            is_early = pool.targets is not None and number < self._config.min_warm_restarts
-            if (self._profile.learns_causes or pool.is_network) and not is_early and is_gain_below_error(pool.estimates):
+            if (self._profile.learns_causes or pool.is_network) and is_gain_below_error(pool.estimates):
                 return "another restart is expected to gain less than chance or more steps"
             if pool.groups and pool.is_complete():
                 return "each latent of the best was found by two restarts"
