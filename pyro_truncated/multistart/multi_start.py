@@ -64,6 +64,7 @@ class SolutionPool:
         fit: fits parameters to the likeliest states of a solution.
 
     Attributes:
+        best: the one with the highest free energy, with what others have added to it.
         solutions: what independent restarts have found, without parameters and states: those from one place agree in poor optima.
         groups: exchange latents between restarts; none where these exchange nothing.
         is_network: whether restarts exchange nothing, as weights of networks mean nothing in another network.
@@ -74,22 +75,15 @@ class SolutionPool:
 
     def __init__(self, profile: Profile, refine: Refine = settle, fit: Refine = fit_likeliest_states) -> None:
         self._profile, self._refine, self._fit = profile, refine, fit
-        self.solutions: list[Solution] = []
+        self.best, self.solutions = NOTHING, list[Solution]()
         self.groups: list[Recombination] = []
         self.is_network = profile.initialization == "draw_start"
         self.targets: Tensor | None = None
         self.restarts: list[Restart] = []
         self.moves: Counts = {}
-        # All restarts that exchange latents, and the best one, with populations; and, by name of a move, the one that gained nothing by it.
+        # All restarts that exchange latents, with populations; and, by name of a move, the best one that gained nothing by it.
         self._members: list[Solution] = []
-        self._best = NOTHING
         self._failures: dict[str, Solution] = {}
-
-    @property
-    def best(self) -> Solution:
-        """The best solution, with what others have added to it."""
-        # After exchanges without its few states: training finds them anew.
-        return self._best.replace(population=None) if self.groups else self._best
 
     @property
     def energies(self) -> list[float]:
@@ -111,7 +105,7 @@ class SolutionPool:
         if self.groups:
             self._join(solution)
         else:
-            self._best = solution if self._best is NOTHING else max(self._best, solution, key=attrgetter("finite_energy"))
+            self.best = solution if self.best is NOTHING else max(self.best, solution, key=attrgetter("finite_energy"))
 
     def exchange(self, groups: list[Recombination]) -> None:
         """Lets restarts exchange latents, from the best one on."""
@@ -119,7 +113,7 @@ class SolutionPool:
         if groups:
             self._complement = Complement(groups, lambda solution: self._populate(self._fit(self._profile, solution), solution))
             self._redundant = RedundantLatents(groups, self._profile.config.max_candidates, self._profile.generator)
-            first, self._best = self._best, NOTHING
+            first, self.best = self.best, NOTHING
             if first.parameters:
                 self._join(first)
 
@@ -128,7 +122,7 @@ class SolutionPool:
 
         None of them may be redundant: of two equal ones one may be missing elsewhere.
         """
-        return not any(bool((self._find_singletons(group) | group.find_redundant(self._best)).any()) for group in self.groups)
+        return not any(bool((self._find_singletons(group) | group.find_redundant(self.best)).any()) for group in self.groups)
 
     @property
     def num_singletons(self) -> int:
@@ -138,7 +132,7 @@ class SolutionPool:
         """
         number = 0
         for group in self.groups:
-            singletons, redundant = self._find_singletons(group), group.find_redundant(self._best)
+            singletons, redundant = self._find_singletons(group), group.find_redundant(self.best)
             is_minority = int(redundant.sum()) <= int((~singletons & ~redundant).sum())
             number += int((singletons & ~redundant if is_minority else singletons).sum())
         return number
@@ -160,7 +154,7 @@ class SolutionPool:
 
     def _join(self, solution: Solution) -> None:
         """Adds latents of a restart to the best, then of others."""
-        before = self._best
+        before = self.best
         self._members.append(self.groups[0].populate(solution))
         queue = [self._members[-1]]
         while queue:
@@ -168,26 +162,26 @@ class SolutionPool:
             has_gained = self._cross(other)
             if self._improve(self._complement) or has_gained:
                 queue = [member for member in self._members if member is not other]
-        if self._best is before:
+        if self.best is before:
             self._improve(self._redundant)
 
     def _cross(self, other: Solution) -> bool:
         """Whether the best has become better by what another one has found."""
-        if self._best is NOTHING:
-            self._best = other
+        if self.best is NOTHING:
+            self.best = other
             return False
-        before = self._best
-        self._best, lesser = sorted((before, other), key=attrgetter("finite_energy"), reverse=True)
-        self._best = self._apply(self._best, Crossover(self.groups, lesser))
-        return self._best is not before
+        before = self.best
+        self.best, lesser = sorted((before, other), key=attrgetter("finite_energy"), reverse=True)
+        self.best = self._apply(self.best, Crossover(self.groups, lesser))
+        return self.best is not before
 
     def _improve(self, move: Move) -> bool:
         """Whether a move improves the best; it is not repeated on it."""
-        before = self._best
+        before = self.best
         if before is self._failures.get(move.name):
             return False
-        self._best = self._failures[move.name] = self._apply(before, move)
-        return self._best is not before
+        self.best = self._failures[move.name] = self._apply(before, move)
+        return self.best is not before
 
     def _apply(self, best: Solution, move: Move) -> Solution:
         return improve(best, move, self._train_child, self._profile.tolerance, self.moves)
@@ -205,7 +199,7 @@ class SolutionPool:
         return self.groups[0].populate(solution, near)
 
     def _find_singletons(self, group: Recombination) -> Tensor:
-        return torch.stack([group.shared_mask(self._best, member) for member in self._members]).sum(0) < 2
+        return torch.stack([group.shared_mask(self.best, member) for member in self._members]).sum(0) < 2
 
 
 class MultiStart:
