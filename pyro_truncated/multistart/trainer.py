@@ -465,7 +465,7 @@ def _estimate(trainer: Trainer, schedule: Schedule, values: list[float]) -> Free
     steps, profile = len(values), trainer.profile
     if trainer.truncated_guide is None:
         # The log joint of a sampler's draws: a mean over the last sixth.
-        return estimate_mean(values[-max(1, steps // 6) :])._replace(each=_likelihoods(trainer.guide, profile.y), steps=steps)
+        return estimate_mean(values[-max(1, steps // 6) :])._replace(steps=steps)
     if profile.has_companion or profile.is_conditional:
         # Continuous latents make the free energy noisy; its trend is no noise.
         return estimate_on_trend(values[-profile.config.gradient_window :])._replace(steps=steps)
@@ -476,19 +476,6 @@ def _estimate(trainer: Trainer, schedule: Schedule, values: list[float]) -> Free
     if not schedule.has_converged(values):
         return estimate._replace(rise=gain)
     return estimate._replace(noise=max(0.0, gain)) if schedule.is_relative else estimate
-
-
-@torch.no_grad()
-def _likelihoods(guide: GibbsGuide, y: Tensor) -> Tensor:
-    """Returns mean log likelihoods ``(N,)`` over draws: what a search has missed."""
-    likelihoods = []
-    for coefficients in guide.draws().spread(guide.model.num_latents).unbind(1):
-        values = guide.model.site_values(coefficients)
-        with spare_random_numbers(), poutine.block():
-            trace = poutine.trace(poutine.condition(guide.model, values)).get_trace(y)
-        trace.compute_log_prob()
-        likelihoods += [trace.nodes[name]["log_prob"] for name in trace.observation_nodes if name not in values]
-    return torch.stack(likelihoods).mean(0).double()
 
 
 # --- short runs ---
