@@ -416,10 +416,13 @@ MECHANISMS = {
 
 # Mechanisms of earlier runs that the package lacks; the last one stands for two at once.
 DELETED = (
-    "lead of mixtures",
     "comparison of parameters",
     "memory of complements",
     "eight substitutes",
+    "eight restarts of few rows",
+    "four restarts of decoders",
+    "data points of Gibbs samplers",
+    "search for states of the best",
     "equal latents, closed form",
     "overfit of redundant latents",
     "swap of sites",
