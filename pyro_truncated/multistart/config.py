@@ -68,6 +68,7 @@ class LearnConfig:
         max_candidates: latents beside which a redundant one is tried.
         growth: latents of an overcomplete restart for each one asked for.
         pruning_steps: training steps after each pruning.
+        pruning_depth: latents that may substitute for a redundant one.
         window: closed-form steps of which the gain is measured.
         gain: gain of a window at which closed-form restarts have converged.
         mixture_gain: the same in restarts of mixtures.
@@ -114,6 +115,7 @@ class LearnConfig:
     max_candidates: int = 3
     growth: int = 2
     pruning_steps: int = 3
+    pruning_depth: int = 8
     window: int = 5
     gain: float = 0.01
     mixture_gain: float = 0.005
@@ -141,7 +143,7 @@ class LearnConfig:
             raise ValueError(f"temperature must be at least 1; got {self.temperature!r}")
 
 
-LearnConfig.__init__ = renames("max_lead", "pruning_depth", "min_warm_restarts", "few_rows_per_latent")(LearnConfig.__init__)  # type: ignore[method-assign]
+LearnConfig.__init__ = renames("max_lead", "min_warm_restarts", "few_rows_per_latent")(LearnConfig.__init__)  # type: ignore[method-assign]
 
 
 def _check_number(field: dataclasses.Field[Any], value: Any) -> None:

@@ -188,7 +188,7 @@ class _Pruner:
 
     def _losses(self) -> tuple[Tensor, Tensor]:
         assert self.trainer.truncated_guide is not None
-        return deletion_losses(self.trainer.truncated_guide.population(), self.trainer.scorer())
+        return deletion_losses(self.trainer.truncated_guide.population(), self.trainer.scorer(), self.trainer.profile.config.pruning_depth)
 
     def prune(self, number: int) -> None:
         """Prunes to so many latents, a third of the surplus each time."""

@@ -410,6 +410,7 @@ MECHANISMS = {
     "pruning of redundant latents": Mechanism(
         ((pruning._Pruner, "prune_redundant", every_latent),), ((pruning._Pruner, "prune_redundant"),), is_there
     ),
+    "eight substitutes": Mechanism(config=LearnConfig(pruning_depth=2), watched=REASON),
     "eight restarts of small mixtures": Mechanism(config=LearnConfig(small_mixture=0), watched=REASON),
     "gain of mixtures": Mechanism(config=LearnConfig(mixture_gain=0.01), watched=REASON),
 }
@@ -418,7 +419,6 @@ MECHANISMS = {
 DELETED = (
     "comparison of parameters",
     "memory of complements",
-    "eight substitutes",
     "eight restarts of few rows",
     "four restarts of decoders",
     "data points of Gibbs samplers",
