@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated.utils.arguments import check_count
+from pyro_truncated.utils.arguments import check_count, renames
 
 # Goes where a restart of a model begins, with its data and a source of randomness.
 Initializer = Callable[[Any, Tensor, torch.Generator | None], Any]
 # Numbers that may be zero: nothing is then asked for, or done.
-_MAY_BE_ZERO = frozenset({"min_data", "mixture_min_data", "few_rows_per_latent", "small_mixture", "pruning_steps", "decay_steps"})
+_MAY_BE_ZERO = frozenset({"min_data", "mixture_min_data", "small_mixture", "pruning_steps", "decay_steps"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,12 +60,9 @@ class LearnConfig:
         max_restarts: most restarts.
         max_exchanging_restarts: the same where restarts exchange latents.
         max_large_restarts: the same for more than 256 binary latents.
-        min_restarts: least number for problems in which two restarts often agree on a poor optimum: shared or continuous latents, few
-            rows, small mixtures.
-        min_warm_restarts: least number of restarts from a linear model before the expected gain counts.
-        few_rows_per_latent: rows of data for each latent below which, by gradients, ``min_restarts`` are made.
+        min_restarts: least number for problems in which two restarts often agree on a poor optimum: shared or continuous latents, and
+            small mixtures.
         small_mixture: data values times components up to which ``min_restarts`` are made.
-        max_lead: largest lead of the best restart of a mixture, in tolerances.
         network_gap: nats per observed number by which networks of the same latents may differ.
         max_unmatched: share of unmatched latents up to which two networks have found the same.
         max_candidates: latents beside which a redundant one is tried.
@@ -112,10 +109,7 @@ class LearnConfig:
     max_exchanging_restarts: int = 16
     max_large_restarts: int = 2
     min_restarts: int = 8
-    min_warm_restarts: int = 4
-    few_rows_per_latent: int = 16
     small_mixture: int = 50_000
-    max_lead: float = 4.0
     network_gap: float = 0.02
     max_unmatched: float = 0.1
     max_candidates: int = 3
@@ -147,6 +141,9 @@ class LearnConfig:
             raise ValueError("lr must be positive; got 0")
         if self.temperature is not None and self.temperature < 1.0:
             raise ValueError(f"temperature must be at least 1; got {self.temperature!r}")
+
+
+LearnConfig.__init__ = renames("max_lead", "min_warm_restarts", "few_rows_per_latent")(LearnConfig.__init__)  # type: ignore[method-assign]
 
 
 def _check_number(field: dataclasses.Field[Any], value: Any) -> None:

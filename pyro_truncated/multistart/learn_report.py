@@ -9,15 +9,6 @@ from typing import Any
 from pyro_truncated.utils.arguments import Renamed
 
 
-class MoveCounts(dict[str, tuple[int, int]]):
-    """How often each kind of move was tried, and how often accepted."""
-
-    def count(self, name: str, is_accepted: bool) -> None:
-        """Counts a move."""
-        tried, accepted = self.get(name, (0, 0))
-        self[name] = tried + 1, accepted + is_accepted
-
-
 @dataclasses.dataclass(frozen=True)
 class Restart:
     """A restart of :func:`~pyro_truncated.learn`.

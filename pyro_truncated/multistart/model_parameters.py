@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pyro
@@ -119,18 +117,6 @@ def optimiser_options(lr: float, lrd: float, least: float, name: str) -> dict[st
     # Constrained parameters move on logarithmic or similar scales, without units.
     size = _size(free) if torch.equal(free, value.detach()) else 1.0
     return {"lr": lr * max(least if size else _LEAST_SIZE, size), "lrd": lrd}
-
-
-@contextmanager
-def forgetting_guides(model: Any, y: Tensor) -> Iterator[None]:
-    """Removes parameters of guides from Pyro's store: others take their names."""
-    store = pyro.get_param_store()
-    before = set(store)
-    try:
-        yield
-    finally:
-        for name in set(store) - before - learned_tensors(model, y).keys():
-            del store[name]
 
 
 def _size(value: Tensor) -> float:

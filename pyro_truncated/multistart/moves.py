@@ -12,12 +12,11 @@ import torch
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
-from pyro_truncated.multistart.learn_report import MoveCounts
-from pyro_truncated.multistart.model_parameters import Medians, forgetting_guides, learned_parameters, load_snapshot
+from pyro_truncated.multistart.model_parameters import Medians, learned_parameters, load_snapshot
 from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.multistart.pruning import deletion_losses, redundant_mask, value_deletion_losses
 from pyro_truncated.multistart.solution import ROUNDING, FreeEnergyEstimate, Solution, match_latents, shared_mask
-from pyro_truncated.multistart.trainer import FixedStates, Trainer, copy_population, fit_states, gradient_schedule, make_trainer, train
+from pyro_truncated.multistart.trainer import Trainer, copy_population, fit_states, gradient_schedule, train
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.search.base import Search
 from pyro_truncated.states.population import Population
@@ -29,8 +28,6 @@ from pyro_truncated.utils.parameter_store import spare_random_numbers
 _POPULATE_STEPS, _ADAPT_STEPS = 8, 2
 # Correlations of latents that explain the same: small within one code, large for substitutes.
 _MIN_CORRELATIONS = 0.15, 0.3, 0.5, 0.7
-# Relative difference of parameters, or of inactive data points, up to which latents are equal.
-_DUPLICATE_RTOL = 0.2
 # Noise on parameters of a latent initialised near another one, in units of their root mean square.
 _PERTURBATION_SCALE = 0.3
 # Most latents whose complements are tried.
@@ -42,6 +39,8 @@ _MAX_REVIVED, _MAX_ROUNDS, _DEAD_PROBABILITY = 512, 4, 1e-8
 
 # Yields solutions, and is sent the best one after each.
 Proposals = Generator[Solution, Solution, None]
+# How often each kind of move was tried, and how often accepted.
+Counts = dict[str, tuple[int, int]]
 
 
 class Move(Protocol):
@@ -60,7 +59,7 @@ class Move(Protocol):
         """Yields changed solutions; is sent the best one after each."""
 
 
-def improve(best: Solution, move: Move, refine: Callable[[Solution], Solution], min_gain: float, counts: MoveCounts) -> Solution:
+def improve(best: Solution, move: Move, refine: Callable[[Solution], Solution], min_gain: float, counts: Counts) -> Solution:
     """Returns the best solution after a move: itself, or a refined proposal.
 
     Args:
@@ -68,14 +67,15 @@ def improve(best: Solution, move: Move, refine: Callable[[Solution], Solution], 
         move: what proposes.
         refine: trains a proposal.
         min_gain: least gain in free energy per data point.
-        counts: counts what is tried and accepted.
+        counts: changed in place.
     """
     proposals = move.propose(best)
     proposal = next(proposals, None)
     while proposal is not None:
         solution = refine(proposal)
         is_better = solution.free_energy > best.free_energy + min_gain
-        counts.count(move.name, is_better)
+        tried, accepted = counts.get(move.name, (0, 0))
+        counts[move.name] = tried + 1, accepted + is_better
         best = solution if is_better else best
         try:
             proposal = proposals.send(best)
@@ -132,19 +132,6 @@ class Exchangeable(NamedTuple):
         if self.num_values:
             return population.value_probabilities()[:, self.latents.start, : self.num_values]
         return population.marginals()[:, self.latents]
-
-    def distances(self, one: dict[str, Tensor], other: dict[str, Tensor], other_index: Tensor) -> Tensor:
-        """Returns relative distances ``(H,)`` of parameters to those of ``other_index`` in ``other``.
-
-        They are root mean squares, of the parameter that differs most.
-        """
-        differences = []
-        for name, axis in self.axes.items():
-            value = one[name].movedim(axis, 0).reshape(len(other_index), -1)
-            unit = value.square().mean().clamp(min=torch.finfo(value.dtype).tiny).sqrt()
-            difference = value - other[name].movedim(axis, 0).reshape(value.shape)[other_index]
-            differences.append(difference.square().mean(1).sqrt() / unit)
-        return torch.stack([value.double() for value in differences]).amax(0)
 
 
 def exchangeable_latents(medians: Medians, state: dict[str, Tensor]) -> list[Exchangeable]:
@@ -212,9 +199,9 @@ class Recombination:
     """Exchanges latents between models that were trained from different starts.
 
     In a local optimum most latents are as in the best one, and a few share what they should divide. The latents of two models are
-    matched by the correlation of their posterior probabilities. Pairs that explain the same data points form blocks, from single pairs
-    to nearly all, as the least correlation falls. Unmatched latents of least deletion loss in one model are paired with those of
-    largest loss in the other, see :func:`~pyro_truncated.multistart.pruning.deletion_losses`.
+    matched by the correlation of their posterior probabilities. Unmatched latents of least deletion loss in one model are paired with
+    those of largest loss in the other, see :func:`~pyro_truncated.multistart.pruning.deletion_losses`. Pairs that explain the same data
+    points form blocks, from single pairs to nearly all, as the least correlation falls.
 
     Every block of the better model is replaced by that of the other one, and populations are adapted. Blocks are accepted in the order
     of their gains in free energy, as long as it rises. This is the partition crossover of Whitley, Hains and Howe (2009).
@@ -247,16 +234,10 @@ class Recombination:
     def cross(self, one: Solution, other: Solution) -> Solution:
         """Returns the better model with gainful latents of the other, or itself."""
         better, other = sorted((one, other), key=lambda member: member.free_energy, reverse=True)
-        correlation, partner = match_latents(self._marginals(better), self._marginals(other))
-        partner = self._pair_rest(better, other, correlation, partner)
-        differs = self.latents.distances(better.parameters, other.parameters, partner) > _DUPLICATE_RTOL
-        gains = {}
-        for block in _blocks(correlation[:, partner]):
-            if bool(differs[list(block)].any()):
-                gains[block] = self._exchange(better, other, block, partner).free_energy - better.free_energy
-        best = better
-        for block in sorted(gains, key=lambda one: gains[one], reverse=True):
-            if gains[block] > self.tolerance:
+        best, (correlation, partner) = better, self._match(better, other)
+        reached = {block: self._exchange(better, other, block, partner).free_energy for block in _blocks(correlation[:, partner])}
+        for block in sorted(reached, key=reached.__getitem__, reverse=True):
+            if reached[block] > better.free_energy + self.tolerance:
                 proposal = self._exchange(best, other, block, partner)
                 best = proposal if proposal.free_energy > best.free_energy + self.tolerance else best
         return best
@@ -267,21 +248,12 @@ class Recombination:
         parameters = self.latents.replace_latents(member.parameters, here, member.parameters, there)
         return self._change(member, self.latents.perturb(parameters, here, _PERTURBATION_SCALE, generator))
 
-    def find_mostly_active(self, member: Solution, exclude: Sequence[Tensor] = ()) -> dict[int, Tensor]:
-        """Returns up to ten binary latents active in most data points.
-
-        The most frequent come first, with their probabilities ``(N,)``. Those that are inactive for nearly the same data points as one of
-        the excluded are left out.
-        """
+    def find_mostly_active(self, member: Solution) -> list[int]:
+        """Returns up to ten binary latents that are mostly active, by frequency."""
         if self.latents.num_values or self.space.cardinalities[self.latents.latents.start] != 2:
-            return {}
-        each, active = self._marginals(member), {}
-        for latent in each.mean(0).argsort(descending=True).tolist():
-            share = each[:, latent]
-            most_apart = _DUPLICATE_RTOL * (1 - share).mean() + ROUNDING
-            if float(share.mean()) > 0.5 and not any(bool((share - other).abs().mean() <= most_apart) for other in exclude):
-                active[latent] = share
-        return dict(itertools.islice(active.items(), _MAX_COMPLEMENTED))
+            return []
+        often, latents = self._marginals(member).mean(0).sort(descending=True)
+        return latents[often > 0.5][:_MAX_COMPLEMENTED].tolist()
 
     def complement(self, member: Solution, latent: int) -> Solution:
         """Returns a model with a latent complemented in all states."""
@@ -309,15 +281,15 @@ class Recombination:
             return value_deletion_losses(_population(member), self.latents.latents.start, self.latents.num_values)
         return deletion_losses(_population(member), self._medians.scorer(member.parameters))[0][self.latents.latents]
 
-    def _pair_rest(self, one: Solution, other: Solution, correlation: Tensor, partner: Tensor) -> Tensor:
-        """Re-pairs unmatched latents: the least needed with the most needed."""
-        # What correlates by less than a half stands for something else.
-        is_unmatched = correlation.gather(1, partner.unsqueeze(1)).squeeze(1) < 0.5
-        here, there = is_unmatched.nonzero().squeeze(1), partner[is_unmatched]
-        if len(here) < 2:
-            return partner
-        losses, other_losses = self._losses(one).cpu()[here], self._losses(other).cpu()[there]
-        return partner.index_copy(0, here[losses.argsort()], there[other_losses.argsort(descending=True)])
+    def _match(self, one: Solution, other: Solution) -> tuple[Tensor, Tensor]:
+        """Returns correlations ``(H, H)``, and what replaces each latent, ``(H,)``."""
+        correlation, partner = match_latents(self._marginals(one), self._marginals(other))
+        # What correlates by less than a half stands for something else: the least needed is paired with the most needed.
+        here = (correlation.gather(1, partner.unsqueeze(1)).squeeze(1) < 0.5).nonzero().squeeze(1)
+        if len(here) > 1:
+            losses, other_losses = self._losses(one).cpu()[here], self._losses(other).cpu()[partner[here]]
+            partner[here[losses.argsort()]] = partner[here[other_losses.argsort(descending=True)]]
+        return correlation, partner
 
     def _marginals(self, member: Solution) -> Tensor:
         return self.latents.probabilities(_population(member)).double().cpu()
@@ -411,8 +383,7 @@ class Complement:
     """Complements of latents that are mostly active.
 
     A latent may have the negative of its dictionary element, with a constant added elsewhere. Then it is active for all data points
-    without the cause. Gradients do not lead from there to the cause, but parameters fitted to complemented states do. A latent that
-    gained nothing is not complemented again as long as it is active for the same data points.
+    without the cause. Gradients do not lead from there to the cause, but parameters fitted to complemented states do.
 
     Args:
         groups: of exchangeable latents.
@@ -423,18 +394,13 @@ class Complement:
 
     def __init__(self, groups: Sequence[Recombination], fit: Callable[[Solution], Solution]) -> None:
         self._groups, self._fit = groups, fit
-        self._failures: list[list[Tensor]] = [[] for _ in groups]
 
     def propose(self, best: Solution) -> Proposals:
         """Yields a solution for each such latent."""
         first = best
-        for group, failures in zip(self._groups, self._failures, strict=True):
-            for latent, share in group.find_mostly_active(first, failures).items():
-                before, best = best, (yield self._fit(group.complement(best, latent)))
-                if best is before:
-                    failures.append(share)
-                else:
-                    failures.clear()
+        for group in self._groups:
+            for latent in group.find_mostly_active(first):
+                best = yield self._fit(group.complement(best, latent))
 
 
 class RedundantLatents:
@@ -493,16 +459,13 @@ class DeadLatents:
 
     def search_and_train(self, child: Solution) -> Solution:
         """Trains what is proposed, from where the model is."""
-        with forgetting_guides(self._profile.model, self._profile.y):
-            trainer = Trainer(self._profile)
+        with Trainer(self._profile) as trainer:
             trainer.insert_states(child.states)
             trainer.find_states()
             return trainer.record(train(trainer, gradient_schedule(trainer, self._profile.config.restart_steps)))
 
     def _fit_alive(self, solution: Solution, dead: Tensor) -> Solution:
         """Fits parameters to the likeliest states, with dead latents added in turn."""
-        profile = self._profile
-        load_snapshot(profile.model, profile.y, solution.parameters)
 
         def with_dead_latents(scorer: LogJoint) -> Tensor:
             """States ``(N, 1 + K, W)`` of which each but the first has one dead latent."""
@@ -512,10 +475,9 @@ class DeadLatents:
             states[:, torch.arange(1, 1 + len(dead)), dead] = 1
             return space.pack(states)
 
-        with forgetting_guides(profile.model, profile.y):
-            # At this temperature all states count alike.
-            trainer = Trainer(profile.replace(search=FixedStates(), num_states=1 + len(dead)), lambda _: 1e9)
-            return fit_states(trainer, with_dead_latents).replace(population=solution.population)
+        # At this temperature all states count alike.
+        child = fit_states(self._profile, with_dead_latents, 1 + len(dead), lambda _: 1e9, solution)
+        return child.replace(population=solution.population)
 
 
 # With more posteriors than these bytes hold fewer latents are revived at once.
@@ -525,8 +487,7 @@ def dead_latents(profile: Profile, solution: Solution, max_bytes: int = 2**28) -
     A first Adam step is equally long for all gradients that are not zero. Of too many latents a random part: as many as states of the
     given memory, one for each, hold.
     """
-    with forgetting_guides(profile.model, profile.y):
-        trainer = make_trainer(profile, solution)
+    with Trainer(profile, solution=solution) as trainer:
         trainer.insert_states(solution.states)
         trainer.step()
         assert trainer.truncated_guide is not None

@@ -16,10 +16,11 @@ from torch import Tensor
 from pyro_truncated.distributed.shards import own_rows
 from pyro_truncated.em.closed_form import restore_driver
 from pyro_truncated.multistart.config import LearnConfig
-from pyro_truncated.multistart.learn_report import LearnReport, MoveCounts, Restart
+from pyro_truncated.multistart.learn_report import LearnReport, Restart
 from pyro_truncated.multistart.model_parameters import disturb, load_snapshot, snapshot
 from pyro_truncated.multistart.moves import (
     Complement,
+    Counts,
     Crossover,
     DeadLatents,
     Move,
@@ -74,16 +75,14 @@ class SolutionPool:
 
     def __init__(self, profile: Profile, refine: Refine = settle, fit: Refine = fit_likeliest_states) -> None:
         self._profile, self._refine, self._fit = profile, refine, fit
-        self.best = NOTHING
-        self.solutions: list[Solution] = []
+        self.best, self.solutions = NOTHING, list[Solution]()
         self.groups: list[Recombination] = []
         self.is_network = profile.initialization == "draw_start"
         self.targets: Tensor | None = None
         self.restarts: list[Restart] = []
-        self.moves = MoveCounts()
-        # All restarts and the best one, with populations; and, by name of a move, the one that it gained nothing from.
+        self.moves: Counts = {}
+        # All restarts that exchange latents, with populations; and, by name of a move, the best one that gained nothing by it.
         self._members: list[Solution] = []
-        self._best = NOTHING
         self._failures: dict[str, Solution] = {}
 
     @property
@@ -105,7 +104,8 @@ class SolutionPool:
         self.solutions.append(solution.replace(parameters={}, population=None, companion={}, probabilities=code))
         if self.groups:
             self._join(solution)
-        self._take_best(self._best if self.groups else solution)
+        else:
+            self.best = solution if self.best is NOTHING else max(self.best, solution, key=attrgetter("finite_energy"))
 
     def exchange(self, groups: list[Recombination]) -> None:
         """Lets restarts exchange latents, from the best one on."""
@@ -113,15 +113,16 @@ class SolutionPool:
         if groups:
             self._complement = Complement(groups, lambda solution: self._populate(self._fit(self._profile, solution), solution))
             self._redundant = RedundantLatents(groups, self._profile.config.max_candidates, self._profile.generator)
-            if self.best.parameters:
-                self._join(self.best)
+            first, self.best = self.best, NOTHING
+            if first.parameters:
+                self._join(first)
 
     def is_complete(self) -> bool:
         """Whether two restarts have found each latent of the best.
 
         None of them may be redundant: of two equal ones one may be missing elsewhere.
         """
-        return not any(bool((self._find_singletons(group) | group.find_redundant(self._best)).any()) for group in self.groups)
+        return not any(bool((self._find_singletons(group) | group.find_redundant(self.best)).any()) for group in self.groups)
 
     @property
     def num_singletons(self) -> int:
@@ -131,7 +132,7 @@ class SolutionPool:
         """
         number = 0
         for group in self.groups:
-            singletons, redundant = self._find_singletons(group), group.find_redundant(self._best)
+            singletons, redundant = self._find_singletons(group), group.find_redundant(self.best)
             is_minority = int(redundant.sum()) <= int((~singletons & ~redundant).sum())
             number += int((singletons & ~redundant if is_minority else singletons).sum())
         return number
@@ -149,21 +150,11 @@ class SolutionPool:
 
         They are not tried while other restarts still add to it.
         """
-        if not self.groups or not self._improve(self._redundant):
-            return False
-        self._take_best(self._best)
-        return True
-
-    def _take_best(self, solution: Solution) -> None:
-        """Takes the better one."""
-        # After exchanges without its few states: training finds them anew.
-        solution = solution.replace(population=None) if self.groups else solution
-        candidates = [self.best, solution] if self.best.parameters else [solution]
-        self.best = max(candidates, key=lambda one: one.free_energy if math.isfinite(one.free_energy) else -math.inf)
+        return bool(self.groups) and self._improve(self._redundant)
 
     def _join(self, solution: Solution) -> None:
         """Adds latents of a restart to the best, then of others."""
-        before = self._best
+        before = self.best
         self._members.append(self.groups[0].populate(solution))
         queue = [self._members[-1]]
         while queue:
@@ -171,26 +162,26 @@ class SolutionPool:
             has_gained = self._cross(other)
             if self._improve(self._complement) or has_gained:
                 queue = [member for member in self._members if member is not other]
-        if self._best is before:
+        if self.best is before:
             self._improve(self._redundant)
 
     def _cross(self, other: Solution) -> bool:
         """Whether the best has become better by what another one has found."""
-        if self._best is NOTHING:
-            self._best = other
+        if self.best is NOTHING:
+            self.best = other
             return False
-        before = self._best
-        self._best, lesser = sorted((before, other), key=attrgetter("free_energy"), reverse=True)
-        self._best = self._apply(self._best, Crossover(self.groups, lesser))
-        return self._best is not before
+        before = self.best
+        self.best, lesser = sorted((before, other), key=attrgetter("finite_energy"), reverse=True)
+        self.best = self._apply(self.best, Crossover(self.groups, lesser))
+        return self.best is not before
 
     def _improve(self, move: Move) -> bool:
         """Whether a move improves the best; it is not repeated on it."""
-        before = self._best
+        before = self.best
         if before is self._failures.get(move.name):
             return False
-        self._best = self._failures[move.name] = self._apply(before, move)
-        return self._best is not before
+        self.best = self._failures[move.name] = self._apply(before, move)
+        return self.best is not before
 
     def _apply(self, best: Solution, move: Move) -> Solution:
         return improve(best, move, self._train_child, self._profile.tolerance, self.moves)
@@ -208,7 +199,7 @@ class SolutionPool:
         return self.groups[0].populate(solution, near)
 
     def _find_singletons(self, group: Recombination) -> Tensor:
-        return torch.stack([group.shared_mask(self._best, member) for member in self._members]).sum(0) < 2
+        return torch.stack([group.shared_mask(self.best, member) for member in self._members]).sum(0) < 2
 
 
 class MultiStart:
@@ -324,12 +315,8 @@ class StopRule:
     def min_restarts(self) -> int:
         """The least number of restarts: more where these easily agree by chance."""
         profile, config = self._profile, self._config
-        is_doubtful = profile.shares_latents or profile.has_companion
-        if profile.space is not None and profile.is_mixture:
-            is_doubtful |= profile.y.numel() * profile.space.size <= config.small_mixture
-        elif profile.space is not None and self._are_by_gradients and not profile.is_product:
-            is_doubtful |= profile.num_data < config.few_rows_per_latent * profile.space.num_latents
-        return config.min_restarts if is_doubtful else 1
+        is_small = profile.is_mixture and profile.space is not None and profile.y.numel() * profile.space.size <= config.small_mixture
+        return config.min_restarts if is_small or profile.shares_latents or profile.has_companion else 1
 
     def max_restarts(self, pool: SolutionPool) -> int:
         """The largest number of restarts."""
@@ -343,8 +330,7 @@ class StopRule:
         """Why no further restart is made, ``None`` if one is."""
         number = len(pool.energies)
         if number >= self.min_restarts:
-            is_early = pool.targets is not None and number < self._config.min_warm_restarts
-            if (self._profile.learns_causes or pool.is_network) and not is_early and is_gain_below_error(pool.estimates):
+            if (self._profile.learns_causes or pool.is_network) and is_gain_below_error(pool.estimates):
                 return "another restart is expected to gain less than chance or more steps"
             if pool.groups and pool.is_complete():
                 return "each latent of the best was found by two restarts"
@@ -386,8 +372,6 @@ class StopRule:
         """
         if self._config.tolerance is not None:
             return self._reach_equal_energies(pool, must_be_alike=False)
-        if self._profile.is_chain:
-            return self._reach_equal_energies(pool, self._are_by_gradients)
         gap = self._profile.tolerance
         if pool.is_network:
             # Covariates do not count.
@@ -414,7 +398,7 @@ class StopRule:
             return False
         best, *others = sorted(pool.estimates, key=lambda one: one.free_energy, reverse=True)
         # How far apart the best two may be.
-        lead = self._profile.tolerance * (min(len(pool.estimates) / 2, self._config.max_lead) if self._profile.is_mixture else 1)
+        lead = self._profile.tolerance * (len(pool.estimates) / 2 if self._profile.is_mixture else 1)
         near = [other for other in others if energies_agree([best, other], lead)]
         is_reached = any(not must_be_alike or explain_equally(best, other, self._profile.tolerance) for other in near)
         return is_reached and pool.best.free_energy <= best.free_energy + lead

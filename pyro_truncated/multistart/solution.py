@@ -69,6 +69,11 @@ class Solution:
         return self.estimate.free_energy + self.spread
 
     @property
+    def finite_energy(self) -> float:
+        """The same, and minus infinity for a run that failed."""
+        return self.free_energy if math.isfinite(self.free_energy) else -math.inf
+
+    @property
     def states(self) -> Tensor:
         """States of the population, unpacked, ``(N, S, L)``."""
         assert self.population is not None

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import pyro
 import pyro.poutine as poutine
@@ -23,7 +23,7 @@ from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.multistart.decoders import fit_decoder
 from pyro_truncated.multistart.model_parameters import (
     Medians,
-    forgetting_guides,
+    learned_tensors,
     least_size,
     load_snapshot,
     optimiser_options,
@@ -61,11 +61,19 @@ _RATE_FACTOR, _REDUCTIONS = 0.3, 4
 class Trainer:
     """A model with guide and SVI, trained as the model allows.
 
-    A restart has a temperature. Chains of a Gibbs sampler need no burn-in there, as there are no learned parameters yet.
+    A restart has a temperature. Chains of a Gibbs sampler need no burn-in there, as there are no learned parameters yet. As a context
+    manager it removes its guide's parameters from Pyro's store in the end: others take their names.
+
+    Args:
+        profile: of the model.
+        temperature: of a restart, as a function of the step.
+        solution: whose parameters and continuous latents it begins with; default: where the model is.
     """
 
-    def __init__(self, profile: Profile, temperature: Temperature | None = None) -> None:
-        self.profile = profile
+    def __init__(self, profile: Profile, temperature: Temperature | None = None, solution: Solution | None = None) -> None:
+        self.profile, self._names_before = profile, set(pyro.get_param_store())
+        if solution is not None:
+            load_snapshot(profile.model, profile.y, solution.parameters)
         self.truncated_guide: AutoTruncated | None = None
         self._driver = None if profile.optimizer == "gradients" else ClosedForm(profile.model)
         if profile.search is not None:
@@ -89,6 +97,19 @@ class Trainer:
             return optimiser_options(profile.lr * self._rate, profile.lrd, least_size(profile.y), name)
 
         self._svi = SVI(profile.model, self.guide, self._driver or ClippedAdam(cast("Any", options)), self.elbo)
+        if solution is not None and solution.companion:
+            self.set_up()
+            assert self.truncated_guide is not None
+            medians = Medians(profile.model, profile.y, self.truncated_guide)
+            self.take_over(medians.companion(solution.parameters, solution.companion))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        store = pyro.get_param_store()
+        for name in set(store) - self._names_before - learned_tensors(self.profile.model, self.profile.y).keys():
+            del store[name]
 
     @property
     def companion(self) -> dict[str, Tensor]:
@@ -444,7 +465,7 @@ def _estimate(trainer: Trainer, schedule: Schedule, values: list[float]) -> Free
     steps, profile = len(values), trainer.profile
     if trainer.truncated_guide is None:
         # The log joint of a sampler's draws: a mean over the last sixth.
-        return estimate_mean(values[-max(1, steps // 6) :])._replace(each=_likelihoods(trainer.guide, profile.y), steps=steps)
+        return estimate_mean(values[-max(1, steps // 6) :])._replace(steps=steps)
     if profile.has_companion or profile.is_conditional:
         # Continuous latents make the free energy noisy; its trend is no noise.
         return estimate_on_trend(values[-profile.config.gradient_window :])._replace(steps=steps)
@@ -455,19 +476,6 @@ def _estimate(trainer: Trainer, schedule: Schedule, values: list[float]) -> Free
     if not schedule.has_converged(values):
         return estimate._replace(rise=gain)
     return estimate._replace(noise=max(0.0, gain)) if schedule.is_relative else estimate
-
-
-@torch.no_grad()
-def _likelihoods(guide: GibbsGuide, y: Tensor) -> Tensor:
-    """Returns mean log likelihoods ``(N,)`` over draws: what a search has missed."""
-    likelihoods = []
-    for coefficients in guide.draws().spread(guide.model.num_latents).unbind(1):
-        values = guide.model.site_values(coefficients)
-        with spare_random_numbers(), poutine.block():
-            trace = poutine.trace(poutine.condition(guide.model, values)).get_trace(y)
-        trace.compute_log_prob()
-        likelihoods += [trace.nodes[name]["log_prob"] for name in trace.observation_nodes if name not in values]
-    return torch.stack(likelihoods).mean(0).double()
 
 
 # --- short runs ---
@@ -490,8 +498,7 @@ def run_restart(profile: Profile, temperature: Temperature, states: Tensor | Non
         states: one of each data point, ``(N, L)``, which the search begins with.
     """
     profile.initialize()
-    with forgetting_guides(profile.model, profile.y):
-        trainer = Trainer(profile, temperature)
+    with Trainer(profile, temperature) as trainer:
         if states is not None:
             trainer.insert_states(states.unsqueeze(1))
         solution = trainer.record(train(trainer, restart_schedule(trainer, temperature, profile.config.restart_steps)))
@@ -505,21 +512,9 @@ def run_restart(profile: Profile, temperature: Temperature, states: Tensor | Non
     return solution.replace(probabilities=probabilities if bool(vary(probabilities).any()) else None)
 
 
-def make_trainer(profile: Profile, solution: Solution) -> Trainer:
-    """A run that begins at a solution, with states of its own."""
-    load_snapshot(profile.model, profile.y, solution.parameters)
-    trainer = Trainer(profile)
-    if trainer.truncated_guide is not None and solution.companion:
-        trainer.set_up()
-        medians = Medians(profile.model, profile.y, trainer.truncated_guide)
-        trainer.take_over(medians.companion(solution.parameters, solution.companion))
-    return trainer
-
-
 def retrain(profile: Profile, solution: Solution, schedule: Callable[[Trainer], Schedule]) -> Solution:
     """Trains from a solution and its states."""
-    with forgetting_guides(profile.model, profile.y):
-        trainer = make_trainer(profile, solution)
+    with Trainer(profile, solution=solution) as trainer:
         if solution.population is not None:
             trainer.insert_states(solution.states)
         return trainer.record(train(trainer, schedule(trainer)))
@@ -540,14 +535,20 @@ def fit_likeliest_states(profile: Profile, solution: Solution) -> Solution:
     """Fits parameters briefly to the likeliest state of each data point."""
     assert solution.population is not None
     likeliest = solution.population.mode().unsqueeze(1)
-    with forgetting_guides(profile.model, profile.y):
-        return fit_states(make_trainer(profile.replace(search=FixedStates(), num_states=1), solution), lambda scorer: likeliest)
+    return fit_states(profile, lambda scorer: likeliest, solution=solution)
 
 
-def fit_states(trainer: Trainer, words: Callable[[LogJoint], Tensor]) -> Solution:
+def fit_states(
+    profile: Profile,
+    words: Callable[[LogJoint], Tensor],
+    num_states: int = 1,
+    temperature: Temperature | None = None,
+    solution: Solution | None = None,
+) -> Solution:
     """Fits parameters to packed states ``(N, S, W)`` that stay as they are."""
-    scorer, guide, steps = trainer.scorer(), trainer.truncated_guide, trainer.profile.config.restart_steps
-    assert guide is not None
-    states = words(scorer)
-    guide.populations.store_(scorer.score(states), None, states)
-    return trainer.record(train(trainer, Schedule(steps, steps)))
+    with Trainer(profile.replace(search=FixedStates(), num_states=num_states), temperature, solution) as trainer:
+        scorer, guide, steps = trainer.scorer(), trainer.truncated_guide, profile.config.restart_steps
+        assert guide is not None
+        states = words(scorer)
+        guide.populations.store_(scorer.score(states), None, states)
+        return trainer.record(train(trainer, Schedule(steps, steps)))

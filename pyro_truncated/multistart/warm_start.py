@@ -14,10 +14,10 @@ from torch import Tensor
 from pyro_truncated.distributions.linear import LinearSuperposition
 from pyro_truncated.em.closed_form import Statistics
 from pyro_truncated.multistart.decoders import observed_numbers
-from pyro_truncated.multistart.model_parameters import forgetting_guides, learned_parameters
+from pyro_truncated.multistart.model_parameters import learned_parameters
 from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.multistart.solution import Solution
-from pyro_truncated.multistart.trainer import FixedStates, Trainer, fit_states, make_trainer
+from pyro_truncated.multistart.trainer import Trainer, fit_states
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.devices import generator_device
 
@@ -53,8 +53,7 @@ def decoder_targets(profile: Profile) -> Tensor | None:
 
 def likeliest_states(profile: Profile, solution: Solution) -> Tensor:
     """Returns a model's likeliest state of each data point, ``(N, H)``."""
-    with forgetting_guides(profile.model, profile.y):
-        trainer = make_trainer(profile, solution)
+    with Trainer(profile, solution=solution) as trainer:
         trainer.insert_states(solution.states)
         assert trainer.truncated_guide is not None
         return trainer.truncated_guide.space.unpack(trainer.truncated_guide.population().mode())
@@ -85,9 +84,9 @@ def shuffle(profile: Profile) -> None:
 
 def teach(profile: Profile, code: Tensor) -> None:
     """Trains a network to decode fixed states ``(N, H)``, one per data point."""
-    with forgetting_guides(profile.model, profile.y):
-        trainer = Trainer(profile.replace(search=FixedStates(), num_states=1))
-        fit_states(trainer, lambda scorer: trainer.profile.space.pack(code.unsqueeze(1)))  # type: ignore[union-attr]
+    space = profile.space
+    assert space is not None
+    fit_states(profile, lambda scorer: space.pack(code.unsqueeze(1)))
 
 
 class LinearCauses(torch.nn.Module):

@@ -512,17 +512,6 @@ def test_twice_as_many_starts_are_made_where_they_exchange_latents(rates, starts
     assert len(begun) == made
 
 
-@pytest.mark.parametrize(("rows", "made"), [(47, 8), (48, 2)])
-def test_few_rows_have_eight_starts_even_if_two_agree(rows, made):
-    """Few: less than sixteen for each of three latents. Of enough the second agrees with the first."""
-    pyro.set_rng_seed(0)
-    y = torch.rand(rows, generator=generator())
-    found = scripted_restarts(
-        lambda y: own(y, (0.1, 0.5, 0.9)), y, lambda profile, *_: ended(profile, FreeEnergyEstimate(0.0)), tolerance=0.1
-    )
-    assert len(found.pool.energies) == made
-
-
 @pytest.mark.nightly
 def test_a_network_that_begins_where_the_data_take_it_learns_from_several_starts():
     pyro.set_rng_seed(0)

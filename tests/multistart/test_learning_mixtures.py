@@ -82,15 +82,6 @@ def test_a_small_mixture_has_eight_starts_even_if_two_agree(rows: int, starts: i
     assert len(found.pool.energies) == number
 
 
-@pytest.mark.parametrize(("others", "is_sure"), [(-0.039, True), (-0.041, False), (-0.2, False)])
-def test_a_best_start_far_above_all_others_is_doubted_however_many_there_are(others: float, is_sure: bool) -> None:
-    heights = iter([0.0] + [others] * 49)
-    found = scripted_restarts(GaussianMixture(1, 2), torch.randn(20, 1), ends_at(heights), max_restarts=50, tolerance=0.01)
-    assert (disagreement(found) is None) == is_sure
-    assert is_sure or "another one may reach more" in (disagreement(found) or "")
-    assert len(found.pool.energies) == (8 if is_sure else 50)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "num_states"), [(64, 64), (65, 16)])
 def test_populations_of_very_many_components_are_small(number: int, num_states: int) -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import LearnConfig, Truncated_ELBO, learn
-from pyro_truncated.multistart.learn_report import MoveCounts
 from pyro_truncated.multistart.model_parameters import snapshot
 from pyro_truncated.multistart.moves import DeadLatents, dead_latents, improve
 from pyro_truncated.multistart.profile import Profile, profile_model
@@ -108,7 +107,7 @@ def test_latents_that_no_state_has_on_are_woken(weight: Tensor):
 
 def revived(profile: Profile, found: Solution) -> Solution:
     move = DeadLatents(profile)
-    return improve(found, move, move.search_and_train, profile.tolerance, MoveCounts())
+    return improve(found, move, move.search_and_train, profile.tolerance, {})
 
 
 def in_states(model: Callable[[Tensor], None], y: Tensor, states: Tensor, free_energy: float = 0.0) -> Solution:

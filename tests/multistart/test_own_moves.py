@@ -119,3 +119,8 @@ def test_arguments_of_version_0_2_warn_and_do_the_same():
         assert len(told) == (4 if "starts" in arguments else 0)
         reached.append(guide.starts)
     assert reached[0] == reached[1]
+
+
+def test_a_number_that_has_gone_warns() -> None:
+    with pytest.warns(DeprecationWarning, match="max_lead of LearnConfig has no effect any more"):
+        assert LearnConfig(max_lead=4.0) == LearnConfig()

@@ -28,7 +28,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import AutoTruncated, DisagreeingStartsWarning, GPSelect, Truncated_ELBO, learn
 from pyro_truncated.datasets import linear_bars, matched_bars
-from pyro_truncated.multistart import moves, multi_start, profile, trainer
+from pyro_truncated.multistart import moves, multi_start, profile, pruning, trainer
 from pyro_truncated.multistart.config import LearnConfig
 from pyro_truncated.multistart.trainer import run_restart
 from pyro_truncated.warmup import warm_up
@@ -358,6 +358,29 @@ def rule(name: str, result: bool, has_acted: Callable[[Any], bool]) -> Mechanism
     return Mechanism(((multi_start, name, lambda *args: result),), ((multi_start, name),), has_acted)
 
 
+def single_latents(correlation: Tensor) -> list[tuple[int, ...]]:
+    """No exchange of several latents at once."""
+    return [(latent,) for latent in range(len(correlation))]
+
+
+def matched_alone(self: Any, one: Any, other: Any) -> tuple[Tensor, Tensor]:
+    """Partners by correlation alone."""
+    return moves.match_latents(self._marginals(one), self._marginals(other))
+
+
+def least_needed(losses: Tensor, substitutes: Tensor, number: int) -> Tensor:
+    """Those of least loss, substitutes of each other or not."""
+    return losses.argsort()[:number]
+
+
+def every_latent(self: Any) -> Tensor:
+    """No redundant latent is removed."""
+    return torch.arange(self.trainer.profile.model.num_latents)
+
+
+# Is called in every run.
+REASON = ((multi_start.StopRule, "reason"),)
+
 MECHANISMS = {
     "complement": without(moves.Complement),
     "use of redundant latents": without(moves.RedundantLatents),
@@ -379,10 +402,27 @@ MECHANISMS = {
         is_there,
     ),
     "annealing": Mechanism(((profile, "cooling", constant),), ((profile, "cooling"),), lambda result: result(0) > 1.0),
+    "blocks of latents": Mechanism(((moves, "_blocks", single_latents),), ((moves, "_blocks"),)),
+    "pairs of unmatched latents": Mechanism(((moves.Recombination, "_match", matched_alone),), ((moves.Recombination, "_match"),)),
+    "substitutes of pruned latents": Mechanism(
+        ((pruning, "select_for_pruning", least_needed),), ((pruning, "select_for_pruning"),), is_there
+    ),
+    "pruning of redundant latents": Mechanism(
+        ((pruning._Pruner, "prune_redundant", every_latent),), ((pruning._Pruner, "prune_redundant"),), is_there
+    ),
+    "eight substitutes": Mechanism(config=LearnConfig(pruning_depth=2), watched=REASON),
+    "eight restarts of small mixtures": Mechanism(config=LearnConfig(small_mixture=0), watched=REASON),
+    "gain of mixtures": Mechanism(config=LearnConfig(mixture_gain=0.01), watched=REASON),
 }
 
-# Mechanisms of the first runs that the package lacks; the last one stands for two at once.
+# Mechanisms of earlier runs that the package lacks; the last one stands for two at once.
 DELETED = (
+    "comparison of parameters",
+    "memory of complements",
+    "eight restarts of few rows",
+    "four restarts of decoders",
+    "data points of Gibbs samplers",
+    "search for states of the best",
     "equal latents, closed form",
     "overfit of redundant latents",
     "swap of sites",
