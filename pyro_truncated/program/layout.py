@@ -183,6 +183,7 @@ class Layout(SiteLayout):
         other_latents: names of the model's other latent sites, without ``Delta`` sites.
         depth: number of plate dimensions in the model.
         nesting: number of plate dimensions that Pyro must count to compare model and guide.
+        limits: by site name, the largest count that is kept (``max_count``).
         sites_to_check: names of the sites that give probability zero to some states outside of a support.
         read: names of the sites whose values the model's Python code looks at.
         clamped_sites: names of the sites that give something probability zero, as torch clamps it.
@@ -217,15 +218,20 @@ class Layout(SiteLayout):
             refuse_partial_sequence(node)
         _check_bounds(max_count, [node["name"] for node in nodes])
         sites: dict[str, DiscreteSite] = {}
+        limits: dict[str, int] = {}
         sites_to_check = set()
         for node in nodes:
             name = node["name"]
-            low, high = reachable_bounds(node, trace, sites, max_count, dependencies)
+            limit = max_count.get(name) if isinstance(max_count, Mapping) else max_count
+            low, high = reachable_bounds(node, trace, sites, limit, dependencies)
+            if limit is not None:
+                limits[name] = limit
             sites[name] = discrete_site(node, plates, low, high)
             if high.numel() > 1 and bool((high != high.flatten()[0]).any()):
                 sites_to_check.add(name)
         every = [frame for node in sample_nodes(trace).values() for frame in node["cond_indep_stack"]]
         super().__init__(sites, frames, max((-frame.dim for frame in every if frame.vectorized), default=0))
+        self.limits: Mapping[str, int] = limits
         self.sites_to_check = frozenset(sites_to_check | (dependencies.conditional(set(self.sites)) if dependencies is not None else set()))
         self.read = frozenset(self.sites) & (dependencies.read if dependencies is not None else frozenset())
         rest = (node for node in latent_nodes(trace) if node["name"] not in self.sites)
