@@ -229,10 +229,10 @@ def reachable_bounds(
     sites: Mapping[str, DiscreteSite],
     limit: int | None,
     dependencies: Dependencies | None,
-) -> Bounds:
+) -> tuple[Tensor, Tensor, bool]:
     """Returns a discrete site's lowest and highest values.
 
-    They are over all values of what they depend on, and at most ``limit``.
+    They are over all values of what they depend on, and at most ``limit``. Whether that leaves some out comes last.
 
     Args:
         node: the site in a run of the model.
@@ -256,13 +256,13 @@ def reachable_bounds(
         elif dependencies.parents[name]:
             low, high = _limit_bounds(node, dependencies, limit)
     if kind != "integer":
-        return low, high
+        return low, high, False
     if int(high.max()) >= HUGE and limit is None:
         raise ValueError(
             f"discrete latent site '{name}' ({family(node['fn'])}) has infinite support and no bound. "
             f"Give one: AutoTruncated(model, max_count={{'{name}': 20}}), or learn(model, y, max_count={{'{name}': 20}})."
         )
-    return low, high if limit is None else high.clamp(max=limit)
+    return (low, high, False) if limit is None else (low, high.clamp(max=limit), bool((high > limit).any()))
 
 
 def _limit_bounds(node: Any, dependencies: Dependencies, limit: int | None) -> Bounds:
