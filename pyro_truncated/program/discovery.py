@@ -15,15 +15,34 @@ import pyro.poutine as poutine
 import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
-from torch.distributions import Bernoulli, Categorical, constraints
+from torch.distributions import Bernoulli, Categorical, TransformedDistribution, constraints
 
 from pyro_truncated.ops import raise_if
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.changing_sites import ChangingSitesError
 from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.sites import DiscreteSite, family, is_subsampled, unwrap
-from pyro_truncated.program.supports import HUGE, INTEGER, Bounds, elementwise, get_support, possible_values, value_bounds
+from pyro_truncated.program.supports import HUGE, INTEGER, Bounds, elementwise, get_support, is_discrete, possible_values, value_bounds
 from pyro_truncated.utils.parameter_store import Assign, isolate, spare_random_numbers
+
+_WRITE_IT = "Write it with Bernoulli, Categorical, OneHotCategorical or count sites."
+
+
+def refuse_unknown_values(nodes: Iterable[Mapping[str, Any]]) -> None:
+    """Checks that no latent has an unknown discrete distribution.
+
+    Its support does not say so, but it enumerates its values, or is a transformed discrete one.
+
+    Raises:
+        NotImplementedError: naming the site and the distribution.
+    """
+    for node in nodes:
+        base, _ = unwrap(node["fn"])
+        is_transformed = isinstance(base, TransformedDistribution) and is_discrete(base.base_dist)
+        if is_transformed or base.has_enumerate_support:
+            raise NotImplementedError(
+                f"the distribution of discrete latent site '{node['name']}' ({family(base)}) is not supported. {_WRITE_IT}"
+            )
 
 
 def refuse_partial_sequence(node: Mapping[str, Any]) -> None:
@@ -167,7 +186,7 @@ def _kind(node: Any) -> str:
     if not isinstance(support, (constraints.integer_interval, type(constraints.nonnegative_integer), type(INTEGER))):
         raise NotImplementedError(
             f"discrete latent site '{node['name']}' ({family(node['fn'])}) has a support that is no product of its entries' values. "
-            "Write it with Bernoulli, Categorical, OneHotCategorical or count sites."
+            f"{_WRITE_IT}"
         )
     return "integer"
 

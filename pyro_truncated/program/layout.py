@@ -18,7 +18,13 @@ from pyro.poutine.indep_messenger import IndepMessenger
 from torch import Tensor
 
 from pyro_truncated.program.dependencies import Dependencies
-from pyro_truncated.program.discovery import discrete_site, reachable_bounds, refuse_partial_sequence, refuse_unplated_dims
+from pyro_truncated.program.discovery import (
+    discrete_site,
+    reachable_bounds,
+    refuse_partial_sequence,
+    refuse_unknown_values,
+    refuse_unplated_dims,
+)
 from pyro_truncated.program.inspection import plates_around
 from pyro_truncated.program.sites import DiscreteSite, family, latent_nodes, sample_nodes, trim
 from pyro_truncated.states.space import StateSpace
@@ -207,6 +213,7 @@ class Layout(SiteLayout):
     ) -> None:
         nodes = [node for node in latent_nodes(trace) if node["fn"].support.is_discrete]
         if not nodes:
+            refuse_unknown_values(latent_nodes(trace))
             others = ", ".join(f"'{node['name']}' ({family(node['fn'])})" for node in latent_nodes(trace)) or "none"
             raise ValueError(
                 f"the model has no discrete latent site, so AutoTruncated has nothing to infer; its latents are: {others}. If it observes "
