@@ -111,7 +111,9 @@ class Dependencies:
         return True
 
     def _limit(self, name: str) -> int | None:
-        return self._max_count.get(name) if isinstance(self._max_count, Mapping) else self._max_count
+        limit = self._max_count.get(name) if isinstance(self._max_count, Mapping) else self._max_count
+        # What is no bound is refused with the layout.
+        return limit if hasattr(limit, "__index__") else None
 
     def _run(self, values: Mapping[str, Any]) -> Any:
         torch.manual_seed(0)
