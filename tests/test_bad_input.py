@@ -152,8 +152,14 @@ def test_a_model_without_discrete_latents_hears_which_it_has():
         signs = dist.TransformedDistribution(dist.Bernoulli(0.5), dist.transforms.AffineTransform(-1.0, 2.0))
         pyro.sample("y", dist.Normal(pyro.sample("s", signs), 1.0), obs=torch.zeros(()))
 
-    with pytest.raises(ValueError, match=r"its latents are: 's' \(TransformedDistribution\)"):
+    with pytest.raises(NotImplementedError, match=r"'s' \(TransformedDistribution\) is not supported"):
         AutoTruncated(model)()
+
+    def continuous():
+        pyro.sample("y", dist.Normal(pyro.sample("s", dist.Normal(0.0, 1.0)), 1.0), obs=torch.zeros(()))
+
+    with pytest.raises(ValueError, match=r"its latents are: 's' \(Normal\)"):
+        AutoTruncated(continuous)()
 
 
 @pytest.mark.parametrize("bound", [-1, 0, 2.5, True, "x", {"n": 0}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -396,8 +397,14 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
 
         For Boolean sites they are the probability of 1, ``(N, *site shape)``, for others that of
         each value, ``(..., V)``.
+
+        Warns:
+            UserWarning: where ``max_count`` cuts off a posterior.
         """
-        return self.stored_posterior(indices).marginals()  # type: ignore[no-any-return]
+        marginals: dict[str, Tensor] = self.stored_posterior(indices).marginals()
+        for problem, advice in self.layout.cut_posteriors(marginals, indices):
+            warnings.warn(f"{problem} {advice}", stacklevel=2)
+        return marginals
 
     def pairwise_marginals(self, first: str, second: str, indices: Tensor | None = None) -> Tensor:
         r"""Returns the joint marginals :math:`q(s_a = v, s_b = w)` of two discrete sites.

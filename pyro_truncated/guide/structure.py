@@ -59,7 +59,7 @@ def find_layout(
 
     It also tells which sites depend on which.
     """
-    dependencies = Dependencies(call)
+    dependencies = Dependencies(call, max_count)
     refuse_changing_sites(call, trace, dependencies)
     layout = Layout(trace, max_count, dependencies)
     # Where all states are kept the prior of what is masked adds up to one.

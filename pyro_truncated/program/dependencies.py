@@ -18,7 +18,7 @@ from torch.distributions import constraints
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.provenance import PythonReads
 from pyro_truncated.program.sites import family
-from pyro_truncated.program.supports import HUGE, elementwise, get_support, is_discrete, value_bounds
+from pyro_truncated.program.supports import HUGE, Bounds, elementwise, get_support, is_discrete, value_bounds
 from pyro_truncated.utils.parameter_store import Assign, isolate, spare_random_numbers
 
 _LOG = logging.getLogger(__name__)
@@ -36,10 +36,11 @@ class Dependencies:
 
     Args:
         call: the model and its arguments.
+        max_count: largest value of counts, for all or by site name.
     """
 
-    def __init__(self, call: Call) -> None:
-        self.call = call
+    def __init__(self, call: Call, max_count: int | Mapping[str, int] | None = None) -> None:
+        self.call, self._max_count = call, max_count
         self.parents: dict[str, frozenset[str]] = {}
         self.leaked: dict[str, frozenset[str]] = {}
         self.observed: dict[str, frozenset[str]] = {}
@@ -76,7 +77,8 @@ class Dependencies:
 
         Functions that torch does not show, such as compiled ones and ``vmap``, lose the provenance, and so does Python code that
         reads values. So runs are compared in which some latents differ: all, those outside of the scopes of some sites, random halves,
-        and those that were read. Long programs, whose sites are alike, are run less often.
+        and those that were read. Of latents with many values the lowest and the highest are among them, as functions may differ there only.
+        Long programs, whose sites are alike, are run less often.
 
         Args:
             scopes: by site, the latents that its density shows.
@@ -93,9 +95,10 @@ class Dependencies:
         with torch.no_grad(), pyro.validation_enabled(False), spare_random_numbers():
             # All sites have values, so that a model draws its own random numbers alike, as those of dropout.
             first = self._run(values)
-            for changed, shift in _changes(sorted(latents), own, self.read, generator):
+            shifts = [0, _LOWEST, _HIGHEST] if any(_has_many_values(first[name], self._limit(name)) for name in latents) else [0]
+            for changed, shift in _changes(sorted(latents), own, self.read, generator, shifts):
                 try:
-                    other = {name: _another_value(first[name], shift, generator) for name in sorted(changed)}
+                    other = {name: _another_value(first[name], shift, generator, self._limit(name)) for name in sorted(changed)}
                     again = self._run(values | other)
                     differing = [name for name, scope in own.items() if not scope & changed and not _equal(first[name], again[name])]
                 except Exception:
@@ -106,6 +109,11 @@ class Dependencies:
                 if differing and any(_equal(node, first[name]) for name, node in self._run(values).items() if name in differing):
                     return False
         return True
+
+    def _limit(self, name: str) -> int | None:
+        limit = self._max_count.get(name) if isinstance(self._max_count, Mapping) else self._max_count
+        # What is no bound is refused with the layout.
+        return limit if hasattr(limit, "__index__") else None
 
     def _run(self, values: Mapping[str, Any]) -> Any:
         torch.manual_seed(0)
@@ -191,18 +199,17 @@ def _scopes(trace: Any, reader: PythonReads) -> dict[str, frozenset[str]]:
 
 
 def _changes(
-    latents: Sequence[str], scopes: Mapping[str, frozenset[str]], read: frozenset[str], generator: torch.Generator
+    latents: Sequence[str], scopes: Mapping[str, frozenset[str]], read: frozenset[str], generator: torch.Generator, shifts: Sequence[int]
 ) -> Iterator[tuple[frozenset[str], int]]:
     """Yields sets of latents that change, and by how much.
 
-    0 stands for random changes.
+    0 stands for random changes. All latents, and those outside of a scope, change in all of the given ways.
     """
     every = frozenset(latents)
     number = max(1, min(6, 2000 // len(scopes)))
     distinct = list(dict.fromkeys(scope for scope in scopes.values() if scope < every))
-    yield every, 0
-    for scope in distinct[:: 1 + len(distinct) // number]:
-        yield every - scope, 0
+    for changed in (every, *(every - scope for scope in distinct[:: 1 + len(distinct) // number])):
+        yield from ((changed, shift) for shift in shifts)
     for _ in range(number):
         is_changed = (torch.rand(len(latents), generator=generator) < 0.5).tolist()
         yield frozenset(itertools.compress(latents, is_changed)), 0
@@ -210,23 +217,53 @@ def _changes(
         yield from ((changed, shift) for shift in range(1, 9) if changed)
 
 
-def _another_value(node: Mapping[str, Any], shift: int, generator: torch.Generator) -> torch.Tensor:
+# Instead of a shift: the ends of a support.
+_LOWEST, _HIGHEST = -1, -2
+_MANY = 8
+
+
+def _kept_bounds(fn: Any, limit: int | None) -> Bounds:
+    """Returns lowest and highest kept values of a discrete latent."""
+    low, high = value_bounds(fn)
+    return low, high if limit is None else torch.maximum(low, high.clamp(max=limit))
+
+
+def _has_many_values(node: Mapping[str, Any], limit: int | None) -> bool:
+    if not is_discrete(node["fn"]) or elementwise(get_support(node["fn"])) is constraints.one_hot:
+        return False
+    low, high = _kept_bounds(node["fn"], limit)
+    return bool((high - low >= _MANY).any()) and bool((high < HUGE).all())
+
+
+def _another_value(node: Mapping[str, Any], shift: int, generator: torch.Generator, limit: int | None) -> torch.Tensor:
     """Returns other values of a latent.
 
-    They are shifted in a finite support, by as much or at random, and else drawn.
+    They are shifted in a finite support, by as much or at random, or one of its ends, and else drawn. Where there are many values, half
+    of the random ones are drawn, too: the prior may reach few of them.
     """
     fn, value = node["fn"], torch.as_tensor(node["value"])
     support = get_support(fn)
     if elementwise(support) is constraints.one_hot:
-        return value.roll(shift or int(torch.randint(1, value.shape[-1] + 1, (), generator=generator)), -1)
+        return value.roll(shift if shift > 0 else int(torch.randint(1, value.shape[-1] + 1, (), generator=generator)), -1)
     if is_discrete(fn):
-        low, high = value_bounds(fn)
+        low, high = _kept_bounds(fn, limit)
         if bool((high < HUGE).all()):
+            if shift < 0 and _has_many_values(node, limit):
+                return (low if shift == _LOWEST else high).to(value).expand(value.shape)
             steps: Any = torch.randint(2**31, value.shape, generator=generator).to(value.device) % (high - low + 1)
             # One entry at least.
-            steps = shift or (steps if bool(steps.any()) else 1)
-            other: torch.Tensor = low + (value - low + steps) % (high - low + 1)
-            return other.to(value.dtype)
+            steps = shift if shift > 0 else steps if bool(steps.any()) else 1
+            other: torch.Tensor = (low + (value - low + steps) % (high - low + 1)).to(value.dtype)
+            if shift == 0 and _has_many_values(node, limit):
+                is_drawn = torch.rand(value.shape, generator=generator).to(value.device) < 0.5
+                other = torch.where(is_drawn, torch.minimum(_draw(fn, generator), high.to(value)), other)
+            return other
+    return _draw(fn, generator)
+
+
+def _draw(fn: Any, generator: torch.Generator) -> torch.Tensor:
+    # Runs of the model, which come between, all start from one seed.
+    torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
     draw: torch.Tensor = fn.sample()
     return draw
 

@@ -15,14 +15,34 @@ import pyro.poutine as poutine
 import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
-from torch.distributions import constraints
+from torch.distributions import Bernoulli, Categorical, TransformedDistribution, constraints
 
+from pyro_truncated.ops import raise_if
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.changing_sites import ChangingSitesError
 from pyro_truncated.program.dependencies import Dependencies
-from pyro_truncated.program.sites import DiscreteSite, family, is_subsampled
-from pyro_truncated.program.supports import HUGE, INTEGER, Bounds, elementwise, get_support, possible_values, value_bounds
+from pyro_truncated.program.sites import DiscreteSite, family, is_subsampled, unwrap
+from pyro_truncated.program.supports import HUGE, INTEGER, Bounds, elementwise, get_support, is_discrete, possible_values, value_bounds
 from pyro_truncated.utils.parameter_store import Assign, isolate, spare_random_numbers
+
+_WRITE_IT = "Write it with Bernoulli, Categorical, OneHotCategorical or count sites."
+
+
+def refuse_unknown_values(nodes: Iterable[Mapping[str, Any]]) -> None:
+    """Checks that no latent has an unknown discrete distribution.
+
+    Its support does not say so, but it enumerates its values, or is a transformed discrete one.
+
+    Raises:
+        NotImplementedError: naming the site and the distribution.
+    """
+    for node in nodes:
+        base, _ = unwrap(node["fn"])
+        is_transformed = isinstance(base, TransformedDistribution) and is_discrete(base.base_dist)
+        if is_transformed or base.has_enumerate_support:
+            raise NotImplementedError(
+                f"the distribution of discrete latent site '{node['name']}' ({family(base)}) is not supported. {_WRITE_IT}"
+            )
 
 
 def refuse_partial_sequence(node: Mapping[str, Any]) -> None:
@@ -166,27 +186,78 @@ def _kind(node: Any) -> str:
     if not isinstance(support, (constraints.integer_interval, type(constraints.nonnegative_integer), type(INTEGER))):
         raise NotImplementedError(
             f"discrete latent site '{node['name']}' ({family(node['fn'])}) has a support that is no product of its entries' values. "
-            "Write it with Bernoulli, Categorical, OneHotCategorical or count sites."
+            f"{_WRITE_IT}"
         )
     return "integer"
+
+
+def refuse_other_values(node: Mapping[str, Any], site: DiscreteSite, limit: int | None, *, is_conditional: bool) -> None:
+    """Checks that a discrete site has the values of the set-up.
+
+    Every run is checked, so that shapes are compared where they tell. Totals of counts may be smaller.
+
+    Args:
+        node: the site in a run of the model.
+        site: the same site when the guide was set up.
+        limit: largest value that is kept; ``None`` keeps all.
+        is_conditional: whether values outside of the support have probability zero, so that there may be fewer.
+
+    Raises:
+        ValueError: naming the site, its values then and now.
+    """
+    fn = node["fn"]
+    event_shape = (*site.event_shape, site.cardinalities[0]) if site.kind == "one_hot" else site.event_shape
+    if fn.event_shape != event_shape:
+        raise ValueError(_other_values(node, f"events of shape {tuple(fn.event_shape)}", f"of shape {tuple(event_shape)}"))
+    base, _ = unwrap(fn)
+    if isinstance(base, (Bernoulli, Categorical)):
+        number = base.param_shape[-1] if isinstance(base, Categorical) else 2
+        kept = number if limit is None else min(number, limit + 1)
+        expected = site.cardinalities[0]
+        if kept > expected or (kept < expected and not is_conditional):
+            raise ValueError(_other_values(node, f"{number} values", str(expected)))
+    elif site.kind != "one_hot":
+        low, high = value_bounds(fn)
+        # Along an expanded dimension all are alike.
+        high = high[tuple(slice(1 if stride == 0 else None) for stride in high.stride())]
+        high = high if limit is None else high.clamp(max=limit)
+        known = site.highest.to(high.device)
+        raise_if(((high > known) | (low < site.low)).any(), lambda: _other_counts(node, site, low, high, known))
+
+
+def _other_values(node: Mapping[str, Any], now: str, before: str) -> str:
+    return (
+        f"discrete latent site '{node['name']}' ({family(node['fn'])}) now has {now}, but {before} when the guide was set up. Make a new "
+        "guide for these arguments, or give the site as many values in every call (probability zero for those that are not in use)."
+    )
+
+
+def _other_counts(node: Mapping[str, Any], site: DiscreteSite, low: Tensor, high: Tensor, known: Tensor) -> str:
+    high, known = (bound.flatten() for bound in torch.broadcast_tensors(high, known))
+    worst = int((high - known).argmax())
+    return (
+        f"discrete latent site '{node['name']}' ({family(node['fn'])}) now has values in {int(low.min())} .. {int(high[worst])}, but "
+        f"{site.low} .. {int(known[worst])} when the guide was set up. Make a new guide for these arguments, or first call "
+        "guide.setup(*args) with arguments for the largest values."
+    )
 
 
 def reachable_bounds(
     node: Any,
     trace: poutine.Trace,
     sites: Mapping[str, DiscreteSite],
-    max_count: int | Mapping[str, int] | None,
+    limit: int | None,
     dependencies: Dependencies | None,
-) -> Bounds:
+) -> tuple[Tensor, Tensor, bool]:
     """Returns a discrete site's lowest and highest values.
 
-    They are over all values of what they depend on, and at most ``max_count``.
+    They are over all values of what they depend on, and at most ``limit``. Whether that leaves some out comes last.
 
     Args:
         node: the site in a run of the model.
         trace: of that run.
         sites: the discrete sites before it.
-        max_count: upper bound, for all sites or by site name.
+        limit: largest value that is kept; ``None`` keeps all.
         dependencies: which supports depend on which latents; none are taken to do so without it.
 
     Raises:
@@ -195,7 +266,6 @@ def reachable_bounds(
     """
     name, kind = node["name"], _kind(node)
     low, high = value_bounds(node["fn"])
-    limit = max_count.get(name) if isinstance(max_count, Mapping) else max_count
     upstream = dependencies.upstream(name) if dependencies is not None else set()
     if dependencies is not None and upstream:
         parents: dict[DiscreteSite, Any] = {site: trace.nodes[site.name]["value"] for site in sites.values() if site.name in upstream}
@@ -205,13 +275,13 @@ def reachable_bounds(
         elif dependencies.parents[name]:
             low, high = _limit_bounds(node, dependencies, limit)
     if kind != "integer":
-        return low, high
+        return low, high, False
     if int(high.max()) >= HUGE and limit is None:
         raise ValueError(
             f"discrete latent site '{name}' ({family(node['fn'])}) has infinite support and no bound. "
             f"Give one: AutoTruncated(model, max_count={{'{name}': 20}}), or learn(model, y, max_count={{'{name}': 20}})."
         )
-    return low, high if limit is None else high.clamp(max=limit)
+    return (low, high, False) if limit is None else (low, high.clamp(max=limit), bool((high > limit).any()))
 
 
 def _limit_bounds(node: Any, dependencies: Dependencies, limit: int | None) -> Bounds:

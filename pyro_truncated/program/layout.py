@@ -18,7 +18,13 @@ from pyro.poutine.indep_messenger import IndepMessenger
 from torch import Tensor
 
 from pyro_truncated.program.dependencies import Dependencies
-from pyro_truncated.program.discovery import discrete_site, reachable_bounds, refuse_partial_sequence, refuse_unplated_dims
+from pyro_truncated.program.discovery import (
+    discrete_site,
+    reachable_bounds,
+    refuse_partial_sequence,
+    refuse_unknown_values,
+    refuse_unplated_dims,
+)
 from pyro_truncated.program.inspection import plates_around
 from pyro_truncated.program.sites import DiscreteSite, family, latent_nodes, sample_nodes, trim
 from pyro_truncated.states.space import StateSpace
@@ -183,6 +189,8 @@ class Layout(SiteLayout):
         other_latents: names of the model's other latent sites, without ``Delta`` sites.
         depth: number of plate dimensions in the model.
         nesting: number of plate dimensions that Pyro must count to compare model and guide.
+        limits: by site name, the largest count that is kept (``max_count``).
+        cut_sites: names of the sites with larger counts than these.
         sites_to_check: names of the sites that give probability zero to some states outside of a support.
         read: names of the sites whose values the model's Python code looks at.
         clamped_sites: names of the sites that give something probability zero, as torch clamps it.
@@ -205,6 +213,7 @@ class Layout(SiteLayout):
     ) -> None:
         nodes = [node for node in latent_nodes(trace) if node["fn"].support.is_discrete]
         if not nodes:
+            refuse_unknown_values(latent_nodes(trace))
             others = ", ".join(f"'{node['name']}' ({family(node['fn'])})" for node in latent_nodes(trace)) or "none"
             raise ValueError(
                 f"the model has no discrete latent site, so AutoTruncated has nothing to infer; its latents are: {others}. If it observes "
@@ -217,15 +226,24 @@ class Layout(SiteLayout):
             refuse_partial_sequence(node)
         _check_bounds(max_count, [node["name"] for node in nodes])
         sites: dict[str, DiscreteSite] = {}
+        limits: dict[str, int] = {}
+        cut_sites: list[str] = []
         sites_to_check = set()
         for node in nodes:
             name = node["name"]
-            low, high = reachable_bounds(node, trace, sites, max_count, dependencies)
+            limit = max_count.get(name) if isinstance(max_count, Mapping) else max_count
+            low, high, is_cut = reachable_bounds(node, trace, sites, limit, dependencies)
+            if limit is not None:
+                limits[name] = limit
+            if is_cut:
+                cut_sites.append(name)
             sites[name] = discrete_site(node, plates, low, high)
             if high.numel() > 1 and bool((high != high.flatten()[0]).any()):
                 sites_to_check.add(name)
         every = [frame for node in sample_nodes(trace).values() for frame in node["cond_indep_stack"]]
         super().__init__(sites, frames, max((-frame.dim for frame in every if frame.vectorized), default=0))
+        self.limits: Mapping[str, int] = limits
+        self.cut_sites: Sequence[str] = cut_sites
         self.sites_to_check = frozenset(sites_to_check | (dependencies.conditional(set(self.sites)) if dependencies is not None else set()))
         self.read = frozenset(self.sites) & (dependencies.read if dependencies is not None else frozenset())
         rest = (node for node in latent_nodes(trace) if node["name"] not in self.sites)
@@ -235,6 +253,26 @@ class Layout(SiteLayout):
         self.is_linear = False
         self.takes_shared_states = False
         self.nesting: int = sufficient_nesting(latent_nodes(trace), self.depth)
+
+    def cut_posteriors(self, marginals: Mapping[str, Tensor], indices: Tensor | None = None) -> list[tuple[str, str]]:
+        """Which posteriors ``max_count`` cuts off, and what to change.
+
+        Where a hundredth of the mass lies on the largest count that is kept, the next ones would have some, too.
+
+        Args:
+            marginals: of the discrete sites, ``(N, *site shape, V)``.
+            indices: the data points that they are of; ``None`` for all.
+        """
+        findings = []
+        for name in self.cut_sites:
+            mass = marginals[name][..., -1].nan_to_num(0.0).reshape(len(marginals[name]), -1).amax(1)
+            worst = int(mass.argmax())
+            if float(mass[worst]) > _MOST_ON_LIMIT:
+                limit, place = self.limits[name], f" (data point {worst if indices is None else int(indices[worst])})"
+                problem = f"Of the posterior of '{name}', {float(mass[worst]):.2g} lies on {limit}, the largest count that is kept"
+                problem += f"{place if self.plates else ''}: larger counts are left out."
+                findings.append((problem, f"Keep more: max_count={{'{name}': {2 * limit}}}, until next to nothing lies there."))
+        return findings
 
     def extra_plates_for(self, site: DiscreteSite, batch_dim: int) -> AbstractContextManager[Any]:
         """A context in which Pyro's ELBOs count enough plate dimensions.
@@ -264,6 +302,9 @@ class Layout(SiteLayout):
             )
         # To Pyro a plate of any size, which it does not expand sites to.
         return nullcontext() if is_enumerated or self.nesting in plate_depths else IndepMessenger(_NAME, -1, dim=-self.nesting)
+
+
+_MOST_ON_LIMIT = 0.01
 
 
 def _check_bounds(max_count: int | Mapping[str, int] | None, names: Sequence[str]) -> None:

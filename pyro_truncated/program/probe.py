@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.changing_sites import ChangingSitesError, changing_sites
+from pyro_truncated.program.discovery import refuse_other_values
 from pyro_truncated.program.known_levels import KnownLevels
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.sites import family, log_density, sample_nodes
@@ -80,6 +81,7 @@ class Probe:
         observed = {name for name, node in self.nodes.items() if node["is_observed"]}
         self.observed_sites = [name for name in layout.sites if name in observed]
         self._check_structure()
+        self._check_values()
         latents = {name: self.nodes[name]["value"] for name in layout.other_latents if name in self.nodes}
         self.values: dict[str, Any] = values | self.subsamples | latents
         self.uncovered_latents = set(layout.other_latents) - values.keys() - observed
@@ -151,6 +153,12 @@ class Probe:
             )
         if len(self.observed_sites) == len(self.layout.sites):
             raise AllObservedError({name: self.nodes[name]["value"] for name in self.layout.sites})
+
+    def _check_values(self) -> None:
+        layout = self.layout
+        for name, site in layout.sites.items():
+            if name not in self.observed_sites:
+                refuse_other_values(self.nodes[name], site, layout.limits.get(name), is_conditional=name in layout.sites_to_check)
 
     def _masks(self) -> dict[str, Tensor]:
         """The masks of latent discrete sites that switch some entries off."""

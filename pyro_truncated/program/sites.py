@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable
+from functools import cached_property
 from typing import Any
 
 import pyro.poutine as poutine
@@ -56,6 +57,18 @@ class DiscreteSite:
     def num_latents(self) -> int:
         """Number of discrete latents at the site, per data point."""
         return len(self.cardinalities)
+
+    @cached_property
+    def highest(self) -> Tensor:
+        """Largest values, with plates before the event.
+
+        They are one number if all are alike.
+        """
+        highest = torch.tensor(self.cardinalities) + (self.low - 1)
+        if len(set(self.cardinalities)) == 1:
+            return highest[0]
+        sizes = dict(self.plates)
+        return highest.reshape(*(sizes.get(dim, 1) for dim in range(-self.depth, 0)), *self.event_shape)
 
     @property
     def depth(self) -> int:

@@ -21,7 +21,7 @@ from pyro_truncated.search.conditional import Moves
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import check_count
-from pyro_truncated.utils.arrays import as_data, as_plain_array, find_package, holds_arrays
+from pyro_truncated.utils.arrays import as_data, as_plain_array, check_columns, find_package, holds_arrays
 from pyro_truncated.utils.parameter_store import empty_store, spare_random_numbers
 
 
@@ -39,6 +39,8 @@ def validated_data(estimator: Any, X: Any, y: Any = "no_validation", **options: 
     """
     X, y = _with_nan("X", X), _with_nan("y", y)
     for name, values in (("X", X), ("y", y)):
+        if options["dtype"] is not None:
+            check_columns(values, name)
         if options["dtype"] is not None and isinstance(values, np.ndarray) and values.dtype.kind in "mM":
             # Scikit-learn takes times for numbers, and those that are missing for very low ones.
             raise TypeError(f"{name} must hold numbers; got times ({values.dtype}): divide differences of times by a unit")
@@ -47,6 +49,7 @@ def validated_data(estimator: Any, X: Any, y: Any = "no_validation", **options: 
 
 def validated_array(X: Any, **options: Any) -> Any:
     """Returns an array as scikit-learn checks it, NaN where missing."""
+    check_columns(X, "X")
     return check_array(_with_nan("X", X), **options)
 
 

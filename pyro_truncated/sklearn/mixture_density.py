@@ -247,6 +247,8 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         if self.family == "categorical":
             return self._codes(X, reset=reset)
         data = validated_data(self, X, reset=reset, dtype=[np.float64, np.float32], ensure_min_samples=2 if reset else 1)
+        if self.family == "poisson":
+            _check_counts(data)
         return torch.from_numpy(np.array(data))
 
     def _codes(self, X: Any, *, reset: bool) -> Tensor:
@@ -299,6 +301,14 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         with isolated_state(), torch.no_grad():
             blocks = mixture_posteriors(self.model_, rows, check_count("n_states", self.n_states))
             return torch.cat([reader(population) for _, population in blocks]).numpy()
+
+
+def _check_counts(data: Any) -> None:
+    """Refuses what is no count, by its place in ``X``."""
+    impossible = np.argwhere((data < 0) | (data != np.floor(data)))
+    if len(impossible):
+        row, column = impossible[0]
+        raise ValueError(f"X must hold counts (0, 1, 2, ...) for family='poisson'; got {data[row, column]} in row {row}, column {column}")
 
 
 @np.vectorize

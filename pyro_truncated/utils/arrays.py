@@ -82,9 +82,39 @@ def as_numpy(value: Any, name: str | None = None) -> np.ndarray:
     array = _numbers(value)
     if array.dtype.kind in "biuf":
         return array
-    others = [f"{label} ({kind})" for label, kind, column in _columns(value) if _numbers(column).dtype.kind not in "biuf"]
+    raise _not_numbers(value, name, [column for column in _columns(value) if _numbers(column[2]).dtype.kind not in "biuf"])
+
+
+def check_columns(value: Any, name: str) -> None:
+    """Refuses columns of a table that cannot become numbers.
+
+    Args:
+        value: the table; anything else passes.
+        name: the argument that it is, for the error.
+
+    Raises:
+        TypeError: naming the columns and their types.
+    """
+    if (
+        hasattr(value, "columns")
+        and find_package(value)
+        and (others := [column for column in _columns(value) if not _is_numeric(column[2])])
+    ):
+        raise _not_numbers(value, name, others)
+
+
+def _is_numeric(column: Any) -> bool:
+    array = _numbers(column)
+    try:
+        return array.dtype.kind not in "mM" and array.astype(float).dtype == float
+    except (TypeError, ValueError):
+        return False
+
+
+def _not_numbers(value: Any, name: str | None, columns: Sequence[tuple[Any, Any, Any]]) -> TypeError:
+    others = ", ".join(f"{label} ({kind})" for label, kind, _ in columns)
     subject = f"a {type(value).__name__} of data" if name is None else f"{name}, a {type(value).__name__},"
-    raise TypeError(f"{subject} must hold numbers; got also {', '.join(others)}: leave them out, or encode them as numbers")
+    return TypeError(f"{subject} must hold numbers; got also {others}: leave them out, or encode them as numbers")
 
 
 def _numbers(value: Any) -> np.ndarray:

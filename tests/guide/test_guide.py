@@ -517,6 +517,25 @@ def test_no_discrete_site_and_unused_guide():
         AutoTruncated(zoo.binary().model).weights()
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [
+        dist.Empirical(torch.tensor([0.0, 2.0, 5.0]), torch.zeros(3)),
+        dist.OneOneMatching(torch.zeros(3, 3)),
+        dist.OneTwoMatching(torch.zeros(4, 2)),
+        dist.TransformedDistribution(dist.Poisson(1.0), [torch.distributions.transforms.AffineTransform(1.0, 1.0)]),
+    ],
+    ids=lambda fn: type(fn).__name__,
+)
+def test_discrete_distributions_that_are_not_supported_are_named(fn):
+    def model(y):
+        k = pyro.sample("k", fn)
+        pyro.sample("y", dist.Normal(k.double().sum(), 1.0), obs=y)
+
+    with pytest.raises(NotImplementedError, match=rf"'k' \({type(fn).__name__}\) is not supported. Write it with"):
+        run(model, torch.zeros(()))
+
+
 def test_never_scored_populations_have_no_weights():
     case = zoo.binary()
     guide = AutoTruncated(case.model, num_states=4)

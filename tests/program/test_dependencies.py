@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_truncated import AutoTruncated, Truncated_ELBO
+from pyro_truncated import AutoTruncated, ExhaustiveSearch, Truncated_ELBO
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.dependencies import Dependencies
 
@@ -223,3 +223,51 @@ def test_a_compiled_comparison_of_latents():
     exact = 3 * math.log(0.98 - 0.96 * equal)
     loss = Truncated_ELBO().loss(program, AutoTruncated(program, num_states=729))
     assert loss == pytest.approx(-exact, rel=1e-5)
+
+
+@torch.jit.script
+def is_large(n):  # a script has no annotations of ours
+    return n > 7
+
+
+@torch.jit.script
+def is_largest(n):  # a script has no annotations of ours
+    return n >= 14
+
+
+@torch.jit.script
+def is_zero(n):  # a script has no annotations of ours
+    return n == 0
+
+
+PRIORS = {
+    "rare counts": lambda: dist.Poisson(1.0),
+    "usual counts": lambda: dist.Poisson(9.0),
+    "geometric": lambda: dist.Geometric(0.6),
+    "binomial": lambda: dist.Binomial(40, 0.1),
+    "categorical": lambda: dist.Categorical(torch.tensor([0.3] + [0.05] * 14)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("branch", [is_large, is_largest, is_zero], ids=["large", "largest", "zero"])
+@pytest.mark.parametrize("prior", PRIORS)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_compiled_branches_that_few_values_take(prior, branch, seed):
+    """Runs of values that the prior reaches may not differ."""
+    pyro.set_rng_seed(seed)
+
+    def program():
+        a, b = (pyro.sample(name, PRIORS[prior]()) for name in "ab")
+        pyro.sample("x", dist.Bernoulli(torch.where(branch(a), 0.9, 0.001)), obs=torch.tensor(1.0))
+        pyro.sample("y", dist.Normal(b.float(), 1.0), obs=torch.tensor(0.1))
+
+    n = torch.arange(15.0)
+    log_prior = PRIORS[prior]().log_prob(n)
+    exact = sum(
+        (log_prior + own).logsumexp(0)
+        for own in (torch.where(branch(n), 0.9, 0.001).log(), dist.Normal(n, 1.0).log_prob(torch.tensor(0.1)))
+    )
+    # One state less than there are, so that sets of states would be kept.
+    loss = Truncated_ELBO(ExhaustiveSearch()).loss_and_grads(program, AutoTruncated(program, num_states=15**2 - 1, max_count=14))
+    assert loss == pytest.approx(-float(exact), rel=1e-5)

@@ -51,7 +51,7 @@ def test_counts():
     drawn, components = mixture.sample(5)
     assert drawn.shape == (5, 2)
     assert components.shape == (5,)
-    with pytest.raises(ValueError, match="outside the support"):
+    with pytest.raises(ValueError, match="X must hold counts"):
         mixture.fit(counts + 0.5)
     with pytest.raises(ValueError, match="n_components must be at most the number of data points, 3; got 5"):
         mixture.set_params(n_components=5).fit(counts[:3])
@@ -141,3 +141,13 @@ def test_latent_classes_of_binary_and_categorical_columns(kind):
     assert set(drawn.ravel()) <= set(X.ravel())
     with pytest.raises(ValueError, match="unknown categories"):
         found.predict(np.full((1, X.shape[1]), "7" if kind is str else 7))
+
+
+@pytest.mark.parametrize("value", [9.5, -1.0])
+def test_what_is_no_count_is_refused_by_its_place_in_the_data(value):
+    counts = np.random.default_rng(0).poisson(5, (80, 3)).astype(float)
+    mixture = TruncatedMixture(2, family="poisson", max_iter=5, n_init=1, random_state=0).fit(counts)
+    counts[50, 1] = value
+    for call in (TruncatedMixture(2, family="poisson", random_state=0).fit, mixture.predict, mixture.score_samples):
+        with pytest.raises(ValueError, match=rf"X must hold counts .*got {value} in row 50, column 1"):
+            call(counts)

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from pyro_truncated.sklearn import SparseCoding, TruncatedMixture
+from pyro_truncated.sklearn import SparseCoding, SubsetGPRegressor, TruncatedMixture
 
 
 def test_missing_entries_among_objects_of_a_table_are_missing():
@@ -22,6 +22,32 @@ def test_times_are_named():
     for times in (days, days - days[0]):
         with pytest.raises(TypeError, match=r"X must hold numbers; got times"):
             TruncatedMixture(2).fit(times)
+
+
+DAYS = pd.date_range("2020", periods=20)
+
+
+@pytest.mark.parametrize(
+    ("column", "dtype"),
+    [
+        (DAYS, "datetime64"),
+        (DAYS.tz_localize("UTC"), "datetime64"),
+        (DAYS - DAYS[0], "timedelta64"),
+        (DAYS.to_period(), r"period\[D\]"),
+        (list("ab") * 10, "(str|object)"),
+        (pd.Categorical(list("ab") * 10), "category"),
+    ],
+)
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_columns_that_are_no_numbers_are_named(column, dtype, is_alone):
+    table = pd.DataFrame({"born": column} if is_alone else {"born": column, "height": np.arange(20.0)})
+    rows = np.arange(20.0)[:, None]
+    coder = SparseCoding(2, max_iter=1, n_init=1, random_state=0).fit(np.eye(20, 2))
+    for call in (TruncatedMixture(2).fit, coder.inverse_transform, lambda X: SubsetGPRegressor().fit(X, rows[:, 0])):
+        with pytest.raises(TypeError, match=rf"^X, a DataFrame, must hold numbers; got also born \({dtype}.*\): leave"):
+            call(table)
+    with pytest.raises(TypeError, match=rf"^y, a DataFrame, must hold numbers; got also born \({dtype}.*\): leave"):
+        SubsetGPRegressor().fit(rows, table)
 
 
 def test_dates_are_categories():

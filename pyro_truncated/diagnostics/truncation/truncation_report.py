@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,9 +31,11 @@ from pyro_truncated.diagnostics.truncation.thresholds import Finding, warn_findi
 from pyro_truncated.distributed.shards import find_part
 from pyro_truncated.guide.chain_batch import ChainBatch
 from pyro_truncated.guide.product_batch import ProductBatch
-from pyro_truncated.guide.product_posterior import product_evidence
+from pyro_truncated.guide.product_posterior import ProductPosterior, product_evidence
 from pyro_truncated.guide.set_search import NodeScores, ScoredSets
+from pyro_truncated.guide.truncated_posterior import TruncatedPosterior
 from pyro_truncated.program.call import Call
+from pyro_truncated.program.layout import Layout
 from pyro_truncated.search import AutomaticSearch, Search
 from pyro_truncated.search.conditional import Moves
 from pyro_truncated.sequences import BlockSearch, ChainPosterior
@@ -147,12 +149,13 @@ def check_product(
         cliques = [math.prod(size[member] for member in (node, *others)) for node, others in enumerate(product.graph.separators)]
         largest = max(*size.values(), *cliques)
         exact = plain(product_evidence(batch, full_sets(batch))) if largest <= trust.ENUMERATED_LIMIT else None
-    report = ProductReport(plain(free_energy), plain(certified), plain(searched), plain(doubled), exact, nodes)
+        cut = _cut_findings(part.layout, ProductPosterior([batch]).marginals())
+    report = ProductReport(plain(free_energy), plain(certified), plain(searched), plain(doubled), exact, nodes, cut)
     return _add_findings(report, part.num_states, warn)
 
 
 def _add_findings(report: ProductReport, num_states: int, warn: bool) -> ProductReport:
-    report = dataclasses.replace(report, findings=tuple(_node_findings(report, num_states)))
+    report = dataclasses.replace(report, findings=(*report.findings, *_node_findings(report, num_states)))
     if warn:
         warn_findings(report.findings, stacklevel=5)
     return report
@@ -425,10 +428,16 @@ def check_truncation(
         evidence=trust.silently(lambda: estimate_evidence(guide, *args, num_samples=num_samples, **kwargs)) if num_samples else None,
         exact=compare_with_enumeration(guide, *args, **kwargs) if population.space.size <= trust.ENUMERATED_LIMIT else None,
     )
-    report = dataclasses.replace(report, findings=tuple(_findings(report, population.space.size)))
+    cut = _cut_findings(log_joint.layout, TruncatedPosterior(population, log_joint.layout, log_joint.sizes).marginals())
+    report = dataclasses.replace(report, findings=(*cut, *_findings(report, population.space.size)))
     if warn:
         warn_findings(report.findings)
     return report
+
+
+def _cut_findings(layout: Layout, marginals: Mapping[str, Tensor]) -> tuple[Finding, ...]:
+    """Findings from posteriors that ``max_count`` cuts off."""
+    return tuple(Finding(problem, advice) for problem, advice in layout.cut_posteriors(marginals))
 
 
 def _findings(report: TruncationReport, space_size: int) -> list[Finding]:
