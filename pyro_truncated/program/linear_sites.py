@@ -123,7 +123,7 @@ def _tells_means(likelihood: LinearSuperposition, probe: Probe, site: DiscreteSi
     if normal is None or forward_ad.unpack_dual(likelihood.weight).tangent is not None:  # packed states have no forward derivatives
         return False
     step = -(-len(value) // _CHECKED_ROWS)
-    states, means = probe.nodes[site.name]["value"][::step], normal.loc[::step]
+    states, means = probe.nodes[site.name]["value"][::step].to(likelihood.weight.dtype), normal.loc[::step]
     weight, bias = likelihood.weight, likelihood.bias
     means = means.reshape(len(means), -1)
     if states.shape != (len(means), weight.shape[1]) or means.shape[1:] != bias.shape or len(value) != probe.num_data:

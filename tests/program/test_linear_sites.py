@@ -199,6 +199,21 @@ def test_scalars_and_images_are_observations_too() -> None:
     assert guide.layout.is_linear
 
 
+@pytest.mark.parametrize(("dtype", "cast"), [(torch.float32, torch.float64), (torch.float64, torch.float32)])
+def test_means_may_have_another_precision_than_data(dtype: torch.dtype, cast: torch.dtype) -> None:
+    y = Y[:, 0].to(dtype)
+
+    def model(y: Tensor) -> None:
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(ODDS.to(dtype)).to_event(1))
+            pyro.sample("y", dist.Normal(s.to(cast).sum(-1), 1.0), obs=y)
+
+    loss = Truncated_ELBO().loss(model, AutoTruncated(model, num_states=2**NUM_LATENTS), y)
+    states = STATES.unsqueeze(1).expand(-1, len(y), -1)
+    log_joint = dist.Bernoulli(ODDS).log_prob(states).sum(-1) + dist.Normal(states.sum(-1), 1.0).log_prob(y.double())
+    assert loss == pytest.approx(-float(log_joint.logsumexp(0).sum()), rel=1e-5)
+
+
 def test_observations_that_are_not_finite_are_named_as_before() -> None:
     model = program(LINEAR["product"])
     guide = AutoTruncated(model, num_states=2**NUM_LATENTS)
