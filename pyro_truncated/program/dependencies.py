@@ -95,7 +95,7 @@ class Dependencies:
         with torch.no_grad(), pyro.validation_enabled(False), spare_random_numbers():
             # All sites have values, so that a model draws its own random numbers alike, as those of dropout.
             first = self._run(values)
-            shifts = [0, _LOWEST, _HIGHEST] if any(_has_many_values(first[name], self._limit(name)) for name in latents) else [0]
+            shifts = [0, _LOWEST, _HIGHEST] if any(_largest_shift(first[name], self._limit(name)) >= _MANY for name in latents) else [0]
             for changed, shift in _changes(sorted(latents), own, self.read, generator, shifts):
                 try:
                     other = {name: _another_value(first[name], shift, generator, self._limit(name)) for name in sorted(changed)}
@@ -228,11 +228,15 @@ def _kept_bounds(fn: Any, limit: int | None) -> Bounds:
     return low, high if limit is None else torch.maximum(low, high.clamp(max=limit))
 
 
-def _has_many_values(node: Mapping[str, Any], limit: int | None) -> bool:
+def _largest_shift(node: Mapping[str, Any], limit: int | None) -> int:
+    """How far values of a latent are apart.
+
+    It is zero for those without an order or a bound.
+    """
     if not is_discrete(node["fn"]) or elementwise(get_support(node["fn"])) is constraints.one_hot:
-        return False
+        return 0
     low, high = _kept_bounds(node["fn"], limit)
-    return bool((high - low >= _MANY).any()) and bool((high < HUGE).all())
+    return int((high - low).max()) if bool((high < HUGE).all()) else 0
 
 
 def _another_value(node: Mapping[str, Any], shift: int, generator: torch.Generator, limit: int | None) -> torch.Tensor:
@@ -248,13 +252,13 @@ def _another_value(node: Mapping[str, Any], shift: int, generator: torch.Generat
     if is_discrete(fn):
         low, high = _kept_bounds(fn, limit)
         if bool((high < HUGE).all()):
-            if shift < 0 and _has_many_values(node, limit):
+            if shift < 0 and _largest_shift(node, limit) >= _MANY:
                 return (low if shift == _LOWEST else high).to(value).expand(value.shape)
             steps: Any = torch.randint(2**31, value.shape, generator=generator).to(value.device) % (high - low + 1)
             # One entry at least.
             steps = shift if shift > 0 else steps if bool(steps.any()) else 1
             other: torch.Tensor = (low + (value - low + steps) % (high - low + 1)).to(value.dtype)
-            if shift == 0 and _has_many_values(node, limit):
+            if shift == 0 and _largest_shift(node, limit) >= _MANY:
                 is_drawn = torch.rand(value.shape, generator=generator).to(value.device) < 0.5
                 other = torch.where(is_drawn, torch.minimum(_draw(fn, generator), high.to(value)), other)
             return other

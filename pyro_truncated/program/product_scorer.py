@@ -36,8 +36,6 @@ from pyro_truncated.utils.arrays import rounding_tolerance
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 _STATES_TRIED = 3
-# Of larger integer arguments shapes alone are compared.
-_MOST_ENTRIES = 10_000
 # Words of the sets of all groups: (rows, S, num_words) for each group.
 Sets = Sequence[Tensor]
 
@@ -546,7 +544,7 @@ class ProductScorer(Probe):
 def structure_of(call: Call, nodes: Mapping[str, Any]) -> tuple[Any, ...]:
     """Returns what of a call's arguments a graph may depend on.
 
-    It can be compared: the shapes of tensors, the entries of small integer ones that are not observed, such as edges, and what is no
+    It can be compared: the shapes of tensors, the entries of integer ones that are not observed, such as edges, and what is no
     tensor.
 
     Args:
@@ -561,12 +559,12 @@ def structure_of(call: Call, nodes: Mapping[str, Any]) -> tuple[Any, ...]:
             leaf = torch.as_tensor(leaf) if leaf.dtype.kind in "biuf" else leaf.shape
         if isinstance(leaf, Tensor):
             parts.append((leaf.shape, leaf.dtype))
-            if not leaf.is_floating_point() and leaf.numel() <= _MOST_ENTRIES:
+            if not (leaf.is_floating_point() or leaf.is_complex()):
                 if observed is None:
                     values = (node["value"] for node in nodes.values() if node["is_observed"])
                     observed = {value.untyped_storage().data_ptr() for value in values if isinstance(value, Tensor)}
                 if leaf.untyped_storage().data_ptr() not in observed:
-                    parts.append(tuple(leaf.flatten().tolist()))
+                    parts.append(hash(leaf.numpy(force=True).tobytes()))
         elif isinstance(leaf, float):
             parts.append(leaf != 0)
         else:

@@ -98,17 +98,18 @@ def check_columns(value: Any, name: str) -> None:
     if (
         hasattr(value, "columns")
         and find_package(value)
-        and (others := [column for column in _columns(value) if not _is_numeric(column[2])])
+        and (others := [column for column in _columns(value) if _float_values(column[2]) is None])
     ):
         raise _not_numbers(value, name, others)
 
 
-def _is_numeric(column: Any) -> bool:
+def _float_values(column: Any) -> np.ndarray | None:
+    """Returns a column as real numbers, ``None`` if it holds others."""
     array = _numbers(column)
     try:
-        return array.dtype.kind not in "mM" and array.astype(float).dtype == float
+        return None if array.dtype.kind in "mM" else array.astype(float)
     except (TypeError, ValueError):
-        return False
+        return None
 
 
 def _not_numbers(value: Any, name: str | None, columns: Sequence[tuple[Any, Any, Any]]) -> TypeError:
