@@ -115,7 +115,8 @@ def find_product(
                 layout.idle_sites -= exact
                 product.shares_sets = True
                 product.shares_sets = scorer.takes_sets(share_sets=True)
-                product.known_sites, product.known_structures = frozenset(scorer.nodes), {structure_of(call, scorer.nodes)}
+                shapes, values = structure_of(call, scorer.nodes)
+                product.known_sites, product.known_structures = frozenset(scorer.nodes), {shapes: {values}}
                 return product
     note_once(
         f"the model's factor graph has {len(graph.nodes)} nodes, but the model takes no sets of states in dimensions left of its "

@@ -59,7 +59,14 @@ class CandidateRuns:
         Candidates are ``(N, C, num_words)``.
         """
         if self.run_mode == "together":
-            return self._terms(self._stack_candidates(words))
+            try:
+                return self._terms(self._stack_candidates(words))
+            except (RuntimeError, IndexError, ValueError):
+                if not self.probe.layout.takes_shared_states:
+                    raise
+                # In this call the program needs a state for each data point.
+                self.probe.layout.takes_shared_states = False
+                return self._terms(self._stack_candidates(words))
         values = self._list_candidates(words)
         if self.run_mode == "vmap":
             terms = torch.func.vmap(self._terms, randomness="different")(values)

@@ -12,13 +12,12 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from pyro_truncated.distributions.linear import LinearSuperposition
 from pyro_truncated.program.densities import once
-from pyro_truncated.program.operations import Operations, tensors_in
+from pyro_truncated.program.operations import FACTORIES, Operations, tensors_in
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.sites import DiscreteSite, sample_nodes, unwrap
 
@@ -120,7 +119,7 @@ def _tells_means(likelihood: LinearSuperposition, probe: Probe, site: DiscreteSi
     So many rows are looked at as tell, in each step, that the program is still what it was.
     """
     value, normal = probe.nodes[name]["value"], _normal(probe.nodes[name])
-    if normal is None or forward_ad.unpack_dual(likelihood.weight).tangent is not None:  # packed states have no forward derivatives
+    if normal is None:
         return False
     step = -(-len(value) // _CHECKED_ROWS)
     states, means = probe.nodes[site.name]["value"][::step].to(likelihood.weight.dtype), normal.loc[::step]
@@ -162,9 +161,9 @@ class _LinearFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         given = list(tensors_in((args, kwargs)))
-        if not self.depends(*given):
-            return result
         name = getattr(func, "__name__", "")
+        if name in FACTORIES or not self.depends(*given):
+            return result
         if name == "broadcast_tensors":
             parts = args[0] if isinstance(args[0], (tuple, list)) else args
             for part, wide in zip(parts, result, strict=True):

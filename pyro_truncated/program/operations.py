@@ -9,14 +9,18 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# Functions that take shape and type of their arguments, and not their values; and those that take some entries.
+FACTORIES = {"new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like"}
+_INDEXING = {"index", "index_select", "gather", "take"}
+
 
 class Operations(TorchDispatchMode):
     """Follows what is computed from tensors.
 
     Scripts, compiled functions and ``vmap`` show their operations, where they do not show their functions.
 
-    A tensor with a dimension of some size has a multiple of that many entries. What is computed from it and has no such number has lost
-    the dimension: it is reduced over it, unless it is a view, or its size depends on values.
+    A tensor with a dimension of some size has a multiple of that many entries. What is computed from it and has no such number is reduced
+    over the dimension. Some entries of it are not, nor is what has a size that depends on values.
 
     Args:
         sources: the tensors; all have these dimensions.
@@ -36,16 +40,17 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
         given = [tensor for tensor in tensors_in((args, kwargs)) if id(tensor) in self.results]
-        if given:
+        if given and name not in FACTORIES:
             found = {id(tensor): tensor for tensor in tensors_in(result)}
             self.results.update(found)
             for size, reduced in zip(self._sizes, self.reduced, strict=True):
                 is_reduced = any(id(tensor) in reduced for tensor in given)
-                # A view is one entry of the dimension, perhaps of all in turn; distinct entries are as many as values say.
-                is_sum = not func.is_view and torch.Tag.dynamic_output_shape not in func.tags
+                # One entry of a dimension may be one of all in turn; distinct entries are as many as values say.
+                is_sum = not func.is_view and name not in _INDEXING and torch.Tag.dynamic_output_shape not in func.tags
                 is_whole = is_sum and any(tensor.numel() % size == 0 for tensor in given)
-                reduced.update((name, tensor) for name, tensor in found.items() if is_reduced or (is_whole and tensor.numel() % size))
+                reduced.update((key, tensor) for key, tensor in found.items() if is_reduced or (is_whole and tensor.numel() % size))
         return result
 
     def reduced_site(self, nodes: Mapping[str, Any], number: int) -> str | None:

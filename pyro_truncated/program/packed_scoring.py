@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.distributions.utils import probs_to_logits
 
@@ -89,13 +90,13 @@ class PackedModel:
         # Observations may have a scale each, where the states have one.
         if not all(node["is_observed"] and torch.as_tensor(node["scale"] == state["scale"]).all() for node in observed):
             return None
-        likelihoods = _own_likelihoods(observed, state["value"], probe.num_data)
-        if likelihoods is None and layout.is_linear:
-            likelihoods = linear_superpositions(probe)
-        if likelihoods is None:
-            return None
         logits = _bernoulli_logits(state["fn"], probe.num_data, layout.space.num_latents)
-        if logits is None:
+        likelihoods = None if logits is None else _own_likelihoods(observed, state["value"], probe.num_data)
+        if logits is not None and likelihoods is None and layout.is_linear:
+            likelihoods = linear_superpositions(probe)
+            if likelihoods is not None and not all(_fits(logits, fn, value) for fn, value in likelihoods):
+                return None
+        if logits is None or likelihoods is None:
             return None
         is_looked_at = probe.device.type == "cpu" or site.name in layout.clamped_sites
         normalizers, certain = torch.nn.functional.softplus(logits), _certain(state["fn"], logits.shape) if is_looked_at else None
@@ -148,6 +149,16 @@ class PackedModel:
         # A latent that is as it must be stays; one that is not has nothing to lose.
         is_wrong = torch.where(self.space.unpack(words).bool(), never, always)
         return total.masked_fill((never | always) & ~is_wrong, -math.inf).masked_fill(is_wrong, math.inf)
+
+
+def _fits(logits: Tensor, likelihood: Any, value: Tensor) -> bool:
+    """Whether packed scores have the precision of the program's.
+
+    They have no forward derivatives, which those of a program have.
+    """
+    parameters = (logits, likelihood.weight, likelihood.scale, likelihood.bias)
+    is_plain = all(forward_ad.unpack_dual(parameter).tangent is None for parameter in parameters)
+    return is_plain and torch.promote_types(likelihood.weight.dtype, value.dtype) == torch.promote_types(logits.dtype, value.dtype)
 
 
 def _own_likelihoods(observed: Sequence[Any], states: Tensor, num_data: int) -> list[tuple[PackedStateScorer, Tensor]] | None:

@@ -77,7 +77,7 @@ class ProductLayout:
         tree: the order in which states are summed out.
         shares_sets: whether the model takes one value for all members of a plate.
         known_sites: the sample sites that the program had when its graph was read.
-        known_structures: what arguments were like in calls whose graph was this one; empty until it has been read.
+        known_structures: by shapes of arguments, their values in calls whose graph was this one; empty until it has been read.
     """
 
     def __init__(self, graph: FactorGraph, layout: Layout) -> None:
@@ -90,7 +90,7 @@ class ProductLayout:
         plates = tuple(frozenset(own.dims) for own in self.node_layouts)
         self.shares_sets = False
         self.known_sites: frozenset[str] = frozenset()
-        self.known_structures: set[Any] = set()
+        self.known_structures: dict[Any, set[Any]] = {}
         self.tree = BucketTree(graph.order, graph.separators, graph.colours, plates, layout.depth)
 
     @cached_property

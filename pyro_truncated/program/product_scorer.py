@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -36,6 +37,8 @@ from pyro_truncated.utils.arrays import rounding_tolerance
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 _STATES_TRIED = 3
+# Values of arguments of the same shapes; for each twice as many runs.
+_VALUES_TRIED = 4
 # Words of the sets of all groups: (rows, S, num_words) for each group.
 Sets = Sequence[Tensor]
 
@@ -172,22 +175,24 @@ class ProductScorer(Probe):
         It does so for arguments that may change it.
         """
         product = self.product
-        structure = structure_of(self.call, self.nodes)
-        if not product.known_structures or structure in product.known_structures:
+        shapes, values = structure_of(self.call, self.nodes)
+        known = product.known_structures.setdefault(shapes, set()) if product.known_structures else None
+        # Where several values have told nothing, such as numbers of steps, others will not either.
+        if known is None or values in known or len(known) >= _VALUES_TRIED:
             return
         with torch.no_grad(), spare_random_numbers():
             new = [name for name in self.nodes.keys() - product.known_sites if not self.nodes[name]["infer"].get("_deterministic", False)]
             if new:
                 scopes = Dependencies(self.call).scopes
                 new = [name for name in new if scopes is None or scopes.get(name, frozenset()) & product.layout.sites.keys()]
-            is_known = not new and self.takes_sets(share_sets=product.shares_sets, trials=8)
+            is_known = not new and self.takes_sets(share_sets=product.shares_sets, trials=2 * _VALUES_TRIED)
         if not is_known:
             what = f"the sites {sorted(new)}, which it had not then, depend on" if new else "some of its densities depend on other"
             raise ValueError(
                 f"the model has another structure than when the guide was set up: {what} discrete latents. First call guide.setup(*args) "
                 "with the arguments of the largest structure, or make the guide with AutoTruncated(..., whole_states=True)."
             )
-        product.known_structures.add(structure)
+        known.add(values)
 
     def _refuse_shared_subsamples(self) -> None:
         graph = self.product.graph
@@ -491,7 +496,7 @@ class ProductScorer(Probe):
             together = self._build_tables(nodes)
             beyond = (node for node in nodes.values() if node["is_observed"] and not self.is_inside(node))
             return all(len(node["fn"].batch_shape) <= product.layout.depth for node in beyond) and all(
-                self._agrees_with_single_run(together, sets, generator) for _ in range(trials)
+                self._agrees_with_single_run(together, sets, generator, is_rough=trials > 1) for _ in range(trials)
             )
         except (RuntimeError, IndexError, ValueError):
             return False
@@ -513,8 +518,11 @@ class ProductScorer(Probe):
             nodes = sample_nodes(self.run({**self.values, **values}))
         return operations.reduced_site(nodes, 0)
 
-    def _agrees_with_single_run(self, together: Tables, sets: Sets, generator: torch.Generator) -> bool:
-        """Whether tables agree with a run of random states of the sets."""
+    def _agrees_with_single_run(self, together: Tables, sets: Sets, generator: torch.Generator, *, is_rough: bool) -> bool:
+        """Whether tables agree with a run of random states of the sets.
+
+        Roughly, they agree in single precision.
+        """
         product = self.product
         levels: dict[str, Tensor] = {}
         places: dict[int, Tensor] = {}
@@ -525,8 +533,9 @@ class ProductScorer(Probe):
                 single = own.gather(1, index.unsqueeze(-1).expand(-1, -1, own.shape[-1])).squeeze(1)
                 levels |= product.node_layouts[node].site_values(group.space.unpack(single), self.plate_sizes(node), self.dtypes)
         singly = self._run_tables({**self.values, **levels})
+        dtype = torch.float32 if is_rough and singly.dtype == torch.float64 else singly.dtype
         return all(
-            self._agree(scope, table, expected[1], places, singly.dtype)
+            self._agree(scope, table, expected[1], places, dtype)
             for (scope, table), expected in zip(together.parts, singly.parts, strict=True)
         )
 
@@ -541,32 +550,34 @@ class ProductScorer(Probe):
         return bool(((table - expected).abs() <= rounding_tolerance(expected, dtype)).all())
 
 
-def structure_of(call: Call, nodes: Mapping[str, Any]) -> tuple[Any, ...]:
+def structure_of(call: Call, nodes: Mapping[str, Any]) -> tuple[Any, Any]:
     """Returns what of a call's arguments a graph may depend on.
 
-    It can be compared: the shapes of tensors, the entries of integer ones that are not observed, such as edges, and what is no
-    tensor.
+    They are shapes and types, and values: the entries of integer tensors that are not observed, such as edges, and what is no tensor.
 
     Args:
         call: the program and its arguments.
         nodes: the sample sites of a run.
     """
-    leaves = pytree.tree_leaves((call.args, dict(call.kwargs)))
     observed: set[int] | None = None
-    parts: list[Any] = [call.model]
-    for leaf in leaves:
-        if isinstance(leaf, np.ndarray):
-            leaf = torch.as_tensor(leaf) if leaf.dtype.kind in "biuf" else leaf.shape
-        if isinstance(leaf, Tensor):
-            parts.append((leaf.shape, leaf.dtype))
-            if not (leaf.is_floating_point() or leaf.is_complex()):
+    shapes: list[Any] = []
+    values: list[Any] = []
+    for leaf in pytree.tree_leaves((call.args, dict(call.kwargs))):
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
+            leaf = torch.as_tensor(leaf)
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested and leaf.device.type != "meta":
+            shapes.append(leaf.shape)
+            if leaf.numel() == 1 and not leaf.is_complex():
+                values.append(float(leaf) != 0 if leaf.is_floating_point() else int(leaf))
+            elif not (leaf.is_floating_point() or leaf.is_complex()):
                 if observed is None:
-                    values = (node["value"] for node in nodes.values() if node["is_observed"])
-                    observed = {value.untyped_storage().data_ptr() for value in values if isinstance(value, Tensor)}
+                    tensors = (node["value"] for node in nodes.values() if node["is_observed"] and isinstance(node["value"], Tensor))
+                    observed = {value.untyped_storage().data_ptr() for value in tensors}
                 if leaf.untyped_storage().data_ptr() not in observed:
-                    parts.append(hash(leaf.numpy(force=True).tobytes()))
-        elif isinstance(leaf, float):
-            parts.append(leaf != 0)
+                    values.append(hash(leaf.numpy(force=True).tobytes()))
         else:
-            parts.append(leaf if isinstance(leaf, (bool, int, str, bytes, tuple, type(None))) else type(leaf))
-    return tuple(parts)
+            shapes.append(type(leaf))
+            leaf = leaf.item() if isinstance(leaf, np.generic) else leaf
+            is_value = isinstance(leaf, (bool, int, str, bytes, enum.Enum))
+            values.append(leaf if is_value else leaf != 0 if isinstance(leaf, float) else None)
+    return tuple(shapes), tuple(values)

@@ -138,7 +138,9 @@ class PythonReads(TorchFunctionMode):
         if name in _LEAKS:
             self._note(frozenset(sources), name in _READS)
         results = func(*plain, **keywords)
-        if sources and _tells_values(name, plain, results):
+        # What is taken by a mask is as much as the mask says.
+        sized_by = self.sources(args[1:]) if name in ("__getitem__", "masked_select") else sources
+        if sources and sized_by and _tells_values(name, plain, results):
             self._note(frozenset(sources), is_read=True)
         if sources or self.written:
             self._note_write(name, plain, keywords, args, frozenset(sources))
