@@ -494,7 +494,8 @@ class ProductScorer(Probe):
                 return False
             nodes = self._run_sets(sets)
             together = self._build_tables(nodes)
-            beyond = (node for node in nodes.values() if node["is_observed"] and not self.is_inside(node))
+            observed = (node for node in nodes.values() if node["is_observed"] and not node["infer"].get("_deterministic", False))
+            beyond = (node for node in observed if not self.is_inside(node))
             return all(len(node["fn"].batch_shape) <= product.layout.depth for node in beyond) and all(
                 self._agrees_with_single_run(together, sets, generator, is_rough=trials > 1) for _ in range(trials)
             )
