@@ -26,17 +26,20 @@ def coal_mining() -> Foreign:
 
 @foreign
 def coal_mining_with_missing_years() -> Foreign:
-    """PyMC's "disaster model": the same with two years unknown, imputed as latent counts (``obs_mask``)."""
+    """PyMC's "disaster model": the same with two years unknown, imputed as latent counts (``obs_mask``).
+
+    Rates are small, so that next to none of the counts exceed three.
+    """
 
     def model(disasters, known):
-        early, late = pyro.sample("early", dist.Exponential(1.0)), pyro.sample("late", dist.Exponential(1.0))
+        early, late = pyro.sample("early", dist.Exponential(4.0)), pyro.sample("late", dist.Exponential(4.0))
         switchpoint = pyro.sample("switchpoint", dist.Categorical(torch.ones(len(disasters))))
         with pyro.plate("years", len(disasters)) as year:
             rate = torch.where(year < switchpoint, early, late)
             pyro.sample("disasters", dist.Poisson(rate), obs=disasters, obs_mask=known)
 
     known = torch.tensor([True, True, False, True])
-    return Foreign(model, (torch.tensor([4.0, 5.0, 0.0, 1.0]), known), plates=(), max_count={"disasters_unobserved": 3})
+    return Foreign(model, (torch.tensor([1.0, 2.0, 0.0, 0.0]), known), plates=(), max_count={"disasters_unobserved": 3})
 
 
 @foreign
