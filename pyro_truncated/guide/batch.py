@@ -200,6 +200,9 @@ class Batch(ProgramBatch[LogJoint]):
             search.meet(self._make_search_batch(observations, {**keys, "random": random.again()}))
         if self.is_idle:
             return store.take(self.indices)
+        if self.scorer.known_levels is None and store.are_alike:
+            with poutine.block():
+                return self.rescore_()
         with poutine.block(), memory_budget(self.scorer.memory_budget):
             for rows in blocks:
                 where = rows if self.indices is None else self.indices[rows]

@@ -191,7 +191,7 @@ def _kind(node: Any) -> str:
     return "integer"
 
 
-def refuse_other_values(node: Mapping[str, Any], site: DiscreteSite, limit: int | None, *, is_conditional: bool) -> None:
+def refuse_other_values(node: Mapping[str, Any], site: DiscreteSite, limit: int | None, *, may_be_fewer: bool) -> None:
     """Checks that a discrete site has the values of the set-up.
 
     Every run is checked, so that shapes are compared where they tell. Totals of counts may be smaller.
@@ -200,7 +200,7 @@ def refuse_other_values(node: Mapping[str, Any], site: DiscreteSite, limit: int 
         node: the site in a run of the model.
         site: the same site when the guide was set up.
         limit: largest value that is kept; ``None`` keeps all.
-        is_conditional: whether values outside of the support have probability zero, so that there may be fewer.
+        may_be_fewer: whether values outside of the support have probability zero.
 
     Raises:
         ValueError: naming the site, its values then and now.
@@ -214,7 +214,7 @@ def refuse_other_values(node: Mapping[str, Any], site: DiscreteSite, limit: int 
         number = base.param_shape[-1] if isinstance(base, Categorical) else 2
         kept = number if limit is None else min(number, limit + 1)
         expected = site.cardinalities[0]
-        if kept > expected or (kept < expected and not is_conditional):
+        if kept > expected or (kept < expected and not may_be_fewer):
             raise ValueError(_other_values(node, f"{number} values", str(expected)))
     elif site.kind != "one_hot":
         low, high = value_bounds(fn)

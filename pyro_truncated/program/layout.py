@@ -191,6 +191,7 @@ class Layout(SiteLayout):
         nesting: number of plate dimensions that Pyro must count to compare model and guide.
         limits: by site name, the largest count that is kept (``max_count``).
         cut_sites: names of the sites with larger counts than these.
+        conditional_sites: names of the sites whose supports depend on discrete latents.
         sites_to_check: names of the sites that give probability zero to some states outside of a support.
         read: names of the sites whose values the model's Python code looks at.
         clamped_sites: names of the sites that give something probability zero, as torch clamps it.
@@ -244,7 +245,8 @@ class Layout(SiteLayout):
         super().__init__(sites, frames, max((-frame.dim for frame in every if frame.vectorized), default=0))
         self.limits: Mapping[str, int] = limits
         self.cut_sites: Sequence[str] = cut_sites
-        self.sites_to_check = frozenset(sites_to_check | (dependencies.conditional(set(self.sites)) if dependencies is not None else set()))
+        self.conditional_sites = frozenset(dependencies.conditional(set(self.sites)) if dependencies is not None else ())
+        self.sites_to_check = self.conditional_sites | sites_to_check
         self.read = frozenset(self.sites) & (dependencies.read if dependencies is not None else frozenset())
         rest = (node for node in latent_nodes(trace) if node["name"] not in self.sites)
         self.other_latents = [node["name"] for node in rest if family(node["fn"]) != "Delta"]

@@ -36,6 +36,7 @@ class Operations(TorchDispatchMode):
         # Tensors stay alive with their numbers.
         self.results: dict[int, Tensor] = {id(tensor): tensor for tensor in sources}
         self.reduced: list[dict[int, Tensor]] = [{} for _ in sizes]
+        self._whole = [dict(self.results) for _ in sizes]
         self._sizes = sizes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -45,12 +46,16 @@ class Operations(TorchDispatchMode):
         if given and name not in FACTORIES:
             found = {id(tensor): tensor for tensor in tensors_in(result)}
             self.results.update(found)
-            for size, reduced in zip(self._sizes, self.reduced, strict=True):
+            # One entry of a dimension may be one of all in turn; distinct entries are as many as values say.
+            is_sum = not func.is_view and name not in _INDEXING and torch.Tag.dynamic_output_shape not in func.tags
+            for size, whole, reduced in zip(self._sizes, self._whole, self.reduced, strict=True):
                 is_reduced = any(id(tensor) in reduced for tensor in given)
-                # One entry of a dimension may be one of all in turn; distinct entries are as many as values say.
-                is_sum = not func.is_view and name not in _INDEXING and torch.Tag.dynamic_output_shape not in func.tags
-                is_whole = is_sum and any(tensor.numel() % size == 0 for tensor in given)
-                reduced.update((key, tensor) for key, tensor in found.items() if is_reduced or (is_whole and tensor.numel() % size))
+                has_dimension = any(id(tensor) in whole for tensor in given)
+                for key, tensor in found.items():
+                    if is_reduced or (has_dimension and is_sum and tensor.numel() % size):
+                        reduced[key] = tensor
+                    elif has_dimension and tensor.numel() % size == 0:
+                        whole[key] = tensor
         return result
 
     def reduced_site(self, nodes: Mapping[str, Any], number: int) -> str | None:

@@ -90,9 +90,11 @@ class PackedModel:
         # Observations may have a scale each, where the states have one.
         if not all(node["is_observed"] and torch.as_tensor(node["scale"] == state["scale"]).all() for node in observed):
             return None
+        likelihoods = _own_likelihoods(observed, state["value"], probe.num_data)
+        if likelihoods is None and not layout.is_linear:
+            return None
         logits = _bernoulli_logits(state["fn"], probe.num_data, layout.space.num_latents)
-        likelihoods = None if logits is None else _own_likelihoods(observed, state["value"], probe.num_data)
-        if logits is not None and likelihoods is None and layout.is_linear:
+        if logits is not None and likelihoods is None:
             likelihoods = linear_superpositions(probe)
             if likelihoods is not None and not all(_fits(logits, fn, value) for fn, value in likelihoods):
                 return None

@@ -157,8 +157,9 @@ class Probe:
     def _check_values(self) -> None:
         layout = self.layout
         for name, site in layout.sites.items():
-            if name not in self.observed_sites:
-                refuse_other_values(self.nodes[name], site, layout.limits.get(name), is_conditional=name in layout.sites_to_check)
+            # Of supports that depend on latents, draws may be beyond the counts that are kept.
+            if name not in self.observed_sites and name not in layout.conditional_sites:
+                refuse_other_values(self.nodes[name], site, layout.limits.get(name), may_be_fewer=name in layout.sites_to_check)
 
     def _masks(self) -> dict[str, Tensor]:
         """The masks of latent discrete sites that switch some entries off."""

@@ -169,7 +169,8 @@ def in_blocks(
 def larger_batch(fn: _Distribution, batch_shape: Any, instance: Any, **attributes: Any) -> _Distribution:
     """A distribution over a larger batch, which has these attributes."""
     new: _Distribution = copy.copy(fn) if instance is None else instance
-    vars(new).update(vars(fn) | attributes, _batch_shape=torch.Size(batch_shape))
+    # Whether values are checked is that of now, as in all distributions of torch.
+    vars(new).update(vars(fn) | attributes, _batch_shape=torch.Size(batch_shape), _validate_args=fn._validate_args)
     return new
 
 

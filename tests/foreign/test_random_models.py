@@ -16,6 +16,9 @@ from tests.foreign.random_sites import DISCRETE, OBSERVED
 CHUNK = 10
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 2e-3}
 
+# Counts are cut off on both sides.
+pytestmark = pytest.mark.filterwarnings("ignore:Of the posterior of")
+
 
 def check_all(start: int, dtype: torch.dtype) -> None:
     """Loss, gradients and marginals equal brute force, fewer states bound the evidence, and nothing is refused."""
