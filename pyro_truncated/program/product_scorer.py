@@ -36,9 +36,8 @@ from pyro_truncated.program.zero_probabilities import exact_log_prob
 from pyro_truncated.utils.arrays import rounding_tolerance
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
-_STATES_TRIED = 3
-# Values of arguments of the same shapes; for each twice as many runs.
-_VALUES_TRIED = 4
+# How many states, and values of arguments of the same shapes; for each value there are three times as many runs.
+_NUM_TRIED = 3
 # Words of the sets of all groups: (rows, S, num_words) for each group.
 Sets = Sequence[Tensor]
 
@@ -178,14 +177,14 @@ class ProductScorer(Probe):
         shapes, values = structure_of(self.call, self.nodes)
         known = product.known_structures.setdefault(shapes, set()) if product.known_structures else None
         # Where several values have told nothing, such as numbers of steps, others will not either.
-        if known is None or values in known or len(known) >= _VALUES_TRIED:
+        if known is None or values in known or len(known) >= _NUM_TRIED:
             return
         with torch.no_grad(), spare_random_numbers():
             new = [name for name in self.nodes.keys() - product.known_sites if not self.nodes[name]["infer"].get("_deterministic", False)]
             if new:
                 scopes = Dependencies(self.call).scopes
                 new = [name for name in new if scopes is None or scopes.get(name, frozenset()) & product.layout.sites.keys()]
-            is_known = not new and self.takes_sets(share_sets=product.shares_sets, trials=2 * _VALUES_TRIED)
+            is_known = not new and self.takes_sets(share_sets=product.shares_sets, trials=3 * _NUM_TRIED)
         if not is_known:
             what = f"the sites {sorted(new)}, which it had not then, depend on" if new else "some of its densities depend on other"
             raise ValueError(
@@ -486,7 +485,7 @@ class ProductScorer(Probe):
         # Sets are as large as others only where they may be so in use.
         distinct = sorted({group.space.size for group in product.groups})
         for number, group in enumerate(product.groups):
-            size = _STATES_TRIED + distinct.index(group.space.size)
+            size = _NUM_TRIED + distinct.index(group.space.size)
             words = group.space.random((self.num_rows(number), size), 0.5, generator).to(self.device)
             sets.append(words[:1].expand_as(words) if share_sets else words)
         try:
