@@ -11,7 +11,6 @@ from torch import Tensor
 from pyro_truncated.ops.evolution import IMPOSSIBLE, UNFIT, SparseFlips
 from pyro_truncated.ops.packed_states import Fields, gather_states
 from pyro_truncated.ops.vectorised import random
-from pyro_truncated.ops.vectorised.latent_values import count_active
 
 
 def find_duplicates(words: Tensor) -> Tensor:
@@ -110,7 +109,8 @@ def _flip_sparse(words: Tensor, fields: Fields, flips: SparseFlips, draws: Tenso
     device = words.device
     on, moves, change, off = draws.split([flips.num_on, 2 * flips.num_other, 2, -(-fields.num_bits // 2)], -1)
     bits = fields.on(device, "binary_bits")
-    active = count_active(words & bits)
+    active = (words & bits).view(torch.uint8).long()
+    active = _ones(device)[active].sum(-1)
     changed = torch.zeros_like(words)
     if flips.num_on:
         changed = _switch_on(words, fields, flips.log_stay_off.to(device, non_blocking=True)[active], on)
@@ -124,6 +124,15 @@ def _flip_sparse(words: Tensor, fields: Fields, flips: SparseFlips, draws: Tenso
         changed = changed | _move(words, fields, flips.log_stay_other, moves)
     same = (changed == 0).all(-1, keepdim=True)
     return words ^ torch.where(same, change_latent(words, fields, change), changed)
+
+
+@functools.cache
+def _ones(device: torch.device) -> Tensor:
+    """How many bits of a byte are set, for all bytes.
+
+    To look it up takes fewer launches than to count pairs, fours and so on.
+    """
+    return torch.tensor([byte.bit_count() for byte in range(256)], device=device)
 
 
 def _pack(bits: Tensor) -> Tensor:
