@@ -141,6 +141,11 @@ class Batch(ProgramBatch[LogJoint]):
         batch = current_batch()
         return self.scorer.full_size / self.scorer.num_data if batch is None else batch.scale
 
+    @property
+    def holds_all_states(self) -> bool:
+        """Whether data points have all states: there is nothing to search."""
+        return self.scorer.known_levels is None and not self.scorer.is_vectorized and self.populations.are_alike
+
     def population(self) -> Population:
         """Returns the stored populations with the model's observed states inserted.
 
@@ -149,7 +154,7 @@ class Batch(ProgramBatch[LogJoint]):
         population = self.populations.take(self.indices)
         if self.is_idle:
             return population
-        if self.scorer.known_levels is None and self.populations.are_alike:
+        if self.holds_all_states:
             return dataclasses.replace(population, words=self.populations.words[:1].expand_as(population.words))
         return dataclasses.replace(population, words=self.scorer.insert_observed_values(population.words))
 
@@ -200,7 +205,7 @@ class Batch(ProgramBatch[LogJoint]):
             search.meet(self._make_search_batch(observations, {**keys, "random": random.again()}))
         if self.is_idle:
             return store.take(self.indices)
-        if self.scorer.known_levels is None and store.are_alike:
+        if self.holds_all_states:
             with poutine.block():
                 return self.rescore_()
         with poutine.block(), memory_budget(self.scorer.memory_budget):
@@ -227,7 +232,7 @@ class Batch(ProgramBatch[LogJoint]):
 
         There is none if they hold all states.
         """
-        if self.scorer.known_levels is None and self.populations.are_alike:
+        if self.holds_all_states:
             return self
         return dataclasses.replace(self, scored_population=self.search_(search, steps))
 
@@ -289,7 +294,7 @@ class Batch(ProgramBatch[LogJoint]):
         # With a conditional, the draws that score the states must be the ones that are differentiated. States that have not been scored
         # are scored once if they fit into memory.
         is_one_run = self.scored_population is None and len(list(self.scorer.gradient_blocks(self.populations.num_states))) == 1
-        is_at_once = self.scorer.conditional is not None or (is_one_run and self.populations.are_alike)
+        is_at_once = self.scorer.conditional is not None or (is_one_run and self.holds_all_states)
         step = Batch._backward_at_once_ if is_at_once else Batch._backward_by_blocks_
         with torch.enable_grad(), ops.defer_checks():
             return sum(step(batch, temperature, number) for batch in self.draws(particles)) / number
