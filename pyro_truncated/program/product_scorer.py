@@ -38,6 +38,10 @@ from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 # How many states, and values of arguments of the same shapes; for each value there are three times as many runs.
 _NUM_TRIED = 3
+_OTHER_STRUCTURE = (
+    "the model has another structure than when the guide was set up: {} discrete latents. First call guide.setup(*args) "
+    "with the arguments of the largest structure, or make the guide with AutoTruncated(..., whole_states=True)."
+)
 # Words of the sets of all groups: (rows, S, num_words) for each group.
 Sets = Sequence[Tensor]
 
@@ -174,24 +178,31 @@ class ProductScorer(Probe):
         It does so for arguments that may change it.
         """
         product = self.product
+        if not product.known_structures:
+            return
+        self._refuse_new_sites()
         shapes, values = structure_of(self.call, self.nodes)
-        known = product.known_structures.setdefault(shapes, set()) if product.known_structures else None
+        known = product.known_structures.setdefault(shapes, set())
         # Where several values have told nothing, such as numbers of steps, others will not either.
-        if known is None or values in known or len(known) >= _NUM_TRIED:
+        if values in known or len(known) >= _NUM_TRIED:
             return
         with torch.no_grad(), spare_random_numbers():
-            new = [name for name in self.nodes.keys() - product.known_sites if not self.nodes[name]["infer"].get("_deterministic", False)]
-            if new:
-                scopes = Dependencies(self.call).scopes
-                new = [name for name in new if scopes is None or scopes.get(name, frozenset()) & product.layout.sites.keys()]
-            is_known = not new and self.takes_sets(share_sets=product.shares_sets, trials=3 * _NUM_TRIED)
-        if not is_known:
-            what = f"the sites {sorted(new)}, which it had not then, depend on" if new else "some of its densities depend on other"
-            raise ValueError(
-                f"the model has another structure than when the guide was set up: {what} discrete latents. First call guide.setup(*args) "
-                "with the arguments of the largest structure, or make the guide with AutoTruncated(..., whole_states=True)."
-            )
+            if not self.takes_sets(share_sets=product.shares_sets, trials=3 * _NUM_TRIED):
+                raise ValueError(_OTHER_STRUCTURE.format("some of its densities depend on other"))
         known.add(values)
+
+    def _refuse_new_sites(self) -> None:
+        """Refuses sites that are new and depend on discrete latents."""
+        product = self.product
+        new = {name for name in self.nodes.keys() - product.known_sites if not self.nodes[name]["infer"].get("_deterministic", False)}
+        if not new:
+            return
+        with torch.no_grad(), spare_random_numbers():
+            scopes = Dependencies(self.call).scopes
+        names = sorted(name for name in new if scopes is None or scopes.get(name, frozenset()) & product.layout.sites.keys())
+        if names:
+            raise ValueError(_OTHER_STRUCTURE.format(f"the sites {names}, which it had not then, depend on"))
+        product.known_sites |= new
 
     def _refuse_shared_subsamples(self) -> None:
         graph = self.product.graph

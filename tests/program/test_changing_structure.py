@@ -105,6 +105,17 @@ def test_a_site_that_couples_latents_later_is_refused_by_name() -> None:
     assert loss(guide, Y) == pytest.approx(-labelled_evidence(None), rel=1e-10)
 
 
+def test_sites_that_come_after_many_other_calls_are_refused_too() -> None:
+    def model(y: Tensor, step: int) -> None:
+        labelled(y, torch.ones(3, dtype=y.dtype) if step == 9 else None)
+
+    guide = AutoTruncated(model, num_states=64)
+    for step in range(9):
+        assert loss(guide, Y, step) == pytest.approx(-labelled_evidence(None), rel=1e-10)
+    with pytest.raises(ValueError, match=r"the sites \['label'\]"):
+        loss(guide, Y, 9)
+
+
 @pytest.mark.parametrize(("model", "cast"), [(block_model, list), (block_model_of_tensors, torch.tensor)], ids=["lists", "tensors"])
 def test_other_edges_under_the_same_names_are_refused(model: Callable[..., None], cast: Callable[[Edges], Edges]) -> None:
     guide = AutoTruncated(model, num_states=64)
