@@ -38,7 +38,7 @@ class LearnConfig:
             and informed initialisation.
         tolerance: largest difference of two restarts that agree. Default: ``coarse_tolerance``, or ``fine_tolerance`` for mixtures and
             beside continuous latents; the same latents are then asked for, too.
-        lr: learning rate of gradient steps, in units of a parameter's root mean square. Default: ``gradient_lr``, or ``conditional_lr``
+        lr: learning rate of gradient steps, in the unit of each parameter. Default: ``gradient_lr``, or ``conditional_lr``
             where a conditional guide must follow the model.
         initializer: called as ``initializer(model, y, generator)`` before each restart, in place of the model's own methods.
         moves: changes of each restart's solution beyond the model's own, each a :class:`~pyro_truncated.multistart.Move`.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pyro
@@ -13,15 +15,22 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints, transform_to
 from torch.nn.utils.parametrize import is_parametrized
 
+from pyro_truncated.distributed.shards import shard_sum
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.sites import log_density
-from pyro_truncated.utils.constraints import as_signed
+from pyro_truncated.program.supports import elementwise, get_support
 from pyro_truncated.utils.devices import generator_device
-from pyro_truncated.utils.parameter_store import spare_random_numbers
+from pyro_truncated.utils.parameter_store import Assign, spare_random_numbers
 
 # Least size of a parameter: from near zero, steps in its own unit would be too small.
 _LEAST_SIZE = 0.2
+# Adam's gradients of a parameter in its unit: the largest that counts, and what is added to their root mean square.
+_CLIP_NORM, _EPS = 50.0, 1e-8
+# Deviation from linearity that is rounding error.
+_LINEAR_RTOL = 1e-2
+# Deviations of the data by which means of a start may be off; steps of a fit.
+_FAR, _NUM_FITS = 5.0, 50
 # Separator in names of parameters that ``pyro.module`` registers.
 _OF_A_MODULE = "$$$"
 _MEDIAN = "median of "
@@ -80,7 +89,9 @@ def load_snapshot(model: Any, y: Tensor, state: dict[str, Tensor]) -> None:
 
 @torch.no_grad()
 def disturb(model: Any, y: Tensor, other_parameters: dict[str, Tensor], generator: torch.Generator | None) -> None:
-    """Adds noise of their root mean square to unconstrained parameters.
+    """Adds noise to unconstrained parameters.
+
+    It is of size one where these had constraints, else of their unit or their root mean square.
 
     Args:
         model: the model.
@@ -88,35 +99,147 @@ def disturb(model: Any, y: Tensor, other_parameters: dict[str, Tensor], generato
         other_parameters: what its parameters were elsewhere: where these are larger, their root mean square counts.
         generator: source of randomness.
     """
+    layers = layer_parameters(model, y)
     for name, value in learned_parameters(model, y).items():
-        size = max(_size(value), _size(other_parameters[name]))
-        noise = torch.randn(value.shape, generator=generator, dtype=value.dtype, device=generator_device(generator))
-        value.add_((size or 1.0) * noise.to(value.device))
+        unit = 1.0 if _is_constrained(value) else 0.0 if name in layers else parameter_unit(model, y, value)
+        _add_noise(value, unit or max(_size(value), _size(other_parameters[name])) or 1.0, generator)
 
 
-def least_size(y: Tensor) -> float:
-    """Returns the least size of a parameter: 0.2, or less for small data.
+def optimiser_units(model: Any, y: Tensor, companion: Any = None) -> dict[str, float]:
+    """Returns units of all parameters, by name as optimisers get it.
 
-    The unit of a parameter is not known: log odds that start small but not at zero move slowly beside data in a small unit. Each of
-    several processes looks at its own data.
+    It is their own size where there is no other, at least 0.2. What has a prior is no larger than that says. Constrained parameters move on
+    logarithmic or similar scales, without units.
+
+    Args:
+        model: the model.
+        y: its data.
+        companion: a guide of continuous latents.
     """
-    low, high = as_signed(y).nan_to_num().aminmax()
-    return _LEAST_SIZE * min(1.0, max(-float(low), float(high)))
+    latents = {free.data_ptr() for free in ([] if companion is None else companion.locs.parameters())}
+    units = {}
+    # Several processes must measure in one order.
+    for name, free in sorted(pyro.get_param_store().named_parameters()):
+        size, unit = max(_LEAST_SIZE, _size(free)), 1.0
+        if not _is_constrained(free):
+            unit = (0.0 if _OF_A_MODULE in name else parameter_unit(model, y, free, companion)) or size
+        units[normalize_param_name(name)] = min(unit, size) if free.data_ptr() in latents else unit
+    return units
 
 
-def optimiser_options(lr: float, lrd: float, least: float, name: str) -> dict[str, float]:
-    """Returns optimiser options: steps relative to a parameter's size.
+def optimiser_options(lr: float, lrd: float, unit: float) -> dict[str, float]:
+    """Returns Adam's options by which steps do not depend on units."""
+    return {"lr": lr * unit, "lrd": lrd, "clip_norm": _CLIP_NORM / unit, "eps": _EPS / unit}
 
-    A zero parameter is taken to be of size 0.2.
+
+@torch.no_grad()
+def parameter_unit(model: Any, y: Tensor, free: Tensor, companion: Any = None) -> float:
+    """Returns by how much a parameter changes observed means by a deviation.
+
+    This is of some of its entries and the means that they change, on average. It is zero where means are not linear in the parameter, or
+    where nothing real is observed.
     """
+    size, before = _size(free) or 1.0, free.detach().clone()
+    some = torch.randperm(free.numel(), generator=torch.Generator().manual_seed(0))[: 1 + free.numel() // 4]
+    change = torch.zeros(free.numel()).index_fill(0, some, size).view(free.shape).to(before)
+    misfits = []
+    try:
+        for value in (before, before + change, before - change):
+            free.copy_(value)
+            misfits.append(_observe(model, y, companion)[0])
+    except (ValueError, RuntimeError):  # whatever a program says to values of no use
+        return 0.0
+    finally:
+        free.copy_(before)
+    first, up, down = misfits
+    effects = (up - first).square().sum(), (up - 2 * first + down).square().sum(), (up != first).sum()
+    effect, curvature, number = (float(total) for total in shard_sum(y)(effects))
+    return size * math.sqrt(number / effect) if effect > 0 and curvature <= _LINEAR_RTOL**2 * effect else 0.0
+
+
+def approach(model: Any, y: Tensor, generator: torch.Generator | None, companion: Any = None) -> None:
+    """Moves a start to data that lie far from its means.
+
+    Steps in the unit of the data would be too small. All that means are linear in is fitted to random states by least squares, then
+    all else, such as a scale, by maximum likelihood. In the end noise is added, of the size of units.
+
+    Args:
+        model: the model; its parameters are changed.
+        y: its data.
+        generator: source of randomness.
+        companion: a guide of continuous latents.
+    """
+    if _size(_observe(model, y, companion)[0]) <= _FAR:
+        return
+    own = learned_parameters(model, y).keys() - layer_parameters(model, y)
+    free = dict(model.named_parameters() if isinstance(model, torch.nn.Module) else pyro.get_param_store().named_parameters())
+    parameters = [value for name, value in sorted(free.items()) if name in own and takes_gradients(model, value)]
+    units = {value: parameter_unit(model, y, value, companion) for value in parameters}
+    units |= {value: parameter_unit(model, y, value, companion) for value in (() if companion is None else companion.locs.parameters())}
+    linear = [value for value, unit in units.items() if unit]
+    if not linear:
+        return
+    _minimize(lambda: _observe(model, y, companion)[0].square().mean(), torch.optim.LBFGS(linear, 1, line_search_fn="strong_wolfe"))
+    if others := [value for value in parameters if not units[value]]:
+        # Steps of up to one, by signs, as densities may be infinite.
+        _minimize(lambda: -_observe(model, y, companion)[1], torch.optim.Rprop(others, 0.1, step_sizes=(1e-6, 1.0)))
+    for value in linear:
+        _add_noise(value.data, units[value], generator)
+
+
+def _minimize(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> None:
+    """Minimises a smooth loss."""
+
+    def evaluate() -> float:
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        return float(value.detach())
+
+    for _ in range(_NUM_FITS):
+        optimizer.step(evaluate)
+    optimizer.zero_grad()
+
+
+def _observe(model: Any, y: Tensor, companion: Any) -> tuple[Tensor, Tensor]:
+    """Returns what a run says of observed real numbers, given random latents.
+
+    These are means less numbers, in deviations of the data, and the mean log density. Latents are the same each time.
+    """
+    with spare_random_numbers(), poutine.block(), pyro.validation_enabled(False):
+        torch.manual_seed(0)
+        with Assign({} if companion is None else companion(y)):
+            nodes = poutine.trace(model).get_trace(y).nodes.values()
+        real = [node for node in nodes if node["type"] == "sample" and node["is_observed"] and _is_real(node["fn"])]
+        density = log_density(real) / len(y)
+    misfits = [torch.zeros(0, dtype=torch.float64)]
+    for node in real:
+        value = node["value"].as_subclass(Tensor).double()
+        deviation = _size((value - value.nanmean(0)).nan_to_num())
+        if deviation > 0:
+            misfits.append(((node["fn"].mean - value) / deviation).where(value.isfinite(), 0.0).flatten())
+    return torch.cat([part.to(misfits[-1]) for part in misfits]), density
+
+
+def _is_real(fn: Any) -> bool:
+    return elementwise(get_support(fn)) is constraints.real
+
+
+def takes_gradients(model: Any, value: Tensor) -> bool:
+    """Whether a parameter is learned; those of modules may be frozen."""
+    return value.requires_grad or not isinstance(model, torch.nn.Module)
+
+
+def _is_constrained(free: Tensor) -> bool:
+    """Whether a parameter moves on a logarithmic or similar scale."""
     store = pyro.get_param_store()
-    # Optimisers get a plain module's own parameter names, not those of the store.
-    key = next(key for key in store if normalize_param_name(key) == name)
-    value: Any = store[key]
-    free = _to_unconstrained(value)
-    # Constrained parameters move on logarithmic or similar scales, without units.
-    size = _size(free) if torch.equal(free, value.detach()) else 1.0
-    return {"lr": lr * max(least if size else _LEAST_SIZE, size), "lrd": lrd}
+    own = (name for name, value in store.named_parameters() if value.data_ptr() == free.data_ptr())
+    return any(store._constraints[name] is not constraints.real for name in own)
+
+
+def _add_noise(value: Tensor, size: float, generator: torch.Generator | None) -> None:
+    noise = torch.randn(value.shape, generator=generator, dtype=value.dtype, device=generator_device(generator))
+    value.add_(size * noise.to(value.device))
 
 
 def _size(value: Tensor) -> float:

@@ -23,10 +23,11 @@ from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.multistart.decoders import fit_decoder
 from pyro_truncated.multistart.model_parameters import (
     Medians,
+    approach,
     learned_tensors,
-    least_size,
     load_snapshot,
     optimiser_options,
+    optimiser_units,
     prior_draw,
     snapshot,
 )
@@ -93,8 +94,12 @@ class Trainer:
         self._relocation_generator = torch.Generator().manual_seed(0)
         self._rate, self._num_steps = 1.0, 0
 
+        units: dict[str, float] = {}
+
         def options(name: str) -> dict[str, float]:
-            return optimiser_options(profile.lr * self._rate, profile.lrd, least_size(profile.y), name)
+            if name not in units:
+                units.update(optimiser_units(profile.model, profile.y, self.guide[0] if profile.has_companion else None))
+            return optimiser_options(profile.lr * self._rate, profile.lrd, units[name])
 
         self._svi = SVI(profile.model, self.guide, self._driver or ClippedAdam(cast("Any", options)), self.elbo)
         if solution is not None and solution.companion:
@@ -130,6 +135,12 @@ class Trainer:
             for name, value in self.companion.items():
                 if value.shape == companion[name].shape:
                     value.copy_(companion[name])
+
+    def approach(self) -> None:
+        """Moves parameters near the data, where they begin far from these."""
+        if self.profile.optimizer == "gradients":
+            self.set_up()
+            approach(self.profile.model, self.profile.y, self.profile.generator, self.guide[0] if self.profile.has_companion else None)
 
     @torch.no_grad()
     def scorer(self) -> LogJoint:
@@ -499,6 +510,7 @@ def run_restart(profile: Profile, temperature: Temperature, states: Tensor | Non
     """
     profile.initialize()
     with Trainer(profile, temperature) as trainer:
+        trainer.approach()
         if states is not None:
             trainer.insert_states(states.unsqueeze(1))
         solution = trainer.record(train(trainer, restart_schedule(trainer, temperature, profile.config.restart_steps)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any, Self
+from typing import Self
 
 import pyro
 import pyro.distributions as dist
@@ -14,7 +14,7 @@ from torch import Tensor
 from pyro_truncated.distributions.linear import LinearSuperposition
 from pyro_truncated.em.closed_form import Statistics
 from pyro_truncated.multistart.decoders import observed_numbers
-from pyro_truncated.multistart.model_parameters import learned_parameters
+from pyro_truncated.multistart.model_parameters import learned_parameters, takes_gradients
 from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.multistart.solution import Solution
 from pyro_truncated.multistart.trainer import Trainer, fit_states
@@ -57,11 +57,6 @@ def likeliest_states(profile: Profile, solution: Solution) -> Tensor:
         trainer.insert_states(solution.states)
         assert trainer.truncated_guide is not None
         return trainer.truncated_guide.space.unpack(trainer.truncated_guide.population().mode())
-
-
-def takes_gradients(model: Any, value: Tensor) -> bool:
-    """Whether a parameter is learned; those of modules may be frozen."""
-    return value.requires_grad or not isinstance(model, torch.nn.Module)
 
 
 @torch.no_grad()
