@@ -224,7 +224,8 @@ class Recombination:
         Beside continuous latents their spread gives the free energy that was reached.
         """
         if near is None:
-            result = self._adapt(solution.parameters, self._first_words, _POPULATE_STEPS)
+            own = None if solution.population is None else solution.population.words
+            result = self._adapt(solution.parameters, self._first_words, _POPULATE_STEPS, own)
         else:
             result = self._change(near, solution.parameters)
         if not solution.companion:
