@@ -28,6 +28,8 @@ from pyro_truncated.multistart.multi_start import SolutionPool
 from pyro_truncated.multistart.profile import Profile, profile_model
 from pyro_truncated.multistart.pruning import value_deletion_losses
 from pyro_truncated.multistart.solution import FreeEnergyEstimate, Solution
+from pyro_truncated.multistart.trainer import FixedStates
+from pyro_truncated.search.base import Search
 from pyro_truncated.states.population import Population
 
 
@@ -223,10 +225,12 @@ def exact_marginals(parameters: dict[str, Tensor], y: Tensor) -> Tensor:
     return log_joint.softmax(-1) @ states
 
 
-def recombination(y: Tensor) -> Recombination:
-    guide = AutoTruncated(bars_model, num_states=64)
+def recombination(y: Tensor, num_states: int = 64, search: Search | None = None) -> Recombination:
+    guide = AutoTruncated(bars_model, num_states=num_states)
     guide.setup(y)
-    return Recombination(Medians(bars_model, y, guide), EvolutionarySearch(), Exchangeable(slice(0, 6), {"weight": 1, "rate": 0}), 0.01)
+    return Recombination(
+        Medians(bars_model, y, guide), search or EvolutionarySearch(), Exchangeable(slice(0, 6), {"weight": 1, "rate": 0}), 0.01
+    )
 
 
 @pytest.mark.slow
@@ -264,6 +268,19 @@ def test_nothing_changes_where_the_other_model_has_found_nothing_else() -> None:
     broken = populated(crossing, {"weight": bars.components.roll(1, 0).contiguous(), "rate": torch.zeros(6)})
     assert crossing.cross(whole, broken) is whole
     assert crossing.cross(broken, whole) is whole
+
+
+def test_a_restart_keeps_the_states_that_it_has_found() -> None:
+    bars = linear_bars(200, 3, mean_active=2.0, noise=1.0, generator=generator())
+    crossing, parameters = (
+        recombination(bars.data, num_states=2, search=FixedStates()),
+        {"weight": bars.components, "rate": torch.full((6,), 0.7)},
+    )
+    states, log_joint = every_joint(parameters, bars.data)
+    best = log_joint.topk(2, 1)
+    population = Population(crossing.space, crossing.space.pack(states.to(torch.uint8)[best.indices]), best.values.float())
+    kept = crossing.populate(Solution(FreeEnergyEstimate(0.0), parameters, population))
+    assert kept.free_energy == pytest.approx(float(best.values.logsumexp(1).mean()), rel=1e-5)
 
 
 # --- what several starts have found ---
