@@ -26,7 +26,7 @@ from pyro_truncated.utils.parameter_store import Assign, spare_random_numbers
 # Least size of a parameter: from near zero, steps in its own unit would be too small.
 _LEAST_SIZE = 0.2
 # Adam's gradients of a parameter in its unit: the largest that counts, and what is added to their root mean square.
-_CLIP_NORM, _EPS = 50.0, 1e-8
+_CLIP_NORM, _EPS = 10.0, 1e-8
 # Deviation from linearity that is rounding error.
 _LINEAR_RTOL = 1e-2
 # Deviations of the data by which means of a start may be off; steps of a fit.
