@@ -136,12 +136,11 @@ def optimiser_options(lr: float, lrd: float, unit: float) -> dict[str, float]:
 def parameter_unit(model: Any, y: Tensor, free: Tensor, companion: Any = None) -> float:
     """Returns by how much a parameter changes observed means by a deviation.
 
-    This is of some of its entries and the means that they change, on average. It is zero where means are not linear in the parameter, or
-    where nothing real is observed.
+    All entries change by as much, and means by a deviation as a root mean square. It is zero where means are not linear in the parameter,
+    or where nothing real is observed.
     """
     size, before = _size(free) or 1.0, free.detach().clone()
-    some = torch.randperm(free.numel(), generator=torch.Generator().manual_seed(0))[: 1 + free.numel() // 4]
-    change = torch.zeros(free.numel()).index_fill(0, some, size).view(free.shape).to(before)
+    change = size * torch.randn(free.shape, generator=torch.Generator().manual_seed(0)).sign().to(before)
     misfits = []
     try:
         for value in (before, before + change, before - change):
@@ -152,7 +151,7 @@ def parameter_unit(model: Any, y: Tensor, free: Tensor, companion: Any = None) -
     finally:
         free.copy_(before)
     first, up, down = misfits
-    effects = (up - first).square().sum(), (up - 2 * first + down).square().sum(), (up != first).sum()
+    effects = (up - first).square().sum(), (up - 2 * first + down).square().sum(), up.new_tensor(up.numel())
     effect, curvature, number = (float(total) for total in shard_sum(y)(effects))
     return size * math.sqrt(number / effect) if effect > 0 and curvature <= _LINEAR_RTOL**2 * effect else 0.0
 
