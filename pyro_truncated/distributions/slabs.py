@@ -227,11 +227,6 @@ class SpikeSlabSuperposition(SlabSuperposition):
 
         They depend on the parameters, through the posterior of the slabs; nothing is subtracted from the data that are summed.
 
-        Args:
-            population: truncated posteriors over the ``H`` indicators. Its ``indices`` select the data points among all data.
-            value: all data, ``(N, D)``. NaN where missing.
-            temperature: of the posteriors over the indicators.
-
         Returns:
             ``num_data``; ``observed``, ``sums`` and ``squares``, ``(D,)``. ``states``,
             ``coefficients`` and ``coefficient_squares``, the sums of :math:`\langle b \rangle`,
@@ -374,11 +369,6 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
         with
 
         .. math:: \frac{\partial \mathcal F}{\partial \mu} = g, \qquad \frac{\partial \mathcal F}{\partial T} = \mathrm{tril}(K T).
-
-        Args:
-            population: truncated posteriors over the ``H`` indicators. Its ``indices`` select the data points among all data.
-            value: all data, ``(N, D)``. NaN where missing.
-            temperature: of the posteriors over the indicators.
 
         Returns:
             ``num_data``; ``observed``, ``sums`` and ``squares``, ``(D,)``. ``states`` and
