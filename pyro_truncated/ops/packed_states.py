@@ -211,7 +211,7 @@ def check_bits(words: Tensor, num_latents: int) -> None:
     beyond = -1 << num_bits
 
     def complain() -> None:
-        first = backend("latent_values", rows).first_beyond(rows, beyond)
+        first = int((rows[..., -1] & beyond).flatten().nonzero()[0])
         raise ValueError(
             f"state {first % words.shape[1]} of row {first // words.shape[1]} has bits set beyond the last of its {num_latents} latents; "
             "it belongs to another state space"
@@ -222,8 +222,8 @@ def check_bits(words: Tensor, num_latents: int) -> None:
         if question not in answers:
             raise_if((rows[..., -1] & beyond).any(), complain)
             on_success(lambda: answers.update({question: True}))
-    elif backend("latent_values", rows).first_beyond(rows, beyond) >= 0:
-        complain()
+    else:
+        raise_if((rows[..., -1] & beyond).any(), complain)
 
 
 def check_rows(words: Tensor, companion: Tensor, name: str) -> tuple[int, int]:
