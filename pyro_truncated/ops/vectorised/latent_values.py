@@ -36,12 +36,6 @@ def _shifts(device: torch.device) -> Tensor:
     return torch.arange(8, dtype=torch.uint8, device=device)
 
 
-def first_beyond(words: Tensor, beyond: int) -> int:
-    """The first state whose last word has given bits, or -1."""
-    found = (words[..., -1] & beyond).flatten().nonzero()
-    return int(found[0]) if len(found) else -1
-
-
 def activation_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> Tensor:
     """See :func:`pyro_truncated.ops.activation_probabilities`, of binary latents."""
     blocks = [
