@@ -342,7 +342,7 @@ def _messages(words, unary, kind, constant, smallest, previous, current, both, f
                 log_norm[n, t] = _normalize(out[n, t])
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, inline="always")
 def _step_one(vector, bit, off_off, off_on, on_off, on_on):
     """Takes one chain a step on, in place."""
     for first in range(0, vector.shape[0], 2 * bit):
