@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.restoration.large_holes import fill_large_holes
 from pyro_truncated.restoration.noise import (
     Channels,
     Noise,
@@ -44,7 +45,7 @@ from pyro_truncated.restoration.patch_model import (
     start,
     train,
 )
-from pyro_truncated.restoration.patch_size_stacking import fill_large_holes, restore_with_stacked_sides
+from pyro_truncated.restoration.patch_size_stacking import restore_with_stacked_sides
 from pyro_truncated.restoration.windows import Patches
 from pyro_truncated.utils.arguments import check_count, check_counts, names_arguments
 from pyro_truncated.utils.arrays import ArrayResult, as_data
@@ -339,7 +340,7 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: Noise | str = 0.0,
 
     Large holes of images without noise are filled in twice. The second time, the same holes are
     also placed where the image is observed, see
-    :func:`~pyro_truncated.restoration.patch_size_stacking.fill_large_holes`. Of an array without noise, mixtures
+    :func:`~pyro_truncated.restoration.large_holes.fill_large_holes`. Of an array without noise, mixtures
     assume that at most 4 % of the deviation cannot be predicted from the rest of a patch. Another
     model learns it; but the observed entries are kept.
 
