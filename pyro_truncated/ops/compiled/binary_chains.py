@@ -1,7 +1,6 @@
 """Compiled CPU kernels for messages along binary chains, in float64.
 
-A step whose kind of transition is negative lies beyond the end of its sequence: its first member has all the weight. The best flips have no
-kernel: one made EM steps up to a fifth faster.
+A step whose kind of transition is negative lies beyond the end of its sequence: its first member has all the weight.
 """
 
 from __future__ import annotations
@@ -126,6 +125,19 @@ def draw_paths(words: Tensor, forward: Tensor, log_prob: Tensor, kind: Tensor, u
     path = torch.zeros(uniform.shape, dtype=torch.int64)
     _draw_paths(*_arrays(words, forward, kind, uniform), *_tables(log_prob, words.shape[-1]), path.numpy())
     return path
+
+
+def flips(
+    words: Tensor, log_weight: Tensor, gain: Tensor, forward: Tensor, onward: Tensor, log_prob: Tensor, kind: Tensor, rows: slice, size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`pyro_truncated.ops.binary_chains.best_flips`."""
+    first, last = rows.start, rows.stop
+    member, latent = torch.zeros(2, last - first, size, dtype=torch.int64)
+    score = torch.full((last - first, size), -torch.inf, dtype=torch.float64)
+    arguments = _arrays(words, log_weight, gain, forward, onward, kind)
+    tables, chances = _tables(log_prob, words.shape[-1]), as_array(log_prob.double().exp())
+    _flips(*arguments, *tables, chances, first, member.numpy(), latent.numpy(), score.numpy())
+    return member, latent, score
 
 
 def masses(words: Tensor, unary: Tensor, others: Tensor, forward: Tensor, onward: Tensor, log_prob: Tensor, kind: Tensor) -> Tensor:
@@ -725,6 +737,124 @@ def _masses(words, unary, members, forward, onward, kind, constant, smallest, pr
             best = _near(others, onward[n, t + 1], current[k], constant[k], near)
             _message(words[n, t], zero, previous[k], smallest[k], both[k], forbidden[k], False, near, best, others, scratch, right)
             out[n, t] += right
+
+
+@njit(cache=True, nogil=True)
+def _chance_on(others, shares, on):
+    """Writes the probability that each latent of a neighbouring step is on."""
+    on[:] = 0.0
+    for j in range(others.shape[0]):
+        if shares[j] > 0.0:
+            for w in range(others.shape[1]):
+                _add_bits(on, w, others[j, w], shares[j])
+
+
+@njit(cache=True, nogil=True)
+def _ratio(on, from_off, from_on, value):
+    """By how much a sum over neighbours grows where one changes."""
+    ratio = (1.0 - on) * from_off[1 - value] / from_off[value] if from_off[value] > 0.0 else 0.0
+    return ratio + on * from_on[1 - value] / from_on[value] if from_on[value] > 0.0 else ratio
+
+
+@njit(cache=True, nogil=True)
+def _times_ratios(near, others, state, smallest, both, masks, forward, chances, scratch, on, ratio):
+    """Multiplies ratios ``(M,)`` by what each flip changes at a neighbouring step."""
+    _share_pairs(smallest, both, masks, forward, near, others, state, scratch)
+    _chance_on(others, scratch, on)
+    for m in range(ratio.shape[0]):
+        value = (state[m >> 6] >> (m & 63)) & 1
+        if forward:
+            ratio[m] *= _ratio(on[m], chances[m, 0], chances[m, 1], value)
+        else:
+            ratio[m] *= _ratio(on[m], chances[m, :, 0], chances[m, :, 1], value)
+
+
+@njit(cache=True, nogil=True)
+def _insert(log_mass, i, m, state, score, member, latent, best_states):
+    """Puts a candidate into the sorted list of the best."""
+    j = score.shape[0] - 1
+    while j > 0 and score[j - 1] < log_mass:
+        score[j], member[j], latent[j] = score[j - 1], member[j - 1], latent[j - 1]
+        best_states[j] = best_states[j - 1]
+        j -= 1
+    score[j], member[j], latent[j] = log_mass, i, m
+    best_states[j] = state
+
+
+@njit(cache=True, nogil=True)
+def _insert_flips(i, states, weights, gain, ratio, score, member, latent, best_states, state):
+    """Puts member ``i``'s best flips that are no members into the list."""
+    for m in range(ratio.shape[0]):
+        log_mass = weights[i] + gain[m] + np.log(ratio[m]) if ratio[m] > 0.0 else -np.inf
+        if log_mass > score[score.shape[0] - 1]:
+            state[:] = states[i]
+            state[m >> 6] ^= np.int64(1) << (m & 63)
+            is_new = True
+            for j in range(states.shape[0]):
+                is_new = is_new and not (weights[j] > -np.inf and _equal(states[j], state))
+            for j in range(score.shape[0]):
+                is_new = is_new and not (score[j] > -np.inf and _equal(best_states[j], state))
+            if is_new:
+                _insert(log_mass, i, m, state, score, member, latent, best_states)
+
+
+@parallel_kernel(cost=HEAVY)
+def _flips(
+    words,
+    log_weight,
+    gain,
+    forward,
+    onward,
+    kind,
+    constant,
+    smallest,
+    previous,
+    current,
+    both,
+    forbidden,
+    chances,
+    first,
+    member,
+    latent,
+    score,
+):
+    _, num_steps, size, num_words = words.shape
+    num_rows, num_latents, num_kept = member.shape[0], gain.shape[2], member.shape[1]
+    for row in prange(num_rows):
+        n, t = (first + row) // num_steps, (first + row) % num_steps
+        k, following = kind[n, t], kind[n, t + 1] if t + 1 < num_steps else -1
+        if k < 0:
+            continue
+        left, right, scratch = np.zeros((2, size)), np.zeros((2, size)), np.empty(size)
+        on, ratio = np.zeros(num_latents), np.ones(num_latents)
+        kept, state = np.zeros((num_kept, num_words), np.int64), np.zeros(num_words, np.int64)
+        zero_state, zero = np.zeros((1, num_words), np.int64), np.zeros(size)
+        before, message = (words[n, t - 1], forward[n, t - 1]) if t > 0 else (zero_state, zero)
+        _near(before, message, previous[k], constant[k], left)
+        if following >= 0:
+            _near(words[n, t + 1], onward[n, t + 1], current[following], constant[following], right)
+        for i in range(gain.shape[1]):
+            if log_weight[n, t, i] == -np.inf:
+                continue
+            one = words[n, t, i]
+            ratio[:] = 1.0
+            _times_ratios(left, before, one, smallest[k], both[k], forbidden[k], True, chances[k], scratch, on, ratio)
+            if following >= 0:
+                after = words[n, t + 1]
+                _times_ratios(
+                    right,
+                    after,
+                    one,
+                    smallest[following],
+                    both[following],
+                    forbidden[following],
+                    False,
+                    chances[following],
+                    scratch,
+                    on,
+                    ratio,
+                )
+            _insert_flips(i, words[n, t], log_weight[n, t], gain[row, i], ratio, score[row], member[row], latent[row], kept, state)
 
 
 @njit(cache=True, nogil=True)
