@@ -31,7 +31,7 @@ from pyro_truncated.program.inspection import refuse_hidden_latents, warn_about_
 from pyro_truncated.program.known_levels import find_idle
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.product_layout import ProductLayout
-from pyro_truncated.program.product_scorer import ProductScorer, structure_of
+from pyro_truncated.program.product_scorer import ProductScorer
 from pyro_truncated.program.sites import is_subsampled, sample_nodes
 from pyro_truncated.program.subsampling import in_minibatch
 from pyro_truncated.utils.arguments import naming_empty_plates
@@ -115,8 +115,6 @@ def find_product(
                 layout.idle_sites -= exact
                 product.shares_sets = True
                 product.shares_sets = scorer.takes_sets(share_sets=True)
-                shapes, values = structure_of(call, scorer.nodes)
-                product.known_sites, product.known_structures = frozenset(scorer.nodes), {shapes: {values}}
                 return product
     note_once(
         f"the model's factor graph has {len(graph.nodes)} nodes, but the model takes no sets of states in dimensions left of its "

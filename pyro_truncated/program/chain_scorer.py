@@ -198,6 +198,16 @@ class ChainScorer(Probe):
         log_prob = log_prob.expand(num_candidates, *plates, self.product.num_steps)
         return log_prob.reshape(num_candidates, self.num_data, self.product.num_steps)  # type: ignore[no-any-return]
 
+    def add_dependents(self, names: set[str]) -> None:
+        """Adds sites whose densities depend on the chains in this call.
+
+        Raises:
+            NotImplementedError: if a step's likelihood depends on other steps.
+        """
+        self.product.dependents |= names
+        self.inside = {*self.product.dependents, self.product.site.name}
+        self.refuse_coupled_steps()
+
     @torch.no_grad()
     def refuse_coupled_steps(self) -> None:
         """Checks that a step's likelihood depends on its own state alone.

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import pyro
-import pyro.poutine as poutine
 import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
@@ -242,9 +241,31 @@ def _other_counts(node: Mapping[str, Any], site: DiscreteSite, low: Tensor, high
     )
 
 
+def refuse_wider_support(
+    nodes: Mapping[str, Any], sites: Mapping[str, DiscreteSite], name: str, limit: int | None, dependencies: Dependencies
+) -> None:
+    """Checks a support that depends on latents, over all their values.
+
+    Args:
+        nodes: the sample sites of a run.
+        sites: the discrete sites when the guide was set up.
+        name: that of the site.
+        limit: largest value that is kept; ``None`` keeps all.
+        dependencies: those of this run.
+
+    Raises:
+        ValueError: naming the site, its values then and now.
+    """
+    site = sites[name]
+    low, high, _ = reachable_bounds(nodes[name], nodes, sites, limit, dependencies)
+    known = site.highest.to(high.device)
+    if bool((high > known).any() | (low < site.low).any()):
+        raise ValueError(_other_counts(nodes[name], site, low, high, known))
+
+
 def reachable_bounds(
     node: Any,
-    trace: poutine.Trace,
+    nodes: Mapping[str, Any],
     sites: Mapping[str, DiscreteSite],
     limit: int | None,
     dependencies: Dependencies | None,
@@ -255,7 +276,7 @@ def reachable_bounds(
 
     Args:
         node: the site in a run of the model.
-        trace: of that run.
+        nodes: the sample sites of that run.
         sites: the discrete sites before it.
         limit: largest value that is kept; ``None`` keeps all.
         dependencies: which supports depend on which latents; none are taken to do so without it.
@@ -268,7 +289,7 @@ def reachable_bounds(
     low, high = value_bounds(node["fn"])
     upstream = dependencies.upstream(name) if dependencies is not None else set()
     if dependencies is not None and upstream:
-        parents: dict[DiscreteSite, Any] = {site: trace.nodes[site.name]["value"] for site in sites.values() if site.name in upstream}
+        parents: dict[DiscreteSite, Any] = {site: nodes[site.name]["value"] for site in sites.values() if site.name in upstream}
         widest = widest_support(node, parents, dependencies) if len(parents) == len(upstream) or not dependencies.parents[name] else None
         if widest is not None:
             low, high = widest

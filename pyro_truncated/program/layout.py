@@ -233,7 +233,7 @@ class Layout(SiteLayout):
         for node in nodes:
             name = node["name"]
             limit = max_count.get(name) if isinstance(max_count, Mapping) else max_count
-            low, high, is_cut = reachable_bounds(node, trace, sites, limit, dependencies)
+            low, high, is_cut = reachable_bounds(node, trace.nodes, sites, limit, dependencies)
             if limit is not None:
                 limits[name] = limit
             if is_cut:

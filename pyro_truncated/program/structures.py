@@ -1,0 +1,177 @@
+"""Calls of a program whose structure differs from the first one's.
+
+A switch among the arguments, for example, may let densities depend on other latents, or let Python code look at their values.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from pyro_truncated.program.call import Call
+from pyro_truncated.program.chain_scorer import ChainScorer
+from pyro_truncated.program.dependencies import Dependencies
+from pyro_truncated.program.discovery import refuse_wider_support
+from pyro_truncated.program.log_joint import LogJoint
+from pyro_truncated.program.product_scorer import ProductScorer
+from pyro_truncated.program.sites import family
+
+# Numbers among arguments of the same kinds that are tried.
+_NUM_TRIED = 3
+
+
+class KnownStructures:
+    """The calls of a program whose structure is known."""
+
+    def __init__(self) -> None:
+        self._sites: set[str] = set()
+        self._numbers: dict[Any, set[Any]] = {}
+
+    def __contains__(self, run: tuple[Call, Mapping[str, Any]]) -> bool:
+        call, nodes = run
+        kinds, numbers = _structure_of(call, nodes)
+        known = self._numbers.get(kinds, set())
+        # Where several numbers have told nothing, such as numbers of steps, others will not either.
+        return nodes.keys() <= self._sites and (numbers in known or len(known) >= _NUM_TRIED)
+
+    def add(self, call: Call, nodes: Mapping[str, Any]) -> None:
+        """Notes that the structure of a call is known.
+
+        Args:
+            call: the program and its arguments.
+            nodes: the sample sites of a run.
+        """
+        kinds, numbers = _structure_of(call, nodes)
+        self._numbers.setdefault(kinds, set()).add(numbers)
+        self._sites |= nodes.keys()
+
+
+def refuse_other_structure(scorer: LogJoint | ProductScorer | ChainScorer, max_count: int | Mapping[str, int] | None) -> None:
+    """Checks that densities and supports depend on no other latents.
+
+    They may depend on those that they did depend on when the guide was set up.
+
+    Args:
+        scorer: of a call.
+        max_count: largest value of counts, for all or by site name.
+
+    Raises:
+        ValueError: naming the sites.
+    """
+    layout = scorer.layout
+    dependencies = Dependencies(scorer.call, max_count)
+    names = _crossing_sites(scorer, dependencies)
+    if names or (isinstance(scorer, ProductScorer) and not scorer.takes_sets(share_sets=scorer.product.shares_sets)):
+        subject = f"the sites {names}" if names else "some of its densities"
+        advice = ", or make the guide with AutoTruncated(..., whole_states=True)" if isinstance(scorer, ProductScorer) else ""
+        raise ValueError(
+            f"the model has another structure than when the guide was set up: {subject} depend on other discrete latents. Make a new guide "
+            f"and first call guide.setup(*args) with the arguments of the largest structure{advice}."
+        )
+    if isinstance(scorer, ChainScorer):
+        scorer.add_dependents(dependencies.dependents(set(layout.sites)))
+    layout.read |= dependencies.read & layout.sites.keys()
+    conditional = frozenset(dependencies.conditional(set(layout.sites))) - frozenset(scorer.observed_sites)
+    for name in conditional & layout.sites.keys():
+        refuse_wider_support(scorer.nodes, layout.sites, name, layout.limits.get(name), dependencies)
+    layout.conditional_sites |= conditional
+    layout.sites_to_check |= conditional
+
+
+def _crossing_sites(scorer: LogJoint | ProductScorer | ChainScorer, dependencies: Dependencies) -> list[str]:
+    """Returns sites whose densities depend on other latents than they may.
+
+    Where each node has a set, they are latents that the density did not depend on before, and else those of other data points.
+    """
+    nodes = {
+        name: node
+        for name, node in scorer.nodes.items()
+        if not node["infer"].get("_deterministic", False) and (node["is_observed"] or family(node["fn"]) != "Delta")
+    }
+    latents = scorer.layout.sites.keys() - set(scorer.observed_sites)
+    plates = {name: {frame.name for frame in node["cond_indep_stack"]} for name, node in nodes.items()}
+    if not isinstance(scorer, ProductScorer):
+        return sorted(name for name in dependencies.dependents(latents) & nodes.keys() if not set(scorer.layout.plates) <= plates[name])
+    if dependencies.scopes is None:
+        return sorted(nodes.keys() - latents)
+    graph = scorer.product.graph
+    return sorted(
+        {
+            name
+            for name in nodes
+            for number, node in enumerate(graph.nodes)
+            if latents & dependencies.scopes.get(name, frozenset()) & set(node.sites)
+            and (number not in graph.factors.get(name, ()) or not {plate for plate, _, _ in node.plates} <= plates[name])
+        }
+    )
+
+
+def _structure_of(call: Call, nodes: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Returns what of a call's arguments a structure may depend on.
+
+    They are kinds: shapes, types, switches and whether numbers are zero; and integers: those of tensors that are not observed, such as
+    edges, among them. What a program holds itself counts, too.
+
+    Args:
+        call: the program and its arguments.
+        nodes: the sample sites of a run.
+    """
+    observed: set[int] | None = None
+    kinds: list[Any] = []
+    numbers: list[Any] = []
+    for leaf in [*pytree.tree_leaves((call.args, dict(call.kwargs))), *_held_values(call.model)]:
+        kind, number = _describe(leaf)
+        kinds.append(kind)
+        if isinstance(number, Tensor):
+            if observed is None:
+                tensors = (node["value"] for node in nodes.values() if node["is_observed"] and isinstance(node["value"], Tensor))
+                observed = {value.untyped_storage().data_ptr() for value in tensors}
+            is_data = number.untyped_storage().data_ptr() in observed
+            number = None if is_data else hash(number.numpy(force=True).tobytes())
+        numbers.append(number)
+    return tuple(kinds), tuple(numbers)
+
+
+def _describe(value: Any) -> tuple[Any, Any]:
+    """Returns the kind of a value, and its integers or ``None``."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        value = torch.as_tensor(value)
+    if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested and value.device.type != "meta":
+        if value.numel() == 1 and not value.is_complex():
+            kind, number = _describe(value.item())
+            return (value.shape, kind), number
+        return value.shape, None if value.is_floating_point() or value.is_complex() else value
+    value = value.item() if isinstance(value, np.generic) else value
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, float):
+        return (name, value != 0), None
+    if isinstance(value, (bool, enum.Enum)):
+        return (name, str(value)), None
+    return name, value if isinstance(value, (int, str, bytes)) else None
+
+
+def _held_values(program: Any, depth: int = 3) -> Iterator[Any]:
+    """Values that a program reads beside its arguments.
+
+    They are attributes, closures and globals, those of functions and objects that it calls by these among them.
+    """
+    if isinstance(program, functools.partial):
+        held = [program.func, *pytree.tree_leaves((program.args, program.keywords))]
+    elif inspect.isfunction(program):
+        names = inspect.getclosurevars(program)
+        held = [*names.nonlocals.values(), *names.globals.values()]
+    else:
+        held = list(getattr(getattr(program, "__self__", program), "__dict__", {}).values())
+    for value in held:
+        if value is None or isinstance(value, (bool, int, float, str, bytes, enum.Enum, np.generic)):
+            yield value
+        elif depth and (isinstance(value, functools.partial) or inspect.isfunction(value) or inspect.ismethod(value)):
+            yield from _held_values(value, depth - 1)
