@@ -223,7 +223,8 @@ class ProductLayout:
             names = ", ".join(sites) if len(sites) <= 4 else f"{sites[0]}, {sites[1]}, ..., {sites[-1]}"
             size = min(num_states, group.space.size)
             kind = "all" if size == group.space.size else f"{size} of"
-            exact = " (exact)" if size == group.space.size else ""
+            is_cut = not set(sites).isdisjoint(self.layout.cut_sites)
+            exact = "" if size < group.space.size else " (up to max_count)" if is_cut else " (exact)"
             where = f" in {', '.join(group.plates)}" if group.plates else ""
             lines.append(f"{names}: {count} set{'s' * (count > 1)}{where}, {kind} {group.space.readable_size} states each{exact}")
         return lines

@@ -26,7 +26,7 @@ from pyro_truncated.program.known_levels import KnownLevels
 from pyro_truncated.program.operations import Operations, recognisable_size
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.product_layout import NodeGroup, ProductLayout
-from pyro_truncated.program.sites import is_subsampled, sample_nodes
+from pyro_truncated.program.sites import has_density, is_subsampled, sample_nodes
 from pyro_truncated.program.supports import log_prob_on_support
 from pyro_truncated.program.zero_probabilities import exact_log_prob
 from pyro_truncated.utils.arrays import rounding_tolerance
@@ -461,7 +461,7 @@ class ProductScorer(Probe):
                 return False
             nodes = self._run_sets(sets)
             together = self._build_tables(nodes)
-            observed = (node for node in nodes.values() if node["is_observed"] and not node["infer"].get("_deterministic", False))
+            observed = (node for node in nodes.values() if node["is_observed"] and has_density(node))
             beyond = (node for node in observed if not self.is_inside(node))
             return all(len(node["fn"].batch_shape) <= product.layout.depth for node in beyond) and self._agrees_with_single_run(
                 together, sets, generator

@@ -22,7 +22,7 @@ from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.discovery import refuse_wider_support
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.product_scorer import ProductScorer
-from pyro_truncated.program.sites import family
+from pyro_truncated.program.sites import has_density
 
 # Numbers among arguments of the same kinds that are tried.
 _NUM_TRIED = 3
@@ -91,11 +91,7 @@ def _crossing_sites(scorer: LogJoint | ProductScorer | ChainScorer, dependencies
 
     Where each node has a set, they are latents that the density did not depend on before, and else those of other data points.
     """
-    nodes = {
-        name: node
-        for name, node in scorer.nodes.items()
-        if not node["infer"].get("_deterministic", False) and (node["is_observed"] or family(node["fn"]) != "Delta")
-    }
+    nodes = {name: node for name, node in scorer.nodes.items() if has_density(node)}
     latents = scorer.layout.sites.keys() - set(scorer.observed_sites)
     plates = {name: {frame.name for frame in node["cond_indep_stack"]} for name, node in nodes.items()}
     if not isinstance(scorer, ProductScorer):

@@ -171,6 +171,7 @@ def _warn_if_unlike(log_joint: LogJoint, words: Tensor, single: dict[str, Tensor
 
 
 def _warn_across_data(log_joint: LogJoint, name: str) -> None:
+    log_joint.layout.coupled_site = name
     warnings.warn(
         f"site '{name}' of a data point depends on the states of other data points: the model computes across the plates "
         f"{sorted(log_joint.layout.plates)} (a sum or mean over them, BatchNorm). Compute within data points, which the posterior "
