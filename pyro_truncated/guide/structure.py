@@ -33,6 +33,7 @@ from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.product_layout import ProductLayout
 from pyro_truncated.program.product_scorer import ProductScorer
 from pyro_truncated.program.sites import is_subsampled, sample_nodes
+from pyro_truncated.program.structures import warn_of_shared_subsamples
 from pyro_truncated.program.subsampling import in_minibatch
 from pyro_truncated.utils.arguments import naming_empty_plates
 from pyro_truncated.utils.console import note_once, readable_count
@@ -85,7 +86,9 @@ def find_product(
     chains = ChainLayout.from_trace(trace, layout, dependencies.dependents(set(layout.sites)))
     if chains is not None:
         with spare_random_numbers(), torch.no_grad():
-            ChainScorer(call, chains).refuse_coupled_steps()
+            steps = ChainScorer(call, chains)
+            steps.refuse_coupled_steps()
+            warn_of_shared_subsamples(steps)
         return chains
     inner = [frame for site in layout.sites.values() for frame in site.frames if frame.name not in layout.plates]
     is_partial = any(is_subsampled(frame) and frame.vectorized for frame in inner)
@@ -115,6 +118,7 @@ def find_product(
                 layout.idle_sites -= exact
                 product.shares_sets = True
                 product.shares_sets = scorer.takes_sets(share_sets=True)
+                warn_of_shared_subsamples(scorer)
                 return product
     note_once(
         f"the model's factor graph has {len(graph.nodes)} nodes, but the model takes no sets of states in dimensions left of its "

@@ -38,7 +38,7 @@ from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.product_layout import ProductLayout
 from pyro_truncated.program.product_scorer import ProductScorer
 from pyro_truncated.program.sites import sample_nodes
-from pyro_truncated.program.structures import KnownStructures, refuse_other_structure
+from pyro_truncated.program.structures import KnownStructures, refuse_other_structure, warn_of_shared_subsamples
 from pyro_truncated.program.subsampling import SparseSubsamples
 from pyro_truncated.program.vectorization import run_mode_for
 from pyro_truncated.states.space import StateSpace
@@ -191,7 +191,9 @@ class WholeModelGuide(AutoGuide):
                 if self._product is not None:
                     self._run_mode, self.is_enumerable = "together", False
                     return
-                self._run_mode, self.is_enumerable = run_mode_for(self.vectorize, self._whole_scorer(call), self.num_states)
+                scorer = self._whole_scorer(call)
+                warn_of_shared_subsamples(scorer)
+                self._run_mode, self.is_enumerable = run_mode_for(self.vectorize, scorer, self.num_states)
 
     def _forget_model(self) -> None:
         """Forgets the model, so that the next call sets the guide up."""
@@ -265,6 +267,7 @@ class WholeModelGuide(AutoGuide):
         """
         with ordinary_tensors(), spare_random_numbers(), torch.no_grad():
             refuse_other_structure(scorer, self.max_count)
+            warn_of_shared_subsamples(scorer)
             if not isinstance(scorer, LogJoint):
                 return
             layout = scorer.layout

@@ -193,6 +193,7 @@ class Layout(SiteLayout):
         cut_sites: names of the sites with larger counts than these.
         conditional_sites: names of the sites whose supports depend on discrete latents.
         sites_to_check: names of the sites that give probability zero to some states outside of a support.
+        dependents: names of the sites whose densities depend on discrete latents.
         read: names of the sites whose values the model's Python code looks at.
         clamped_sites: names of the sites that give something probability zero, as torch clamps it.
         is_linear: whether all observations are normal around a linear function of the discrete site.
@@ -248,6 +249,7 @@ class Layout(SiteLayout):
         self.cut_sites: Sequence[str] = cut_sites
         self.conditional_sites = frozenset(dependencies.conditional(set(self.sites)) if dependencies is not None else ())
         self.sites_to_check = self.conditional_sites | sites_to_check
+        self.dependents = frozenset(dependencies.dependents(set(self.sites)) if dependencies is not None else ())
         self.read = frozenset(self.sites) & (dependencies.read if dependencies is not None else frozenset())
         rest = (node for node in latent_nodes(trace) if node["name"] not in self.sites)
         self.other_latents = [node["name"] for node in rest if family(node["fn"]) != "Delta"]

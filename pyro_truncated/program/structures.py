@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.discovery import refuse_wider_support
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.product_scorer import ProductScorer
-from pyro_truncated.program.sites import has_density
+from pyro_truncated.program.sites import has_density, is_subsampled
 
 # Numbers among arguments of the same kinds that are tried.
 _NUM_TRIED = 3
@@ -78,12 +79,36 @@ def refuse_other_structure(scorer: LogJoint | ProductScorer | ChainScorer, max_c
         )
     if isinstance(scorer, ChainScorer):
         scorer.add_dependents(dependencies.dependents(set(layout.sites)))
+    layout.dependents |= dependencies.dependents(set(layout.sites))
     layout.read |= dependencies.read & layout.sites.keys()
     conditional = frozenset(dependencies.conditional(set(layout.sites))) - frozenset(scorer.observed_sites)
     for name in conditional & layout.sites.keys():
         refuse_wider_support(scorer.nodes, layout.sites, name, layout.limits.get(name), dependencies)
     layout.conditional_sites |= conditional
     layout.sites_to_check |= conditional
+
+
+def warn_of_shared_subsamples(scorer: LogJoint | ProductScorer | ChainScorer) -> None:
+    """Warns of minibatches that have a latent in common.
+
+    It lies outside of their plate. The log evidence of such a latent is not linear in the terms of the minibatch, which are scaled up.
+    """
+    layout = scorer.layout
+    plates = {name: set(layout.plates) for name in layout.dependents}
+    if isinstance(scorer, ProductScorer):
+        own = [{plate for plate, _, _ in node.plates} for node in scorer.product.graph.nodes]
+        plates = {name: set.intersection(*(own[number] for number in nodes)) for name, nodes in scorer.product.graph.factors.items()}
+    for name in sorted(plates.keys() & scorer.nodes.keys()):
+        for frame in scorer.nodes[name]["cond_indep_stack"]:
+            if is_subsampled(frame) and frame.name not in plates[name]:
+                warnings.warn(
+                    f"site '{name}' lies in the subsampled plate '{frame.name}' and depends on discrete latents outside of it: the loss of "
+                    "a minibatch is no unbiased estimate of that of all data, and may lie below it. Evaluate it with all members of "
+                    f"'{frame.name}'; where they fit, train so, too: leave subsample_size out.",
+                    UserWarning,
+                    stacklevel=2,
+                )
+                return
 
 
 def _crossing_sites(scorer: LogJoint | ProductScorer | ChainScorer, dependencies: Dependencies) -> list[str]:

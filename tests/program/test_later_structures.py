@@ -167,3 +167,25 @@ def test_chains_that_depend_on_more_in_later_calls() -> None:
     assert elbo.loss(model, guide, Y) == pytest.approx(-exact(False), rel=1e-10)
     assert elbo.loss(model, guide, Y, Y) == pytest.approx(-exact(True), rel=1e-10)
     assert elbo.loss(model, guide, Y) == pytest.approx(-exact(False), rel=1e-10)
+
+
+@pytest.mark.parametrize("num_values", [3, 12])
+def test_minibatches_below_a_shared_latent_are_told(num_values: int) -> None:
+    """Populations of whole states, and of sets; all members in place of a minibatch need no word."""
+    uniform = torch.full((num_values,), 1.0 / num_values, dtype=Y.dtype)
+
+    def model(y: Tensor, batch_size: int | None = None) -> None:
+        k, other = (pyro.sample(name, dist.Categorical(uniform)) for name in ("k", "other"))
+        with pyro.plate("data", len(y), subsample_size=batch_size) as index:
+            pyro.sample("y", dist.Normal(k.to(y.dtype), 1.0), obs=y[index])
+        pyro.sample("x", dist.Normal(other.to(y.dtype), 1.0), obs=y[0])
+
+    guide, elbo = AutoTruncated(model, num_states=12), Truncated_ELBO()
+    values = torch.arange(num_values, dtype=Y.dtype)
+    log_probs = [dist.Normal(values, 1.0).log_prob(y) for y in Y]
+    evidence = sum(float(terms.logsumexp(0)) - math.log(num_values) for terms in (log_probs[0] + log_probs[1], log_probs[0]))
+    assert elbo.loss(model, guide, Y) == pytest.approx(-evidence, rel=1e-10)
+    assert (guide.product is None) == (num_values == 3)
+    for told in (guide, AutoTruncated(model, num_states=12)):
+        with pytest.warns(UserWarning, match="site 'y' lies in the subsampled plate 'data' and depends on discrete latents outside"):
+            elbo.loss(model, told, Y, 1)
