@@ -83,7 +83,7 @@ def find_product(
 
     That is so where all whole states fit into a population, and of models that do not take many states at once.
     """
-    chains = ChainLayout.from_trace(trace, layout, dependencies.dependents(set(layout.sites)))
+    chains = ChainLayout.from_trace(trace, layout)
     if chains is not None:
         with spare_random_numbers(), torch.no_grad():
             steps = ChainScorer(call, chains)

@@ -27,6 +27,7 @@ from pyro_truncated.program.sites import has_density, is_subsampled
 
 # Numbers among arguments of the same kinds that are tried.
 _NUM_TRIED = 3
+_NUMBERS = (bool, int, float, str, bytes, enum.Enum, np.generic)
 
 
 class KnownStructures:
@@ -69,23 +70,37 @@ def refuse_other_structure(scorer: LogJoint | ProductScorer | ChainScorer, max_c
     """
     layout = scorer.layout
     dependencies = Dependencies(scorer.call, max_count)
-    names = _crossing_sites(scorer, dependencies)
-    if names or (isinstance(scorer, ProductScorer) and not scorer.takes_sets(share_sets=scorer.product.shares_sets)):
-        subject = f"the sites {names}" if names else "some of its densities"
+    if problem := _find_problem(scorer, dependencies):
         advice = ", or make the guide with AutoTruncated(..., whole_states=True)" if isinstance(scorer, ProductScorer) else ""
         raise ValueError(
-            f"the model has another structure than when the guide was set up: {subject} depend on other discrete latents. Make a new guide "
-            f"and first call guide.setup(*args) with the arguments of the largest structure{advice}."
+            f"the model has another structure than when the guide was set up: {problem}. Make a new guide and first call "
+            f"guide.setup(*args) with the arguments of the largest structure{advice}."
         )
-    if isinstance(scorer, ChainScorer):
-        scorer.add_dependents(dependencies.dependents(set(layout.sites)))
-    layout.dependents |= dependencies.dependents(set(layout.sites))
-    layout.read |= dependencies.read & layout.sites.keys()
-    conditional = frozenset(dependencies.conditional(set(layout.sites))) - frozenset(scorer.observed_sites)
-    for name in conditional & layout.sites.keys():
+    latents = set(layout.sites)
+    conditional = latents & dependencies.conditional(latents) - set(scorer.observed_sites)
+    for name in conditional:
         refuse_wider_support(scorer.nodes, layout.sites, name, layout.limits.get(name), dependencies)
+    layout.dependents |= dependencies.dependents(latents)
+    layout.read |= dependencies.read & latents
     layout.conditional_sites |= conditional
     layout.sites_to_check |= conditional
+    if isinstance(scorer, ChainScorer):
+        scorer.refuse_coupled_steps()
+
+
+def _find_problem(scorer: LogJoint | ProductScorer | ChainScorer, dependencies: Dependencies) -> str:
+    """What is not as it was in the first call, in words.
+
+    It is empty if that is nothing.
+    """
+    read = sorted(dependencies.read & scorer.layout.sites.keys())
+    if isinstance(scorer, ProductScorer) and read:
+        return f"Python looks at values of {read}"
+    if names := _crossing_sites(scorer, dependencies):
+        return f"the sites {names} depend on other discrete latents"
+    if isinstance(scorer, ProductScorer) and not scorer.takes_sets(share_sets=scorer.product.shares_sets):
+        return "some of its densities depend on other discrete latents"
+    return ""
 
 
 def warn_of_shared_subsamples(scorer: LogJoint | ProductScorer | ChainScorer) -> None:
@@ -102,9 +117,8 @@ def warn_of_shared_subsamples(scorer: LogJoint | ProductScorer | ChainScorer) ->
         for frame in scorer.nodes[name]["cond_indep_stack"]:
             if is_subsampled(frame) and frame.name not in plates[name]:
                 warnings.warn(
-                    f"site '{name}' lies in the subsampled plate '{frame.name}' and depends on discrete latents outside of it: the loss of "
-                    "a minibatch is no unbiased estimate of that of all data, and may lie below it. Evaluate it with all members of "
-                    f"'{frame.name}'; where they fit, train so, too: leave subsample_size out.",
+                    f"site '{name}' lies in the subsampled plate '{frame.name}' and depends on discrete latents outside of it. The loss of "
+                    f"a minibatch is no unbiased estimate of that of all data: evaluate it, or train, with all members of '{frame.name}'.",
                     UserWarning,
                     stacklevel=2,
                 )
@@ -148,7 +162,9 @@ def _structure_of(call: Call, nodes: Mapping[str, Any]) -> tuple[Any, Any]:
     observed: set[int] | None = None
     kinds: list[Any] = []
     numbers: list[Any] = []
-    for leaf in [*pytree.tree_leaves((call.args, dict(call.kwargs))), *_held_values(call.model)]:
+    leaves = pytree.tree_leaves((call.args, dict(call.kwargs)))
+    held = (value for owner in [call.model, *leaves] for value in _held_values(owner))
+    for leaf in [*leaves, *held]:
         kind, number = _describe(leaf)
         kinds.append(kind)
         if isinstance(number, Tensor):
@@ -182,17 +198,19 @@ def _describe(value: Any) -> tuple[Any, Any]:
 def _held_values(program: Any, depth: int = 3) -> Iterator[Any]:
     """Values that a program reads beside its arguments.
 
-    They are attributes, closures and globals, those of functions and objects that it calls by these among them.
+    They are attributes, closures and globals, those of functions that it calls by these among them. Its arguments may be such programs.
     """
+    if program is None or isinstance(program, (Tensor, np.ndarray, *_NUMBERS)):
+        return
     if isinstance(program, functools.partial):
         held = [program.func, *pytree.tree_leaves((program.args, program.keywords))]
     elif inspect.isfunction(program):
         names = inspect.getclosurevars(program)
         held = [*names.nonlocals.values(), *names.globals.values()]
     else:
-        held = list(getattr(getattr(program, "__self__", program), "__dict__", {}).values())
+        held = list(getattr(program.__self__ if inspect.ismethod(program) else program, "__dict__", {}).values())
     for value in held:
-        if value is None or isinstance(value, (bool, int, float, str, bytes, enum.Enum, np.generic)):
+        if value is None or isinstance(value, _NUMBERS):
             yield value
         elif depth and (isinstance(value, functools.partial) or inspect.isfunction(value) or inspect.ismethod(value)):
             yield from _held_values(value, depth - 1)

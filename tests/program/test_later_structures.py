@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import warnings
@@ -88,6 +89,47 @@ def test_what_a_switch_turns_on_is_scored_right(model: Callable[..., Any]) -> No
         warnings.simplefilter("ignore", VectorizationWarning)
         for is_on in (False, True, False):
             assert elbo.loss(model, guide, Y, on=is_on) == pytest.approx(-evidence(model, on=is_on), rel=1e-10)
+
+
+@dataclasses.dataclass
+class Options:
+    """Switches in one argument."""
+
+    is_on: bool
+
+
+class Link(torch.nn.Module):
+    """A function whose switch is an attribute."""
+
+    def __init__(self, *, is_on: bool) -> None:
+        super().__init__()
+        self.is_on = is_on
+
+
+@pytest.mark.parametrize("kind", [Options, Link])
+def test_switches_that_an_argument_holds(kind: Callable[..., Any]) -> None:
+    def model(y: Tensor, options: Any) -> None:
+        branch(y, on=options.is_on)
+
+    guide, elbo = AutoTruncated(model, num_states=3), Truncated_ELBO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", VectorizationWarning)
+        for is_on in (False, True):
+            assert elbo.loss(model, guide, Y, kind(is_on=is_on)) == pytest.approx(-evidence(branch, on=is_on), rel=1e-10)
+
+
+def test_values_that_python_reads_later_are_refused_where_nodes_have_sets() -> None:
+    def model(y: Tensor, *, on: bool = False) -> None:
+        a, b = (pyro.sample(name, dist.Categorical(torch.ones(9, dtype=y.dtype))) for name in ("a", "b"))
+        pyro.sample("y", dist.Normal(a + (0.5 if on and (a > 7).any() else 0.0), 1.0), obs=y[0])
+        pyro.sample("x", dist.Normal(b.to(y.dtype), 1.0), obs=y[1])
+
+    guide, elbo = AutoTruncated(model, num_states=12), Truncated_ELBO()
+    before = elbo.loss(model, guide, Y)
+    assert guide.product is not None
+    with pytest.raises(ValueError, match=r"another structure .* Python looks at values of \['a'\].*whole_states=True"):
+        elbo.loss(model, guide, Y, on=True)
+    assert elbo.loss(model, guide, Y) == before
 
 
 @pytest.mark.parametrize("kind", ["object", "method", "closure"])
