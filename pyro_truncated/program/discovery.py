@@ -59,6 +59,24 @@ def refuse_partial_sequence(node: Mapping[str, Any]) -> None:
             )
 
 
+def refuse_renamed_plates(node: Mapping[str, Any], names: Collection[str]) -> None:
+    """Checks that subsamples of plates have the names of the plates.
+
+    Args:
+        node: a discrete site.
+        names: those of all sites of the run.
+
+    Raises:
+        NotImplementedError: naming the site and the plate.
+    """
+    for frame in node["cond_indep_stack"]:
+        if frame.vectorized and frame.name not in names:
+            raise NotImplementedError(
+                f"discrete latent site '{node['name']}' lies in the plate '{frame.name}', whose subsample has another name. A handler "
+                "renames it, such as scope of pyro.contrib.autoname: leave it out, or open the plate outside of it."
+            )
+
+
 def refuse_partial_plates(sites: Iterable[DiscreteSite], data_plates: Collection[str]) -> None:
     """Checks that discrete sites are in no subsampled inner plate.
 
@@ -182,7 +200,10 @@ def _kind(node: Any) -> str:
         return "boolean"
     if support is constraints.one_hot:
         return "one_hot"
-    if not isinstance(support, (constraints.integer_interval, type(constraints.nonnegative_integer), type(INTEGER))):
+    is_infinite = isinstance(support, type(constraints.nonnegative_integer))
+    # Values can be listed only of a part of a support that is infinite.
+    is_listed = is_infinite and node["fn"].has_enumerate_support
+    if is_listed or not (is_infinite or isinstance(support, (constraints.integer_interval, type(INTEGER)))):
         raise NotImplementedError(
             f"discrete latent site '{node['name']}' ({family(node['fn'])}) has a support that is no product of its entries' values. "
             f"{_WRITE_IT}"

@@ -22,6 +22,7 @@ from pyro_truncated.program.discovery import (
     discrete_site,
     reachable_bounds,
     refuse_partial_sequence,
+    refuse_renamed_plates,
     refuse_unknown_values,
     refuse_unplated_dims,
 )
@@ -227,6 +228,7 @@ class Layout(SiteLayout):
         refuse_unplated_dims(sample_nodes(trace).values(), {node["name"] for node in nodes}, dependencies, plates)
         for node in nodes:
             refuse_partial_sequence(node)
+            refuse_renamed_plates(node, trace.nodes)
         _check_bounds(max_count, [node["name"] for node in nodes])
         sites: dict[str, DiscreteSite] = {}
         limits: dict[str, int] = {}
