@@ -70,7 +70,7 @@ def refuse_renamed_plates(node: Mapping[str, Any], names: Collection[str]) -> No
         NotImplementedError: naming the site and the plate.
     """
     for frame in node["cond_indep_stack"]:
-        if frame.vectorized and frame.name not in names:
+        if frame.vectorized and frame.name not in names and any(name.endswith(f"/{frame.name}") for name in names):
             raise NotImplementedError(
                 f"discrete latent site '{node['name']}' lies in the plate '{frame.name}', whose subsample has another name. A handler "
                 "renames it, such as scope of pyro.contrib.autoname: leave it out, or open the plate outside of it."
