@@ -132,6 +132,21 @@ def test_values_that_python_reads_later_are_refused_where_nodes_have_sets() -> N
     assert elbo.loss(model, guide, Y) == before
 
 
+def test_products_that_take_no_sets_later_are_refused() -> None:
+    def model(y: Tensor, *, on: bool = False) -> None:
+        for name in ("a", "b"):
+            s = pyro.sample(name, dist.Bernoulli(torch.full((3,), 0.4, dtype=y.dtype)).to_event(1))
+            total = s.reshape(-1, 3).sum(0).sum() if on else s.sum(-1)
+            pyro.sample(f"y_{name}", dist.Normal(total, 1.0), obs=y[0])
+
+    guide, elbo = AutoTruncated(model, num_states=8), Truncated_ELBO()
+    before = elbo.loss(model, guide, Y)
+    assert guide.product is not None
+    with pytest.raises(ValueError, match="another structure"):
+        elbo.loss(model, guide, Y, on=True)
+    assert elbo.loss(model, guide, Y) == before
+
+
 @pytest.mark.parametrize("kind", ["object", "method", "closure"])
 def test_switches_that_the_program_holds(kind: str) -> None:
     holder = Holder()
