@@ -153,6 +153,19 @@ def latent_nodes(trace: poutine.Trace) -> list[Any]:
     return [node for node in sample_nodes(trace).values() if not node["is_observed"]]
 
 
+def is_recorded(node: Any) -> bool:
+    """Whether a sample site only records a value, by ``pyro.deterministic``."""
+    return bool(node["infer"].get("_deterministic", False))
+
+
+def has_density(node: Any) -> bool:
+    """Whether a sample site has a density of its own.
+
+    What is recorded, or follows from other sites, has none.
+    """
+    return not is_recorded(node) and (node["is_observed"] or family(node["fn"]) != "Delta")
+
+
 def log_density(nodes: Iterable[Any], device: torch.device | None = None) -> Tensor:
     """Returns the summed log densities of sample sites in float64.
 

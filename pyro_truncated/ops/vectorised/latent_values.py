@@ -26,9 +26,10 @@ def unpack(words: Tensor, fields: Fields, dtype: torch.dtype) -> Tensor:
 def unpack_bits(words: Tensor, num_latents: int, dtype: torch.dtype) -> Tensor:
     """Unpacks words ``(..., W)`` of binary latents into ``(..., num_latents)``."""
     # One byte per bit at the most: a shift of whole words would need eight.
-    octets = words.contiguous().view(torch.uint8).unsqueeze(-1)
+    # Of a single word torch may keep any stride.
+    octets = words.contiguous().unsqueeze(-1).view(torch.uint8).unsqueeze(-1)
     bits = (octets >> _shifts(words.device)) & 1
-    return bits.flatten(-2)[..., :num_latents].to(dtype)
+    return bits.flatten(-3)[..., :num_latents].to(dtype)
 
 
 @functools.cache
