@@ -27,7 +27,7 @@ from pyro_truncated.program.discovery import (
     refuse_unplated_dims,
 )
 from pyro_truncated.program.inspection import plates_around
-from pyro_truncated.program.sites import DiscreteSite, family, is_recorded, latent_nodes, sample_nodes, trim
+from pyro_truncated.program.sites import DiscreteSite, family, latent_nodes, recorded_names, sample_nodes, trim
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import check_count
 
@@ -351,12 +351,8 @@ def _data_plates(trace: poutine.Trace, nodes: Sequence[Mapping[str, Any]], depen
     # A plate that is opened anew with another size or dimension is another plate.
     same = set.intersection(*({(frame.name, frame.dim, frame.size) for frame in stack} for stack in stacks))
     shared = {name for name, _, _ in same}
-    names = {node["name"] for node in nodes}
-    others = {
-        node["name"]: {frame.name for frame in node["cond_indep_stack"]}
-        for node in sample_nodes(trace).values()
-        if node["name"] not in names and not is_recorded(node)
-    }
+    names, sites = {node["name"] for node in nodes}, sample_nodes(trace)
+    others = {name: {frame.name for frame in sites[name]["cond_indep_stack"]} for name in sites.keys() - names - recorded_names(sites)}
     if dependencies is not None and any(not shared <= plates for plates in others.values()):
         below = dependencies.dependents(names)
         others = {name: plates for name, plates in others.items() if name in below}

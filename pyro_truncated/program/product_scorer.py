@@ -26,13 +26,13 @@ from pyro_truncated.program.known_levels import KnownLevels
 from pyro_truncated.program.operations import Operations, recognisable_size
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.product_layout import NodeGroup, ProductLayout
-from pyro_truncated.program.sites import has_density, is_subsampled, sample_nodes
+from pyro_truncated.program.sites import density_nodes, is_subsampled, sample_nodes
 from pyro_truncated.program.supports import log_prob_on_support
 from pyro_truncated.program.zero_probabilities import exact_log_prob
 from pyro_truncated.utils.arrays import rounding_tolerance
 
-# How many states of each set are tried.
-_NUM_TRIED = 3
+# How many states of each set, and different arguments of one kind, are tried.
+NUM_TRIED = 3
 # Words of the sets of all groups: (rows, S, num_words) for each group.
 Sets = Sequence[Tensor]
 
@@ -453,7 +453,7 @@ class ProductScorer(Probe):
         # Sets are as large as others only where they may be so in use.
         distinct = sorted({group.space.size for group in product.groups})
         for number, group in enumerate(product.groups):
-            size = _NUM_TRIED + distinct.index(group.space.size)
+            size = NUM_TRIED + distinct.index(group.space.size)
             words = group.space.random((self.num_rows(number), size), 0.5, generator).to(self.device)
             sets.append(words[:1].expand_as(words) if share_sets else words)
         try:
@@ -461,7 +461,7 @@ class ProductScorer(Probe):
                 return False
             nodes = self._run_sets(sets)
             together = self._build_tables(nodes)
-            observed = (node for node in nodes.values() if node["is_observed"] and has_density(node))
+            observed = (node for node in density_nodes(nodes).values() if node["is_observed"])
             beyond = (node for node in observed if not self.is_inside(node))
             return all(len(node["fn"].batch_shape) <= product.layout.depth for node in beyond) and self._agrees_with_single_run(
                 together, sets, generator

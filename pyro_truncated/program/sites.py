@@ -6,7 +6,7 @@ It also lists the sites of a trace.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -153,17 +153,18 @@ def latent_nodes(trace: poutine.Trace) -> list[Any]:
     return [node for node in sample_nodes(trace).values() if not node["is_observed"]]
 
 
-def is_recorded(node: Any) -> bool:
-    """Whether a sample site only records a value, by ``pyro.deterministic``."""
-    return bool(node["infer"].get("_deterministic", False))
+def recorded_names(nodes: Mapping[str, Any]) -> set[str]:
+    """The sample sites that only record a value, by ``pyro.deterministic``."""
+    return {name for name, node in nodes.items() if node["infer"].get("_deterministic", False)}
 
 
-def has_density(node: Any) -> bool:
-    """Whether a sample site has a density of its own.
+def density_nodes(nodes: Mapping[str, Any]) -> dict[str, Any]:
+    """The sample sites that have a density of their own.
 
     What is recorded, or follows from other sites, has none.
     """
-    return not is_recorded(node) and (node["is_observed"] or family(node["fn"]) != "Delta")
+    recorded = recorded_names(nodes)
+    return {name: node for name, node in nodes.items() if name not in recorded and (node["is_observed"] or family(node["fn"]) != "Delta")}
 
 
 def log_density(nodes: Iterable[Any], device: torch.device | None = None) -> Tensor:

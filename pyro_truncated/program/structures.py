@@ -22,11 +22,9 @@ from pyro_truncated.program.chain_scorer import ChainScorer
 from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.discovery import refuse_wider_support
 from pyro_truncated.program.log_joint import LogJoint
-from pyro_truncated.program.product_scorer import ProductScorer
-from pyro_truncated.program.sites import has_density, is_subsampled
+from pyro_truncated.program.product_scorer import NUM_TRIED, ProductScorer
+from pyro_truncated.program.sites import density_nodes, is_subsampled
 
-# Numbers among arguments of the same kinds that are tried.
-_NUM_TRIED = 3
 _NUMBERS = (bool, int, float, str, bytes, enum.Enum, np.generic)
 
 
@@ -42,7 +40,7 @@ class KnownStructures:
         kinds, numbers = _structure_of(call, nodes)
         known = self._numbers.get(kinds, set())
         # Where several numbers have told nothing, such as numbers of steps, others will not either.
-        return nodes.keys() <= self._sites and (numbers in known or len(known) >= _NUM_TRIED)
+        return nodes.keys() <= self._sites and (numbers in known or len(known) >= NUM_TRIED)
 
     def add(self, call: Call, nodes: Mapping[str, Any]) -> None:
         """Notes that the structure of a call is known.
@@ -130,7 +128,7 @@ def _crossing_sites(scorer: LogJoint | ProductScorer | ChainScorer, dependencies
 
     Where each node has a set, they are latents that the density did not depend on before, and else those of other data points.
     """
-    nodes = {name: node for name, node in scorer.nodes.items() if has_density(node)}
+    nodes = density_nodes(scorer.nodes)
     latents = scorer.layout.sites.keys() - set(scorer.observed_sites)
     plates = {name: {frame.name for frame in node["cond_indep_stack"]} for name, node in nodes.items()}
     if not isinstance(scorer, ProductScorer):
@@ -152,8 +150,8 @@ def _crossing_sites(scorer: LogJoint | ProductScorer | ChainScorer, dependencies
 def _structure_of(call: Call, nodes: Mapping[str, Any]) -> tuple[Any, Any]:
     """Returns what of a call's arguments a structure may depend on.
 
-    They are kinds: shapes, types, switches and whether numbers are zero; and integers: those of tensors that are not observed, such as
-    edges, among them. What a program holds itself counts, too.
+    They are kinds: types, switches and whether numbers are zero; and numbers: shapes, and integers, those of tensors that are not
+    observed, such as edges, among them. What a program holds itself counts, too.
 
     Args:
         call: the program and its arguments.
@@ -171,21 +169,21 @@ def _structure_of(call: Call, nodes: Mapping[str, Any]) -> tuple[Any, Any]:
             if observed is None:
                 tensors = (node["value"] for node in nodes.values() if node["is_observed"] and isinstance(node["value"], Tensor))
                 observed = {value.untyped_storage().data_ptr() for value in tensors}
-            is_data = number.untyped_storage().data_ptr() in observed
-            number = None if is_data else hash(number.numpy(force=True).tobytes())
+            has_edges = not (number.is_floating_point() or number.is_complex()) and number.untyped_storage().data_ptr() not in observed
+            number = number.shape, hash(number.numpy(force=True).tobytes()) if has_edges else None
         numbers.append(number)
     return tuple(kinds), tuple(numbers)
 
 
 def _describe(value: Any) -> tuple[Any, Any]:
-    """Returns the kind of a value, and its integers or ``None``."""
+    """Returns the kind of a value, and a tensor or integer."""
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         value = torch.as_tensor(value)
     if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested and value.device.type != "meta":
         if value.numel() == 1 and not value.is_complex():
             kind, number = _describe(value.item())
-            return (value.shape, kind), number
-        return value.shape, None if value.is_floating_point() or value.is_complex() else value
+            return (value.dim(), kind), number
+        return value.dim(), value
     value = value.item() if isinstance(value, np.generic) else value
     name = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, float):

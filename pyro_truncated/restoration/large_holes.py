@@ -19,12 +19,10 @@ from torch import Tensor
 LEAST_RADIUS, FULL_DEPTH = 7.0, 4.0
 # A hole that is moved hides at least this part of its size; all of them leave this part of what is seen.
 LEAST_OVERLAP, LEAST_LEFT = 0.5, 0.6
-# Distance at which a gradient counts a fourth of one at the place itself; how far beyond holes gradients count, in pixels.
-_DISTANCE, _REACH = 4.0, 16
+# Distance in pixels at which a gradient counts a fourth of one at the place itself; from four times of it on it does not count.
+_DISTANCE = 4
 # Part of a structure tensor's trace that is added to both eigenvalues.
 _LEAST_VARIANCE = 0.01
-# Sums of products are exact up to less than this part of the largest product.
-_ROUNDING = 1e-10
 
 
 def fill_large_holes(image: Tensor, estimate: Tensor, restore: Callable[[Tensor], Tensor]) -> Tensor:
@@ -214,12 +212,12 @@ def _structure_tensors(planes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     is_cut = np.isnan(products).any((2, 3))
     products[is_cut] = 0.0
     products /= max(products.max(), np.finfo(float).tiny)
-    reach = _REACH + math.ceil(distance_transform_edt(is_cut).max())
+    reach = 4 * _DISTANCE + math.ceil(distance_transform_edt(is_cut).max())
     squares = np.arange(-reach, reach + 1) ** 2
     weights = (1 + (squares + squares[:, None]) / _DISTANCE**2) ** -2.0
     tensors = oaconvolve(products, weights[..., None, None], mode="same", axes=(0, 1))[is_cut]
-    # Where all is constant, but for rounding, no direction is told from another.
-    variances = _LEAST_VARIANCE * tensors.trace(axis1=1, axis2=2).clip(_ROUNDING)
+    # Where all is constant, but for rounding of the largest products, no direction is told from another.
+    variances = _LEAST_VARIANCE * tensors.trace(axis1=1, axis2=2).clip(1e-10)
     return is_cut, tensors + variances[:, None, None] * np.eye(2)
 
 
