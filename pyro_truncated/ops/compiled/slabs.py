@@ -261,9 +261,10 @@ def _log_prob(words, linear, elements, is_observed, gram, mean, deviation, out):
             row = n if num_rows > 1 else 0
             if has_missing:
                 row_gram_matrix(elements, is_observed[n], active, ever_active(words, row, union, active), near, own)
+            field = linear[n]
             for c in range(num_candidates):
                 count = active_latents(words, row, c, active)
-                out[n, c] = _factorize(linear[n], own, mean, deviation, active, count, factor, solution)
+                out[n, c] = _factorize(field, own, mean, deviation, active, count, factor, solution)
 
 
 @njit(cache=True, nogil=True)
