@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,8 +47,8 @@ def floor_cholesky(covariance: Tensor) -> Tensor:
 Parameters = dict[str, Tensor]
 
 
-class Covariances(abc.ABC):
-    r"""One kind of covariances :math:`\Sigma_k` of ``K`` components.
+class CovariancesBase:
+    r"""What kinds of covariances :math:`\Sigma_k` of ``K`` components share.
 
     Attributes:
         supports: where its parameters live, by name.
@@ -66,49 +66,13 @@ class Covariances(abc.ABC):
     least_directions = 1
     pseudo_data = 1.0
 
-    @abc.abstractmethod
-    def likelihood(self, z: Tensor, loc: Tensor, parameters: Parameters) -> Any:
-        """The distribution of data of components ``z``."""
-
-    @abc.abstractmethod
-    def start(self, covariance: Tensor, number: int) -> Parameters:
-        """Returns the parameters of components with one covariance ``(D, D)``."""
-
-    @abc.abstractmethod
-    def products(self, shares: Shares, rows: Tensor) -> Tensor:
-        """Returns sums of data products ``(N, D)`` for the M-step."""
-
-    def by_itself(self) -> Covariances:
+    def by_itself(self) -> Any:
         """The type of a component that depends on no others."""
         return self
-
-    @abc.abstractmethod
-    def variances(self, loc: Tensor, parameters: Parameters) -> Tensor:
-        """Variances of all dimensions, of which ``(K, D)`` can be made."""
-
-    @abc.abstractmethod
-    def expected_products(self, weights: Tensor, loc: Tensor, parameters: Parameters) -> Tensor:
-        """These products of one data point in expectation."""
-
-    @abc.abstractmethod
-    def product(self, covariance: Tensor, loc: Tensor) -> Tensor:
-        """The products of data at means ``(K, D)``, spread with a covariance ``(D, D)``."""
-
-    @abc.abstractmethod
-    def best(self, statistics: dict[str, Tensor], loc: Tensor, floor: Tensor) -> Parameters:
-        """Maximum likelihood parameters with eigenvalues above the floor."""
-
-    @abc.abstractmethod
-    def features(self, x: Tensor) -> Tensor:
-        """Squares and products ``(N, F)`` in which log densities are linear."""
 
     def offset(self, x: Tensor, parameters: Parameters) -> Tensor | None:
         """Terms of the log densities ``(N,)`` that the features lack."""
         return None
-
-    @abc.abstractmethod
-    def summed_features(self, statistics: dict[str, Tensor]) -> Tensor:
-        """The features summed over the data of every component, ``(K, F)``."""
 
     def floor(self, variance: Tensor, power: Tensor, dtype: torch.dtype) -> Tensor:
         """The least variance of data, of each dimension or of all."""
@@ -120,22 +84,17 @@ class Covariances(abc.ABC):
         """Returns the parameters of data that are multiplied by units ``(D,)``."""
         return {"scale": parameters["scale"] * units}
 
-    @abc.abstractmethod
-    def precisions(self, loc: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor, Tensor]:
-        r""":math:`\Sigma_k^{-1} \mu_k` ``(K, D)``, factors ``(K, F)`` of the features, and :math:`\frac12 \log |\Sigma_k|` ``(K,)``."""
-
-    @abc.abstractmethod
-    def log_det_and_trace(self, parameters: Parameters, covariance: Tensor) -> tuple[Tensor, Tensor]:
-        r""":math:`\frac12 \log |\Sigma_k|` and :math:`\mathrm{tr}\,\Sigma_k^{-1} S`, ``(K,)`` both."""
-
     def without_noise(self, population: Population, y: Tensor, loc: Tensor, parameters: Parameters) -> Tensor:
         """Posterior means ``(N, D)`` of noise-free data."""
         means: Tensor = Shares(population, len(loc)).means(loc)
         return means
 
 
-class Diagonal(Covariances):
-    """A variance for every dimension: ``scale (K, D)`` holds deviations."""
+class Diagonal(CovariancesBase):
+    """A variance for every dimension: ``scale (K, D)`` holds deviations.
+
+    Its methods say what all kinds have.
+    """
 
     def likelihood(self, z: Tensor, loc: Tensor, parameters: Parameters) -> Any:
         """The distribution of data of components ``z``."""
@@ -143,48 +102,48 @@ class Diagonal(Covariances):
         return ComponentNormal(z, loc, scale if scale.dim() == 2 else scale.unsqueeze(-1))
 
     def start(self, covariance: Tensor, number: int) -> Parameters:
-        """The deviations of so many components; the covariance may be variances ``(D,)``."""
+        """The parameters of components with one covariance ``(D, D)``, or variances."""
         scale = self._mean(_variances(covariance)).sqrt()
         return {"scale": scale.expand(number, *scale.shape).clone()}
 
     def products(self, shares: Shares, rows: Tensor) -> Tensor:
-        """Squares, ``(K, D)``."""
+        """Returns sums of data products ``(N, D)`` for the M-step: squares, ``(K, D)``."""
         squares: Tensor = shares.sums(rows.square())
         return squares
 
     def variances(self, loc: Tensor, parameters: Parameters) -> Tensor:
-        """Of the deviations."""
+        """Variances of all dimensions, of which ``(K, D)`` can be made."""
         return parameters["scale"].reshape(len(loc), -1).square()
 
     def expected_products(self, weights: Tensor, loc: Tensor, parameters: Parameters) -> Tensor:
-        """Squares, ``(K, D)``."""
+        """These products of one data point in expectation."""
         return weights.unsqueeze(-1) * (self.variances(loc, parameters) + loc.square())
 
     def product(self, covariance: Tensor, loc: Tensor) -> Tensor:
-        """Squares, ``(K, D)``; the covariance may be variances ``(D,)``."""
+        """The products of data at means ``(K, D)``, spread with a covariance."""
         return _variances(covariance) + loc.square()
 
     def best(self, statistics: dict[str, Tensor], loc: Tensor, floor: Tensor) -> Parameters:
-        """The likeliest deviations."""
+        """Maximum likelihood parameters with eigenvalues above the floor."""
         counts = _counts(statistics).unsqueeze(-1)
         variance = (statistics["products"] - 2 * loc * statistics["sums"] + counts * loc.square()) / counts
         return {"scale": self._mean(variance).maximum(floor).sqrt()}
 
     def features(self, x: Tensor) -> Tensor:
-        """Squares."""
+        """Squares and products ``(N, F)`` in which log densities are linear."""
         return x.square()
 
     def summed_features(self, statistics: dict[str, Tensor]) -> Tensor:
-        """Squares."""
+        """The features summed over the data of every component, ``(K, F)``."""
         return statistics["products"]
 
     def precisions(self, loc: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor, Tensor]:
-        """Of diagonal covariances."""
+        r""":math:`\Sigma_k^{-1} \mu_k` ``(K, D)``, factors ``(K, F)`` of the features, and :math:`\frac12 \log |\Sigma_k|` ``(K,)``."""
         scale = parameters["scale"].reshape(len(loc), -1)
         return scale**-2 * loc, scale**-2, scale.log().expand_as(loc).sum(-1)
 
     def log_det_and_trace(self, parameters: Parameters, covariance: Tensor) -> tuple[Tensor, Tensor]:
-        """Of diagonal covariances."""
+        r""":math:`\frac12 \log |\Sigma_k|` and :math:`\mathrm{tr}\,\Sigma_k^{-1} S`, ``(K,)`` both."""
         scale = parameters["scale"].reshape(len(parameters["scale"]), -1)
         return scale.log().expand(-1, len(covariance)).sum(-1), (_variances(covariance) / scale.square()).sum(-1)
 
@@ -209,7 +168,7 @@ class Spherical(Diagonal):
         return variance.mean(-1)
 
 
-class Full(Covariances):
+class Full(CovariancesBase):
     """Full ones: ``scale (K, D, D)`` holds Cholesky factors."""
 
     is_dense = True
@@ -443,7 +402,14 @@ def _shared_noise(first: Tensor, rest_sum: Tensor, counts: Tensor) -> Tensor:
     return best
 
 
-COVARIANCES = {"full": Full, "diag": Diagonal, "spherical": Spherical, "tied": Tied, "low-rank": LowRank}
+Covariances = Diagonal | Full
+COVARIANCES: dict[str, Callable[..., Covariances]] = {
+    "full": Full,
+    "diag": Diagonal,
+    "spherical": Spherical,
+    "tied": Tied,
+    "low-rank": LowRank,
+}
 
 
 def make_covariances(covariance: str, num_observed: int, rank: int | None, shared_noise: bool) -> Covariances:
@@ -453,8 +419,7 @@ def make_covariances(covariance: str, num_observed: int, rank: int | None, share
     if covariance != "low-rank":
         if rank is not None or shared_noise:
             raise ValueError(f"rank and shared_noise are for covariance='low-rank'; got rank={rank} for covariance={covariance!r}")
-        kind: Covariances = COVARIANCES[covariance]()
-        return kind
+        return COVARIANCES[covariance]()
     if rank is None or not 0 < rank < num_observed:
         raise ValueError(f"rank must be a number of directions below num_observed={num_observed} for covariance='low-rank'; got {rank}")
     return LowRank(rank, is_shared=shared_noise)

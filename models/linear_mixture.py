@@ -72,8 +72,7 @@ class Shares:
     def outer_products(self, rows: Tensor) -> Tensor:
         r""":math:`\sum_n r_{nk} x_n x_n^\top` of rows ``(N, D)``, ``(K, D, D)``."""
         if self._dense is not None:
-            # One component at a time: all at once are K times the data.
-            return torch.stack([(share.unsqueeze(-1) * rows).mT @ rows for share in self._dense.mT])
+            return _dense_outer_products(self._dense, rows)
         component, weight = self._component, self._weight
         if rows.is_cpu:  # a device would be waited for
             # Most states that are kept explain nothing, and every product costs the square of the dimensions.
@@ -83,6 +82,20 @@ class Shares:
             if len(row) * rows.shape[1] <= 2**25:
                 rows, component, weight = rows[row], component[row, state].unsqueeze(1), weight[row, state].unsqueeze(1)
         return component_products(rows, component, weight, self.num_components)
+
+
+def _dense_outer_products(shares: Tensor, rows: Tensor) -> Tensor:
+    """Outer products of rows ``(N, D)``, weighted with shares ``(N, K)``."""
+    size = rows.shape[1]
+    if shares.shape[1] < size:
+        # One component at a time: all at once are K times the data.
+        return torch.stack([(share.unsqueeze(-1) * rows).mT @ rows for share in shares.mT])
+    first, second = torch.triu_indices(size, size, device=rows.device)
+    blocks = zip(shares.split(_ROWS_PER_BLOCK), rows.split(_ROWS_PER_BLOCK), strict=True)
+    sums = sum(some.mT @ (block[:, first] * block[:, second]) for some, block in blocks)
+    products = rows.new_empty(shares.shape[1], size, size)
+    products[:, first, second] = products[:, second, first] = sums
+    return products
 
 
 _SITE = "y"

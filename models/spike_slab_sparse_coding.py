@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import pyro
 import pyro.distributions as dist
@@ -37,57 +37,18 @@ _INIT_VARIANCE = 0.5
 _TRIAL_ROWS = 250
 
 
-class SlabPrior(Protocol):
-    r"""What :class:`.SpikeSlabSparseCoding` asks of a kind of prior :math:`z \sim \mathcal N(\mu, \Psi)` of its slabs."""
-
-    superposition: type[Likelihood]
-    constraint: constraints.Constraint
-
-    def first_scale(self, num_latents: int, dtype: torch.dtype | None = None) -> Tensor:
-        """The scale to start from: slabs are independent, with variance 1/2."""
-
-    def distribution(self, mean: Tensor, scale: Tensor) -> dist.TorchDistribution:
-        """The prior itself, over vectors of slabs."""
-
-    def statistics(
-        self,
-        likelihood: Likelihood,
-        population: Population,
-        y: Tensor,
-        temperature: float,
-        total: Total,
-        positions: Tensor,
-    ) -> Statistics:
-        """The statistics of the likelihood, with what :meth:`best` needs.
-
-        ``total`` sums over the data of all processes, ``positions (n,)`` are those of the population's data points among these.
-        """
-
-    def best(self, statistics: Statistics, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and scale, in float64, that the statistics ask for."""
-
-    def in_units(self, scale: Tensor, gain: Tensor) -> Tensor:
-        """The scale of slabs that are multiplied with gains ``(H,)``."""
-
-    def bring_into_units(self, statistics: Statistics, gain: Tensor) -> None:
-        """Changes what :meth:`best` needs to slabs that are multiplied with gains ``(H,)``."""
-
-    def select_latents(self, scale: Tensor, index: Tensor) -> Tensor:
-        """The scale of slabs ``(H',)`` copied by an index."""
-
-
 class IndependentSlabs:
-    """Independent slabs; the scale are their standard deviations, ``(H,)``."""
+    r"""Independent slabs, :math:`z_h \sim \mathcal N(\mu_h, \tau_h^2)`; the scale are the deviations :math:`\tau`, ``(H,)``."""
 
     superposition = SpikeSlabSuperposition
     constraint = constraints.positive
 
     def first_scale(self, num_latents: int, dtype: torch.dtype | None = None) -> Tensor:
-        """See :class:`SlabPrior`."""
+        """The scale to start from: slabs are independent, with variance 1/2."""
         return torch.full((num_latents,), _INIT_VARIANCE**0.5, dtype=dtype)
 
     def distribution(self, mean: Tensor, scale: Tensor) -> dist.TorchDistribution:
-        """See :class:`SlabPrior`."""
+        """The prior itself, over vectors of slabs."""
         prior: dist.TorchDistribution = dist.Normal(mean, scale).to_event(1)
         return prior
 
@@ -100,25 +61,28 @@ class IndependentSlabs:
         total: Total,
         positions: Tensor,
     ) -> Statistics:
-        """See :class:`SlabPrior`."""
+        """The statistics of the likelihood, with what :meth:`best` needs.
+
+        ``total`` sums over the data of all processes, ``positions (n,)`` are those of the population's data points among these.
+        """
         return likelihood.statistics(population, y, temperature)
 
     def best(self, statistics: Statistics, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`SlabPrior`."""
+        """Mean and scale, in float64, that the statistics ask for."""
         sums = (statistics[name] for name in ("states", "coefficients", "coefficient_squares"))
         slabs: tuple[Tensor, Tensor] = best_slabs(*sums, mean, scale)
         return slabs
 
     def in_units(self, scale: Tensor, gain: Tensor) -> Tensor:
-        """See :class:`SlabPrior`."""
+        """The scale of slabs that are multiplied with gains ``(H,)``."""
         return scale * gain.abs()
 
     def bring_into_units(self, statistics: Statistics, gain: Tensor) -> None:
-        """See :class:`SlabPrior`."""
+        """Changes what :meth:`best` needs to slabs that are multiplied with gains ``(H,)``."""
         statistics["coefficient_squares"] = statistics["coefficient_squares"] * gain.square()
 
     def select_latents(self, scale: Tensor, index: Tensor) -> Tensor:
-        """See :class:`SlabPrior`."""
+        """The scale of slabs ``(H',)`` copied by an index."""
         return scale[index]
 
 
@@ -139,11 +103,11 @@ class CorrelatedSlabs:
     constraint = constraints.lower_cholesky
 
     def first_scale(self, num_latents: int, dtype: torch.dtype | None = None) -> Tensor:
-        """See :class:`SlabPrior`."""
+        """See :class:`IndependentSlabs`."""
         return torch.full((num_latents,), _INIT_VARIANCE**0.5, dtype=dtype).diag()
 
     def distribution(self, mean: Tensor, scale: Tensor) -> dist.TorchDistribution:
-        """See :class:`SlabPrior`."""
+        """See :class:`IndependentSlabs`."""
         return dist.MultivariateNormal(mean, scale_tril=scale)
 
     def statistics(
@@ -155,7 +119,7 @@ class CorrelatedSlabs:
         total: Total,
         positions: Tensor,
     ) -> Statistics:
-        """See :class:`SlabPrior`; the step is chosen here, on the data."""
+        """See :class:`IndependentSlabs`; the step is chosen here, on the data."""
         statistics = likelihood.statistics(population, y, temperature)
         mean, root = likelihood.slab_mean.double(), likelihood.slab_scale_tril.double()
         names = ("slab_slope", "slab_curvature", "state_pairs", "num_data")
@@ -183,22 +147,22 @@ class CorrelatedSlabs:
         return statistics | {name: statistics["num_data"] * claim for name, claim in claims.items()}
 
     def best(self, statistics: Statistics, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`SlabPrior`."""
+        """See :class:`IndependentSlabs`."""
         total = statistics["num_data"]
         return statistics["slab_means"] / total, _factor(statistics["slab_covariances"] / total)
 
     def in_units(self, scale: Tensor, gain: Tensor) -> Tensor:
-        """See :class:`SlabPrior`."""
+        """See :class:`IndependentSlabs`."""
         # A root whose rows change their signs; that with a positive diagonal has columns that change theirs, too.
         return gain.unsqueeze(-1) * scale * gain.sign()
 
     def bring_into_units(self, statistics: Statistics, gain: Tensor) -> None:
-        """See :class:`SlabPrior`."""
+        """See :class:`IndependentSlabs`."""
         statistics["slab_means"] = statistics["slab_means"] * gain
         statistics["slab_covariances"] = statistics["slab_covariances"] * gain.unsqueeze(-1) * gain
 
     def select_latents(self, scale: Tensor, index: Tensor) -> Tensor:
-        """See :class:`SlabPrior`; further copies of a latent are independent."""
+        """See :class:`IndependentSlabs`; further copies of a latent are independent."""
         index = index.to(scale.device)
         covariance = (scale @ scale.mT)[index][:, index]
         is_first = (index.unsqueeze(-1) == index).int().argmax(-1) == torch.arange(len(index), device=index.device)

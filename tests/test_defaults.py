@@ -73,6 +73,26 @@ def test_one_line_tells_what_was_chosen(caplog):
     assert record.message == "AutoTruncated keeps all 3 joint states of ['z'] (fewer than num_states=64): nothing is truncated"
 
 
+def test_the_line_tells_what_is_left_out(caplog):
+    def counts(y):
+        with pyro.plate("data", len(y)):
+            n = pyro.sample("n", dist.Poisson(2.0))
+            pyro.sample("y", dist.Normal(n, 1.0), obs=y)
+
+    def centred(y):
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(0.3))
+            pyro.sample("y", dist.Normal(s - s.mean(-1, keepdim=True), 1.0), obs=y)
+
+    with caplog.at_level(logging.INFO, logger="pyro_truncated"):
+        AutoTruncated(counts, max_count=4).setup(Y)
+        with pytest.warns(UserWarning, match="depends on the states of other data points"):
+            AutoTruncated(centred).setup(Y)
+    first, second = (record.message for record in caplog.records)
+    assert first == "AutoTruncated keeps all 5 joint states of ['n'] (fewer than num_states=64): max_count leaves out 'n' beyond 4"
+    assert second.endswith("(fewer than num_states=64): 'y' of a data point depends on the states of others")
+
+
 def test_without_logging_it_goes_to_standard_error_once(capsys, monkeypatch):
     monkeypatch.setattr("pyro_truncated.utils.console._logger", logging.Logger("alone"))
     note_once("a line")

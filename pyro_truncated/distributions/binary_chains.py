@@ -105,11 +105,14 @@ class BinaryChains(TorchDistribution):
         """Draws sequences ``(*sample_shape, *batch, T, M)`` of zeros and ones."""
         shape = torch.Size(sample_shape) + self.batch_shape
         uniform = torch.rand(*shape, *self.event_shape, dtype=self.initial.dtype, device=self.initial.device)
-        chance, steps = self.initial, []
-        for t in range(self.num_steps):
-            steps.append(uniform[..., t, :] < chance)
-            chance = torch.where(steps[-1], self.transition[..., 1, 1], self.transition[..., 0, 1])
-        return (torch.stack(steps, -2) & self.is_part.unsqueeze(-1)).to(self.initial.dtype)
+        after_off, after_on = (uniform < self.transition[..., i, 1].unsqueeze(-2) for i in range(2))
+        after_off[..., 0, :] = after_on[..., 0, :] = uniform[..., 0, :] < self.initial
+        # A step forgets the value before it, keeps it, or turns it round.
+        step = torch.arange(self.num_steps, device=uniform.device).unsqueeze(-1)
+        forgotten = torch.where(after_off == after_on, step, 0).cummax(-2).values
+        turns = (after_off & ~after_on).cumsum(-2)
+        is_odd = (turns - turns.gather(-2, forgotten)) % 2 == 1
+        return ((after_off.gather(-2, forgotten) ^ is_odd) & self.is_part.unsqueeze(-1)).to(self.initial.dtype)
 
     @property
     def mean(self) -> Tensor:

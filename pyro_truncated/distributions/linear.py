@@ -144,11 +144,8 @@ class LinearSuperposition(GaussianSuperposition):
         with the expected squared errors :math:`E_d` of :meth:`square_error`; setting it to zero is the M-step. They do not depend on the
         parameters, so the method needs no distribution.
 
-        Args:
-            population: truncated posteriors over the ``H`` latents. Its ``indices`` select the data points among all data.
-            value: all data, ``(N, D)``. NaN where missing.
-            temperature: of the posteriors.
-            levels: coefficient that each value of a latent stands for, ``(K,)``. By default the values 0, 1, ... themselves.
+        Beside the arguments of :meth:`Superposition.statistics` it takes ``levels (K,)``, the coefficient that each value of a latent
+        stands for. By default these are the values 0, 1, ... themselves.
 
         Returns:
             ``num_data``; ``observed`` :math:`N_d`, ``sums`` :math:`Y_d` and ``squares``

@@ -83,11 +83,6 @@ class MaximumSuperposition(GaussianSuperposition):
 
         with the expected squared errors :math:`E_d` of :meth:`square_error`. Who wins depends on the dictionary.
 
-        Args:
-            population: truncated posteriors over the ``H`` latents; its ``indices`` select the data points among all data.
-            value: all data, ``(N, D)``. NaN where missing.
-            temperature: of the posteriors.
-
         Returns:
             ``num_data``; ``observed`` :math:`N_d`; ``sums`` and ``squares`` of the data, ``(D,)``.
             ``states``, the sum of :math:`\langle s \rangle`, ``(H,)``. ``wins`` and ``won``, ``(D, H)``. All can be added and scaled.
@@ -292,11 +287,6 @@ class FamilyMaximum(Superposition):
         So it vanishes at the means of what is won, whatever the family. Who wins depends on the
         dictionary. If means are equal up to rounding, the background wins, else the first. This
         occurs if one data point has made them, or at a bound.
-
-        Args:
-            population: truncated posteriors over the ``H`` latents; its ``indices`` select the data points among all data.
-            value: all data, ``(N, D)``. NaN where missing.
-            temperature: of the posteriors.
 
         Returns:
             ``num_data``; ``observed``, ``(D,)``; ``sums``, ``squares`` and ``bases``, the sums of

@@ -88,11 +88,6 @@ class NoisyOrSuperposition(Superposition):
 
         and the M-step of EM sets :math:`W_{dh} = C_{dh} / T_{dh}`; the leak is a latent that is always on.
 
-        Args:
-            population: truncated posteriors over the ``H`` latents; its ``indices`` select the data points among all data.
-            value: all data, ``(N, D)``. NaN where missing.
-            temperature: of the posteriors.
-
         Returns:
             ``num_data``; ``states``, the sum of :math:`\langle s \rangle`, ``(H,)``; ``observed``,
             counts of observations, ``(D,)``. ``trials`` :math:`T` and ``causes``

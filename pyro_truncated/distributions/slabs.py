@@ -41,6 +41,27 @@ class SlabSuperposition(GaussianSuperposition):
         noise = torch.randn(shape + self.event_shape, **options)
         return product(self.weight, self.states.to(self.weight.dtype) * slabs) + self.bias + self.scale * noise
 
+    def packed_log_prob(self, words: Tensor, value: Tensor, state_logits: Tensor | None = None) -> Tensor:
+        r"""Log density under packed indicators, plus :math:`\sum_h b_h\,\mathrm{logit}_h`: :meth:`Superposition.packed_log_prob`."""
+        linear = None if state_logits is None else state_logits.double().expand(len(value), self.weight.shape[-1])
+        log_prob = ops.slab_log_prob(words, self._above_bias(value), self.weight, self._precision(), *self._slabs(), linear)
+        return log_prob.to(torch.promote_types(self.weight.dtype, value.dtype))
+
+    @torch.no_grad()
+    def coefficients(self, population: Population, value: Tensor) -> Tensor:
+        r"""Posterior means :math:`\langle b \odot z \rangle` of the coefficients, ``(N, H)`` in float64.
+
+        Args:
+            population: truncated posteriors over the ``H`` indicators.
+            value: all data, ``(N, D)``. NaN where missing.
+        """
+        return ops.slab_moments(*self._posterior_arguments(population, population.select_rows(value), 1.0))[1]
+
+    @torch.no_grad()
+    def reconstruct(self, population: Population, value: Tensor) -> Tensor:
+        r"""Posterior mean :math:`W \langle b \odot z \rangle + a` of the data without noise, see :meth:`Superposition.reconstruct`."""
+        return (self.coefficients(population, value) @ self.weight.double().mT + self.bias.double()).to(value.dtype)
+
     def square_error(self, statistics: Statistics) -> Tensor:
         r"""Expected squared errors :math:`\sum_n \langle (y_{nd} - a_d - W_d s)^2 \rangle` of every dimension, ``(D,)``."""
         return error_with_bias(self.weight, self.bias, statistics)
@@ -71,9 +92,6 @@ class SlabSuperposition(GaussianSuperposition):
 
     def _mean(self, states: Tensor) -> Tensor:
         return product(self.weight, states.to(self.weight.dtype) * self.slab_mean) + self.bias
-
-    def _reconstruction(self, coefficients: Tensor, value: Tensor) -> Tensor:
-        return (coefficients @ self.weight.double().mT + self.bias.double()).to(value.dtype)
 
     def _log_prob(self, states: Tensor, value: Tensor) -> Tensor:
         above = self._above_bias(value)
@@ -174,13 +192,6 @@ class SpikeSlabSuperposition(SlabSuperposition):
         # A precision matrix of the slabs for every state, its factor, and what these are made from.
         return 4 * self.weight.shape[-1] ** 2
 
-    def packed_log_prob(self, words: Tensor, value: Tensor, state_logits: Tensor | None = None) -> Tensor:
-        r"""Log density under packed indicators, plus :math:`\sum_h b_h\,\mathrm{logit}_h`: :meth:`Superposition.packed_log_prob`."""
-        num_latents = self.weight.shape[-1]
-        linear = None if state_logits is None else state_logits.double().expand(len(value), num_latents)
-        log_prob = ops.spike_slab_log_prob(words, self._above_bias(value), self.weight, self._precision(), *self._slabs(), linear)
-        return log_prob.to(torch.promote_types(self.weight.dtype, value.dtype))
-
     def slab_posterior(self, value: Tensor) -> MultivariateNormal:
         r"""Returns the exact posterior :math:`p(z \mid b, y)` of the slabs.
 
@@ -216,11 +227,6 @@ class SpikeSlabSuperposition(SlabSuperposition):
 
         They depend on the parameters, through the posterior of the slabs; nothing is subtracted from the data that are summed.
 
-        Args:
-            population: truncated posteriors over the ``H`` indicators. Its ``indices`` select the data points among all data.
-            value: all data, ``(N, D)``. NaN where missing.
-            temperature: of the posteriors over the indicators.
-
         Returns:
             ``num_data``; ``observed``, ``sums`` and ``squares``, ``(D,)``. ``states``,
             ``coefficients`` and ``coefficient_squares``, the sums of :math:`\langle b \rangle`,
@@ -233,10 +239,10 @@ class SpikeSlabSuperposition(SlabSuperposition):
         arguments = self._posterior_arguments(population, rows, temperature)
         rows, is_observed = without_missing(rows)
         if is_observed is None:
-            active, coefficients, pairs = ops.spike_slab_moments(*arguments)
+            active, coefficients, pairs = ops.slab_moments(*arguments)
             squares = pairs.diagonal().clone()
         else:
-            active, coefficients, pairs, squares = ops.spike_slab_moments_by_dimension(*arguments)
+            active, coefficients, pairs, squares = ops.slab_moments_by_dimension(*arguments)
         return {
             **data_sums(rows, is_observed),
             "states": active.sum(0),
@@ -246,22 +252,6 @@ class SpikeSlabSuperposition(SlabSuperposition):
             "cross": rows.mT @ coefficients,
             "pairs": pairs,
         }
-
-    @torch.no_grad()
-    def coefficients(self, population: Population, value: Tensor) -> Tensor:
-        r"""Posterior means :math:`\langle b \odot z \rangle` of the coefficients, ``(N, H)`` in float64.
-
-        Args:
-            population: truncated posteriors over the ``H`` indicators.
-            value: all data, ``(N, D)``. NaN where missing.
-        """
-        moments = ops.spike_slab_moments(*self._posterior_arguments(population, population.select_rows(value), 1.0))
-        return moments[1]
-
-    @torch.no_grad()
-    def reconstruct(self, population: Population, value: Tensor) -> Tensor:
-        r"""Posterior mean :math:`W \langle b \odot z \rangle + a` of the data without noise, see :meth:`Superposition.reconstruct`."""
-        return self._reconstruction(self.coefficients(population, value), value)
 
     def _slabs(self) -> tuple[Tensor, Tensor]:
         num_latents = self.weight.shape[-1]
@@ -351,12 +341,6 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
         # As for independent slabs, and two products of matrices.
         return 6 * self.weight.shape[-1] ** 2
 
-    def packed_log_prob(self, words: Tensor, value: Tensor, state_logits: Tensor | None = None) -> Tensor:
-        r"""Log density under packed indicators, plus :math:`\sum_h b_h\,\mathrm{logit}_h`: :meth:`Superposition.packed_log_prob`."""
-        linear = None if state_logits is None else state_logits.double().expand(len(value), self.weight.shape[-1])
-        arguments = self._above_bias(value), self.weight, self._precision(), *self._slabs()
-        return ops.correlated_slab_log_prob(words, *arguments, linear).to(torch.promote_types(self.weight.dtype, value.dtype))
-
     def slab_posterior(self, value: Tensor) -> MultivariateNormal:
         r"""Returns the exact posterior :math:`p(z \mid b, y)` of the slabs.
 
@@ -386,11 +370,6 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
 
         .. math:: \frac{\partial \mathcal F}{\partial \mu} = g, \qquad \frac{\partial \mathcal F}{\partial T} = \mathrm{tril}(K T).
 
-        Args:
-            population: truncated posteriors over the ``H`` indicators. Its ``indices`` select the data points among all data.
-            value: all data, ``(N, D)``. NaN where missing.
-            temperature: of the posteriors over the indicators.
-
         Returns:
             ``num_data``; ``observed``, ``sums`` and ``squares``, ``(D,)``. ``states`` and
             ``coefficients``, the sums of :math:`\langle b \rangle` and :math:`\langle s \rangle`,
@@ -403,7 +382,7 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
         rows = population.select_rows(value)
         arguments = self._posterior_arguments(population, rows, temperature)
         rows, is_observed = without_missing(rows)
-        moments = ops.correlated_slab_moments if is_observed is None else ops.correlated_slab_moments_by_dimension
+        moments = ops.slab_moments if is_observed is None else ops.slab_moments_by_dimension
         active, coefficients, pairs, slope, curvature = moments(*arguments)
         return {
             **data_sums(rows, is_observed),
@@ -441,12 +420,6 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
         """
         arguments = self._posterior_arguments(population, population.select_rows(value), temperature)
         return ops.expected_log_slab_prior(*arguments, means, covariances)
-
-    @torch.no_grad()
-    def reconstruct(self, population: Population, value: Tensor) -> Tensor:
-        r"""Posterior mean :math:`W \langle b \odot z \rangle + a` of the data without noise, see :meth:`Superposition.reconstruct`."""
-        coefficients = ops.correlated_slab_moments(*self._posterior_arguments(population, population.select_rows(value), 1.0))[1]
-        return self._reconstruction(coefficients, value)
 
     def _slabs(self) -> tuple[Tensor, Tensor]:
         root = self.slab_scale_tril.double()

@@ -399,10 +399,10 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         each value, ``(..., V)``.
 
         Warns:
-            UserWarning: where ``max_count`` cuts off a posterior.
+            UserWarning: where ``max_count`` cuts off a posterior, or data points depend on each other.
         """
         marginals: dict[str, Tensor] = self.stored_posterior(indices).marginals()
-        for problem, advice in self.layout.cut_posteriors(marginals, indices):
+        for problem, advice in self.layout.find_problems(marginals, indices):
             warnings.warn(f"{problem} {advice}", stacklevel=2)
         return marginals
 

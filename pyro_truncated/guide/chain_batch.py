@@ -179,7 +179,7 @@ def _linear_steps(scorer: ChainScorer) -> LinearGaussianSteps | None:
     Its one observed site is a :class:`.LinearSuperposition` of the very chains; ``None`` stands for other programs.
     """
     site = scorer.product.site.name
-    names = (scorer.product.dependents - {site} - scorer.uncovered_latents) & scorer.nodes.keys()
+    names = (scorer.layout.dependents - {site} - scorer.uncovered_latents) & scorer.nodes.keys()
     if len(names) != 1:
         return None
     node = scorer.nodes[next(iter(names))]

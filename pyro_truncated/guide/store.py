@@ -171,7 +171,8 @@ class PopulationStore(torch.nn.Module):
         words, log_joint = self.first_states(layout, init, size, device)
         if size < self.num_states:
             states, option = "the only state" if size == 1 else f"all {size} joint states", f"num_states={self.num_states}"
-            note_once(f"AutoTruncated keeps {states} of {list(layout.sites)} (fewer than {option}): nothing is truncated")
+            left_out = layout.left_out if isinstance(layout, Layout) else ""
+            note_once(f"AutoTruncated keeps {states} of {list(layout.sites)} (fewer than {option}): {left_out or 'nothing is truncated'}")
             self.num_states = size
         self.register_buffer("words", words)
         self.register_buffer("log_joint", log_joint)

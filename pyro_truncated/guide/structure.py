@@ -31,8 +31,9 @@ from pyro_truncated.program.inspection import refuse_hidden_latents, warn_about_
 from pyro_truncated.program.known_levels import find_idle
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.product_layout import ProductLayout
-from pyro_truncated.program.product_scorer import ProductScorer, structure_of
+from pyro_truncated.program.product_scorer import ProductScorer
 from pyro_truncated.program.sites import is_subsampled, sample_nodes
+from pyro_truncated.program.structures import warn_of_shared_subsamples
 from pyro_truncated.program.subsampling import in_minibatch
 from pyro_truncated.utils.arguments import naming_empty_plates
 from pyro_truncated.utils.console import note_once, readable_count
@@ -82,10 +83,12 @@ def find_product(
 
     That is so where all whole states fit into a population, and of models that do not take many states at once.
     """
-    chains = ChainLayout.from_trace(trace, layout, dependencies.dependents(set(layout.sites)))
+    chains = ChainLayout.from_trace(trace, layout)
     if chains is not None:
         with spare_random_numbers(), torch.no_grad():
-            ChainScorer(call, chains).refuse_coupled_steps()
+            steps = ChainScorer(call, chains)
+            steps.refuse_coupled_steps()
+            warn_of_shared_subsamples(steps)
         return chains
     inner = [frame for site in layout.sites.values() for frame in site.frames if frame.name not in layout.plates]
     is_partial = any(is_subsampled(frame) and frame.vectorized for frame in inner)
@@ -115,8 +118,7 @@ def find_product(
                 layout.idle_sites -= exact
                 product.shares_sets = True
                 product.shares_sets = scorer.takes_sets(share_sets=True)
-                shapes, values = structure_of(call, scorer.nodes)
-                product.known_sites, product.known_structures = frozenset(scorer.nodes), {shapes: {values}}
+                warn_of_shared_subsamples(scorer)
                 return product
     note_once(
         f"the model's factor graph has {len(graph.nodes)} nodes, but the model takes no sets of states in dimensions left of its "

@@ -29,7 +29,7 @@ from pyro_truncated.guide.structure import (
     without_states,
 )
 from pyro_truncated.program.call import Call
-from pyro_truncated.program.candidate_runs import Conditional, RunMode
+from pyro_truncated.program.candidate_runs import RUN_MODES, Conditional, RunMode
 from pyro_truncated.program.chain_scorer import ChainLayout, ChainScorer
 from pyro_truncated.program.discovery import refuse_partial_plates
 from pyro_truncated.program.inspection import ordinary_tensors
@@ -37,6 +37,8 @@ from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.product_layout import ProductLayout
 from pyro_truncated.program.product_scorer import ProductScorer
+from pyro_truncated.program.sites import sample_nodes
+from pyro_truncated.program.structures import KnownStructures, refuse_other_structure, warn_of_shared_subsamples
 from pyro_truncated.program.subsampling import SparseSubsamples
 from pyro_truncated.program.vectorization import run_mode_for
 from pyro_truncated.states.space import StateSpace
@@ -167,6 +169,8 @@ class WholeModelGuide(AutoGuide):
         with ordinary_tensors(), spare_random_numbers(), free_plate_dims():
             self._refuse_another()
             trace = first_run(call, self.conditional)
+            self._structures = KnownStructures()
+            self._structures.add(call, sample_nodes(trace))
             self._layout, dependencies = find_layout(call, trace, self.max_count, self.num_states)
             is_whole = self.whole_states or self.holds_whole_states or self.conditional is not None
             self._product = None if is_whole else find_product(call, trace, self._layout, dependencies, self.num_states)
@@ -187,14 +191,9 @@ class WholeModelGuide(AutoGuide):
                 if self._product is not None:
                     self._run_mode, self.is_enumerable = "together", False
                     return
-                self._run_mode, self.is_enumerable = run_mode_for(
-                    self.vectorize,
-                    call,
-                    self._layout,
-                    conditional=self.conditional,
-                    memory_budget=self.memory_budget,
-                    num_states=self.num_states,
-                )
+                scorer = self._whole_scorer(call)
+                warn_of_shared_subsamples(scorer)
+                self._run_mode, self.is_enumerable = run_mode_for(self.vectorize, scorer, self.num_states)
 
     def _forget_model(self) -> None:
         """Forgets the model, so that the next call sets the guide up."""
@@ -234,10 +233,21 @@ class WholeModelGuide(AutoGuide):
                 "AutoGuideList, or give it a conditional.",
                 stacklevel=3,
             )
+        scorer = self._scorer(call, values)
+        if (call, scorer.nodes) in self._structures:
+            return scorer
+        self._look_again(scorer)
+        self._structures.add(call, scorer.nodes)
+        return self._scorer(call, {**(values or {}), **scorer.subsamples})
+
+    def _scorer(self, call: Call, values: Mapping[str, Any] | None) -> LogJoint | ProductScorer | ChainScorer:
         if isinstance(self._product, ChainLayout):
             return ChainScorer(call, self._product, values)
         if self._product is not None:
             return ProductScorer.on_sets(call, self._product, values, self._stored_sets)
+        return self._whole_scorer(call, values)
+
+    def _whole_scorer(self, call: Call, values: Mapping[str, Any] | None = None) -> LogJoint:
         return LogJoint(
             call,
             self.layout,
@@ -246,6 +256,28 @@ class WholeModelGuide(AutoGuide):
             memory_budget=self.memory_budget,
             run_mode=self._run_mode,
         )
+
+    def _look_again(self, scorer: LogJoint | ProductScorer | ChainScorer) -> None:
+        """Reads the structure of a call that may have another one.
+
+        What the model has not taken once, such as many states at once, it is not given again.
+
+        Raises:
+            ValueError: if densities or supports depend on other latents.
+        """
+        with ordinary_tensors(), spare_random_numbers(), torch.no_grad():
+            refuse_other_structure(scorer, self.max_count)
+            warn_of_shared_subsamples(scorer)
+            if not isinstance(scorer, LogJoint):
+                return
+            layout = scorer.layout
+            was_linear, took_shared = layout.is_linear, layout.takes_shared_states
+            layout.is_linear = layout.takes_shared_states = False
+            mode, is_enumerable = run_mode_for(self.vectorize, scorer, self.num_states)
+            layout.is_linear &= was_linear
+            layout.takes_shared_states &= took_shared
+            self._run_mode = max(self._run_mode, mode, key=RUN_MODES.index)
+            self.is_enumerable &= is_enumerable
 
     # --- the guides beside this one, and the plates that they share ---
 

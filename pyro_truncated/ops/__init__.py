@@ -48,19 +48,19 @@ from pyro_truncated.ops.packed_states import (
     value_probabilities,
 )
 from pyro_truncated.ops.quadratic import flip_energy, moments, pair_energy, square_error
-from pyro_truncated.ops.slabs import (
-    correlated_slab_log_prob,
-    correlated_slab_moments,
-    correlated_slab_moments_by_dimension,
-    expected_log_slab_prior,
-    spike_slab_log_prob,
-    spike_slab_moments,
-    spike_slab_moments_by_dimension,
-)
+from pyro_truncated.ops.slabs import expected_log_slab_prior, slab_log_prob, slab_moments, slab_moments_by_dimension
 from pyro_truncated.ops.streams import Source, Stream, draw_ahead, draw_seed, mix_bits, positions, uniform, uniform_integers
 from pyro_truncated.utils.budget import memory_budget
 
-_RENAMED = {"mixed": "mix_bits", "repeated": "find_duplicates", "take": "gather_states", "use": "use_backend"}
+_RENAMED = {
+    **{"mixed": "mix_bits", "repeated": "find_duplicates", "take": "gather_states", "use": "use_backend"},
+    # One name for slabs of both kinds.
+    **{
+        f"{kind}_slab_{what}": f"slab_{what}"
+        for kind in ("spike", "correlated")
+        for what in ("log_prob", "moments", "moments_by_dimension")
+    },
+}
 
 __all__ = [
     "Fields",
@@ -70,9 +70,6 @@ __all__ = [
     "check_bits",
     "check_words",
     "cholesky",
-    "correlated_slab_log_prob",
-    "correlated_slab_moments",
-    "correlated_slab_moments_by_dimension",
     "cross",
     "defer_checks",
     "draw_ahead",
@@ -109,10 +106,10 @@ __all__ = [
     "read_number",
     "select_parents",
     "select_top",
+    "slab_log_prob",
+    "slab_moments",
+    "slab_moments_by_dimension",
     "sparse_flip_probabilities",
-    "spike_slab_log_prob",
-    "spike_slab_moments",
-    "spike_slab_moments_by_dimension",
     "square_error",
     "uniform",
     "uniform_integers",

@@ -116,13 +116,13 @@ def safe_log(probability: Tensor) -> Tensor:
 def forward_messages(words: Tensor, unary: Tensor, transitions: Transitions) -> tuple[Tensor, Tensor]:
     """Messages ``forward`` and ``log_norm`` of :class:`Messages`."""
     _check(words, unary, transitions)
-    return backend("binary_chains", words).messages(words, unary, *transitions, forward=True)  # type: ignore[no-any-return]
+    return backend("binary_chains", words).messages(words, unary, *transitions, [True])[0]  # type: ignore[no-any-return]
 
 
 def backward_messages(words: Tensor, unary: Tensor, transitions: Transitions) -> Tensor:
     """Messages ``backward`` of :class:`Messages`."""
     _check(words, unary, transitions)
-    return backend("binary_chains", words).messages(words, unary, *transitions, forward=False)[0]  # type: ignore[no-any-return]
+    return backend("binary_chains", words).messages(words, unary, *transitions, [False])[0][0]  # type: ignore[no-any-return]
 
 
 def messages(words: Tensor, unary: Tensor, transitions: Transitions) -> Messages:
@@ -130,8 +130,8 @@ def messages(words: Tensor, unary: Tensor, transitions: Transitions) -> Messages
 
     Misfitting shapes, NaN, and steps beyond a sequence's end are refused.
     """
-    forward, log_norm = forward_messages(words, unary, transitions)
-    backward = backend("binary_chains", words).messages(words, unary, *transitions, forward=False)[0]
+    _check(words, unary, transitions)
+    (forward, log_norm), (backward, _) = backend("binary_chains", words).messages(words, unary, *transitions, [True, False])
     return Messages(forward, backward, log_norm)
 
 
@@ -259,7 +259,7 @@ class _FreeEnergy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, words: Tensor, unary: Tensor, log_prob: Tensor, kind: Tensor) -> Tensor:
         """Returns the bounds ``(N,)``: sums of log normalisers over steps."""
-        forward, log_norm = backend("binary_chains", words).messages(words, unary, log_prob, kind, forward=True)
+        ((forward, log_norm),) = backend("binary_chains", words).messages(words, unary, log_prob, kind, [True])
         ctx.save_for_backward(words, unary, log_prob, kind, forward, log_norm)
         remember_context(ctx)
         return log_norm.sum(1)  # type: ignore[no-any-return]
@@ -270,7 +270,7 @@ class _FreeEnergy(torch.autograd.Function):
         """Gradients: posterior probabilities ``(N, T, S)`` and expected transitions ``(K, M, 2, 2)``."""
         words, unary, log_prob, kind, forward, log_norm = ctx.saved_tensors
         transitions = Transitions(log_prob, kind)
-        backward = backend("binary_chains", words).messages(words, unary, log_prob, kind, forward=False)[0]
+        ((backward, _),) = backend("binary_chains", words).messages(words, unary, log_prob, kind, [False])
         sums = Messages(forward, backward, log_norm)
         weights = sums.log_weights().exp() * (kind >= 0).unsqueeze(-1) * grad.double().view(-1, 1, 1)
         counts = expected_transitions(words, unary, transitions, sums, grad)

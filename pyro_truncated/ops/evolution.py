@@ -3,6 +3,9 @@
 They are those of Guiraud, Drefs & Lücke (2018), "Evolutionary Expectation Maximization", section 3 and appendix D, extended to latents of
 more than two values. Random numbers are keyed by a data point's position among all data (``rows``) and a seed, so results depend neither on
 the batch nor on the device.
+
+Functions take packed states ``words (N, C, W)`` and ``fields``, where their latents lie. Those that draw take ``rows (N,)``, by default ``0
+.. N - 1``, and a ``generator``. Shapes that do not fit raise ``ValueError``.
 """
 
 from __future__ import annotations
@@ -61,17 +64,7 @@ def most_flips(number: int, probability: float) -> int:
 
 
 def find_duplicates(words: Tensor) -> Tensor:
-    """Which states of each data point equal an earlier one.
-
-    Args:
-        words: packed states, ``(N, C, W)`` int64.
-
-    Returns:
-        Booleans ``(N, C)``; the first occurrence of a state is ``False``, every further one ``True``.
-
-    Raises:
-        ValueError: if ``words`` is not a three-dimensional int64 tensor.
-    """
+    """Which states of each data point equal an earlier one, Booleans ``(N, C)``."""
     check_words("words", words)
     return backend("evolution", words).find_duplicates(words)  # type: ignore[no-any-return]
 
@@ -82,19 +75,10 @@ def select_top(words_a: Tensor, log_joint_a: Tensor, words_b: Tensor, log_joint_
     A state that occurs more than once has the log joint of its first occurrence. So :math:`\log\sum_s p(s, y_n)` never falls below that of
     the best ``size`` states of ``a``. Costs expected :math:`O(S + C)` per data point on the CPU.
 
-    Args:
-        words_a: packed states ``(N, S, W)``, distinct within each data point.
-        log_joint_a: their log joints ``(N, S)``; ``-inf`` is legal, NaN is not.
-        words_b: more packed states ``(N, C, W)``, which may repeat each other and those of ``a``.
-        log_joint_b: their log joints ``(N, C)``.
-        size: number of states to keep.
-
-    Returns:
-        States ``(N, size, W)`` and log joints ``(N, size)`` in their original order, those of ``a`` first. Among states of equal
-        log joint the earlier ones are kept.
-
-    Raises:
-        ValueError: if the shapes do not fit, or a data point has fewer than ``size`` distinct states, which takes ``size > S``.
+    The states ``words_a (N, S, W)`` are distinct within each data point, those of ``words_b (N, C, W)`` may repeat each other and them. Of
+    log joints ``-inf`` is legal, NaN is not. Returns states ``(N, size, W)`` and log joints ``(N, size)`` in their original order, those of
+    ``a`` first. Among states of equal log joint the earlier ones are kept. A data point with fewer than ``size`` distinct states is an
+    error.
     """
     _check_pair(words_a, log_joint_a, words_b, log_joint_b, size)
     dtype = torch.promote_types(log_joint_a.dtype, log_joint_b.dtype)
@@ -130,20 +114,8 @@ def select_parents(
     .. math:: F(s) = (\log p(s, y_n) - m_n) + |m_n|, \qquad m_n = \min_{s'} \log p(s', y_n),
 
     which for :math:`m_n < 0` is equation (7) of the paper, :math:`\log p - 2 m_n`, and is never negative. Parents are drawn in turn, each
-    in proportion to the fitness of those that are left; states of fitness zero follow last, after them states of probability zero.
-
-    Args:
-        log_joint: log joints ``(N, S)``.
-        num_parents: number of parents ``P``, at most ``S``.
-        by_fitness: ``False`` draws uniformly among possible states.
-        rows: positions ``(N,)`` of the data points among all data. Default: ``0 .. N - 1``.
-        generator: source of randomness.
-
-    Returns:
-        Positions of the parents, ``(N, P)`` int64, distinct within a row.
-
-    Raises:
-        ValueError: if there are fewer states than parents.
+    in proportion to the fitness of those that are left; states of fitness zero follow last, after them states of probability zero. Without
+    ``by_fitness`` possible states are drawn uniformly. Returns positions ``(N, P)`` int64, distinct within a row.
     """
     if log_joint.dim() != 2 or not 1 <= num_parents <= log_joint.shape[1]:
         raise ValueError(f"cannot draw {num_parents} distinct parents from log joints of shape {tuple(log_joint.shape)}, expected (N, S)")
@@ -154,19 +126,8 @@ def select_parents(
 def cross(parents: Tensor, fields: Fields, *, rows: Tensor | None = None, generator: Source = None) -> Tensor:
     r"""Single-point crossover of all pairs of parents: both offspring of each pair.
 
-    A pair draws a cut :math:`c` uniformly from :math:`1 .. L - 1` and swaps its latents :math:`c, .., L - 1`.
-
-    Args:
-        parents: packed states ``(N, P, W)``.
-        fields: where their latents lie, at least two.
-        rows: positions ``(N,)`` of the data points among all data. Default: ``0 .. N - 1``.
-        generator: source of randomness.
-
-    Returns:
-        Children ``(N, P (P - 1), W)``.
-
-    Raises:
-        ValueError: if there are fewer than two latents or parents.
+    A pair draws a cut :math:`c` uniformly from :math:`1 .. L - 1` and swaps its latents :math:`c, .., L - 1`. Returns children ``(N, P (P -
+    1), W)``.
     """
     check_words("parents", parents)
     if fields.num_latents < 2 or parents.shape[1] < 2:
@@ -176,20 +137,7 @@ def cross(parents: Tensor, fields: Fields, *, rows: Tensor | None = None, genera
 
 
 def flip_random(words: Tensor, fields: Fields, *, rows: Tensor | None = None, generator: Source = None) -> Tensor:
-    """Moves one uniformly chosen latent of every state to another value.
-
-    Args:
-        words: packed states ``(N, C, W)``.
-        fields: where their latents lie.
-        rows: positions ``(N,)`` of the data points among all data. Default: ``0 .. N - 1``.
-        generator: source of randomness.
-
-    Returns:
-        Mutated states ``(N, C, W)``, each different from the state it was made from.
-
-    Raises:
-        ValueError: if the space has only one state.
-    """
+    """Moves one uniformly chosen latent of every state to another value."""
     _check_mutable(words, fields)
     keys = positions(rows, len(words), words.device), draw_seed(generator)
     flipped: Tensor = backend("evolution", words).flip_random(words, fields, *keys)
@@ -231,21 +179,8 @@ def flip_sparse(
     """Sparsity-driven flips: binary latents change independently with the probabilities of :func:`sparse_flip_probabilities`.
 
     A latent of more than two values moves to another of them, chosen uniformly, with probability ``flip_probability``. In a state that
-    would stay unchanged one uniformly chosen latent changes as in :func:`flip_random`.
-
-    Args:
-        words: packed states ``(N, C, W)``.
-        fields: where their latents lie.
-        target_activity: wanted mean number of active latents.
-        flip_probability: mean, in (0, 1].
-        rows: positions ``(N,)`` of the data points among all data. Default: ``0 .. N - 1``.
-        generator: source of randomness.
-
-    Returns:
-        Mutated states ``(N, C, W)``, each different from the state it was made from.
-
-    Raises:
-        ValueError: if the space has only one state or the probability lies outside (0, 1].
+    would stay unchanged one uniformly chosen latent changes as in :func:`flip_random`. ``target_activity`` is the wanted mean number of
+    active latents.
     """
     _check_mutable(words, fields)
     if not 0 < flip_probability <= 1:
@@ -263,21 +198,7 @@ def _check_mutable(words: Tensor, fields: Fields) -> None:
 
 
 def initial_states(fields: Fields, num_data: int, num_states: int, generator: Source = None, *, rows: Tensor | None = None) -> Tensor:
-    """Distinct initial states of each data point, see :func:`pyro_truncated.states.population.initial_population`.
-
-    Args:
-        fields: where the latents lie.
-        num_data: data points ``N``.
-        num_states: states per data point ``S``.
-        generator: source of randomness.
-        rows: positions ``(N,)`` of the data points among all data. Default: ``0 .. N - 1``.
-
-    Returns:
-        Packed states ``(N, S, W)``.
-
-    Raises:
-        ValueError: if there are fewer than ``num_states`` states.
-    """
+    """Distinct initial states ``(N, S, W)``, see :func:`pyro_truncated.states.population.initial_population`."""
     if not 1 <= num_states <= fields.size:
         raise ValueError(f"num_states must be at least 1 and at most the number of states in the space, {fields.size}; got {num_states}")
     keys = positions(rows, num_data, torch.device("cpu")), draw_seed(generator)

@@ -8,6 +8,9 @@ too. With slabs the model of a data point given its coefficients :math:`s = b \o
     b_h \sim \mathrm{Bernoulli}(\pi_h), \qquad z_h \sim \mathcal N(\mu_h, \tau_h^2).
 
 Entries of ``y`` that are NaN are missing and contribute nothing. A coefficient of zero stands for a cause that is off.
+
+With ``words (N, C, W)`` and their ``weights (N, C)``, functions take observations ``value (N, D)``, the dictionary ``weight (D, H)``, and
+the inverse noise variances ``precision (D,)``. Results are float64. Shapes that do not fit raise ``ValueError``.
 """
 
 from __future__ import annotations
@@ -170,19 +173,8 @@ def maximum_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tenso
     r"""Weighted squared residuals :math:`\sum_d \lambda_d (y_{nd} - \bar y_d(s))^2` over the observed entries of each data point.
 
     On the CPU a state costs a comparison per active latent and observed dimension. Differentiable once in ``value``, ``weight`` and
-    ``precision``; the first of several maxima takes the whole gradient.
-
-    Args:
-        words: packed states, ``(N, C, W)``.
-        value: observations, ``(N, D)``. NaN marks a missing entry, which contributes nothing.
-        weight: dictionary :math:`W`, ``(D, H)``. Negative entries never win.
-        precision: weights :math:`\lambda` of the observed dimensions, ``(D,)``.
-
-    Returns:
-        Sums ``(N, C)`` in float64.
-
-    Raises:
-        ValueError: if the shapes do not fit.
+    ``precision``; the first of several maxima takes the whole gradient. Negative entries of the dictionary never win. Returns sums ``(N,
+    C)``.
     """
     check_likelihood(words, value, weight, precision)
     return _MaximumError.apply(words, value, weight, precision)  # type: ignore[no-any-return, no-untyped-call]
@@ -192,20 +184,9 @@ def maximum_statistics(words: Tensor, weights: Tensor, value: Tensor, weight: Te
     r"""Sums over who attains the maximum, for M-step and gradient.
 
     With weights :math:`w_{nc}` and :math:`A_{dh}(s) = 1` where latent ``h`` is the first that attains :math:`\bar y_d(s) > 0`, else 0.
-
-    Args:
-        words: packed states, ``(N, C, W)``.
-        weights: weights of the states, ``(N, C)``.
-        value: observations, ``(N, D)``. NaN where missing.
-        weight: dictionary :math:`W`, ``(D, H)``.
-
-    Returns:
-        First moments :math:`\sum_c w_{nc} s`, ``(N, H)``; predictions :math:`\sum_c w_{nc} \bar y(s)`, ``(N, D)``, also of missing
-        entries; wins :math:`\sum_{nc} w_{nc} A_{dh}(s)` and sums :math:`\sum_{nc} w_{nc}\, y_{nd} A_{dh}(s)` over the observed entries,
-        ``(D, H)``. All float64.
-
-    Raises:
-        ValueError: if the shapes do not fit.
+    Returns first moments :math:`\sum_c w_{nc} s`, ``(N, H)``; predictions :math:`\sum_c w_{nc} \bar y(s)`, ``(N, D)``, also of missing
+    entries; wins :math:`\sum_{nc} w_{nc} A_{dh}(s)` and sums :math:`\sum_{nc} w_{nc}\, y_{nd} A_{dh}(s)` over the observed entries, ``(D,
+    H)``.
     """
     check_weights(words, weights)
     check_likelihood(words, value, weight, weight[:, 0] if weight.dim() == 2 else weight)
@@ -253,40 +234,16 @@ def maximum_score(words: Tensor, value: Tensor, natural: Tensor, partition: Tens
     :math:`\eta_d(s)` and :math:`A_d(s)` are the largest natural parameter and log partition function of the active latents and the
     background, in the same order. On the CPU a state costs two comparisons per active latent and observed dimension. Differentiable once in
     all arguments but the words; of several that are largest the first takes the whole gradient, and the background before all latents.
-
-    Args:
-        words: packed states, ``(N, C, W)``.
-        value: observations, ``(N, D)``. NaN marks a missing entry, which contributes nothing.
-        natural: natural parameters, ``(D, H + 1)``. The last are those of the background.
-        partition: log partition functions, ``(D, H + 1)``.
-
-    Returns:
-        Sums ``(N, C)`` in float64.
-
-    Raises:
-        ValueError: if the shapes do not fit.
+    Parameters ``(D, H + 1)`` end with those of the background. Returns sums ``(N, C)``.
     """
     _check_score(words, value, natural, partition)
     return _MaximumScore.apply(words, value, natural, partition)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def maximum_wins(words: Tensor, weights: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    r"""Who explains the data under a superposition by maximum above a background.
+    r"""As :func:`maximum_statistics`, of a superposition by maximum above a background.
 
-    Args:
-        words: packed states, ``(N, C, W)``.
-        weights: weights :math:`w_{nc}` of the states, ``(N, C)``.
-        value: observations, ``(N, D)``. NaN where missing.
-        weight: dictionary and background, or anything that grows with them, ``(D, H + 1)``.
-
-    Returns:
-        First moments :math:`\sum_c w_{nc} s`, ``(N, H)``. Sums :math:`\sum_c w_{nc}` of the maxima,
-        ``(N, D)``, also where entries are missing. Let :math:`A_{dh}(s) = 1` where ``h`` is the
-        largest. Wins :math:`\sum_{nc} w_{nc} A_{dh}(s)` and sums :math:`\sum_{nc} w_{nc}\, y_{nd}
-        A_{dh}(s)` over the observed entries, ``(D, H + 1)``. All are float64.
-
-    Raises:
-        ValueError: if the shapes do not fit.
+    ``weight (D, H + 1)`` are dictionary and background, or anything that grows with them, and so are wins and sums. Who is largest wins.
     """
     check_weights(words, weights)
     _check_score(words, value, weight, weight)
@@ -340,29 +297,8 @@ def maximum_slab_gibbs(
     r"""Draws coefficients of each data point's selected causes by Gibbs sampling.
 
     An update draws :math:`(b_h, z_h)` jointly from their exact conditional, which is Gaussian in :math:`z_h` between the thresholds at
-    which the cause wins another dimension. A sweep updates every selected cause once, in random order.
-
-    Args:
-        value: observations, ``(N, D)``. NaN where missing.
-        weight: dictionary :math:`W \ge 0`, ``(D, H)``.
-        precision: inverse noise variances :math:`\lambda`, ``(D,)``.
-        log_odds: prior log odds of the indicators, ``(H,)``.
-        slab_mean: :math:`\mu`, ``(H,)``.
-        slab_deviation: :math:`\tau`, ``(H,)``.
-        selected: selected causes, ``(N, K)`` int64, distinct within a row.
-        coefficients: where the chains start, ``(N, H)``. Those of causes that are not selected count as zero.
-        burn_in: sweeps before the first one kept.
-        sweeps: sweeps kept, at least one.
-        rows: positions ``(N,)`` of the data points among all data, by which random numbers are keyed. Default: ``0 .. N - 1``.
-        generator: source of randomness. Default: torch's global generator.
-
-    Returns:
-        The selected causes' coefficients after each sweep kept, ``(N, sweeps, K)``. Also the mean
-        over these sweeps of the exact conditional probabilities that they are on, ``(N, K)``. Both
-        are float64.
-
-    Raises:
-        ValueError: if the shapes do not fit, an element is negative, or a number of sweeps is out of range.
+    which the cause wins another dimension. A sweep updates every selected cause once, in random order. Arguments, their checks and results
+    are those of :meth:`pyro_truncated.distributions.MaximumSuperposition.draw_coefficients`, of latents ``(H,)``.
     """
     _check_slabs(value, weight, selected)
     _check_chain(value, weight, selected, coefficients, burn_in, sweeps)
@@ -378,19 +314,8 @@ def maximum_slab_statistics(value: Tensor, weight: Tensor, selected: Tensor, dra
     r"""What the causes win, summed over data, averaged over draws.
 
     With :math:`A_{dh} = 1` where cause ``h`` attains a positive maximum in the observed dimension ``d``: :math:`\sum_n \langle A_{dh} s_h
-    \rangle y_{nd}`, :math:`\sum_n \langle A_{dh} s_h^2 \rangle` and :math:`\sum_n \langle (y_{nd} - \max(0, \max_h s_h W_{dh}))^2 \rangle`.
-
-    Args:
-        value: observations, ``(N, D)``. NaN where missing.
-        weight: dictionary :math:`W \ge 0`, ``(D, H)``.
-        selected: selected causes, ``(N, K)``.
-        draws: their coefficients, ``(N, S, K)``.
-
-    Returns:
-        ``(D, H)``, ``(D, H)`` and ``(D,)`` in float64.
-
-    Raises:
-        ValueError: if the shapes do not fit, or an element is negative.
+    \rangle y_{nd}`, :math:`\sum_n \langle A_{dh} s_h^2 \rangle` and :math:`\sum_n \langle (y_{nd} - \max(0, \max_h s_h W_{dh}))^2 \rangle`,
+    ``(D, H)``, ``(D, H)`` and ``(D,)``, of ``selected (N, K)`` causes and ``draws (N, S, K)`` of their coefficients.
     """
     _check_slabs(value, weight, selected)
     if draws.dim() != 3 or draws.shape[::2] != selected.shape:

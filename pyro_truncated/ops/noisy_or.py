@@ -1,4 +1,9 @@
-"""Likelihoods of packed binary states under a noisy-OR, with statistics."""
+r"""Likelihoods of packed binary states under a noisy-OR, with statistics.
+
+With ``words (N, C, W)`` and observations ``value (N, D)`` in {0, 1}, NaN where missing, both functions take ``log_complement (D, H)``,
+:math:`\log(1 - W)`, and ``log_leak_complement (D,)``, :math:`\log(1 - w_0)`. Shapes that do not fit, and other observations, raise
+``ValueError``.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +27,8 @@ def noisy_or_log_prob(
         \ell_d = \log(1 - w_{0d}) + \sum_h s_h \log(1 - W_{dh}) = \log p(y_d = 0 \mid s).
 
     An observation that is impossible under a state (:math:`y_d = 1`, :math:`\ell_d = 0`) gives exactly minus infinity. Differentiable once
-    in the parameters and in ``linear``.
-
-    Args:
-        words: packed states, ``(N, C, W)``.
-        value: observations in {0, 1}, ``(N, D)``. NaN marks a missing entry, which contributes nothing.
-        log_complement: :math:`\log(1 - W)`, ``(D, H)``.
-        log_leak_complement: :math:`\log(1 - w_0)`, ``(D,)``.
-        linear: coefficients ``(N, H)`` of a linear function of the state to add, such as prior logits.
-
-    Returns:
-        Log probabilities ``(N, C)`` of the type of ``log_complement``.
-
-    Raises:
-        ValueError: if the shapes do not fit or an observation is neither 0, 1 nor NaN.
+    in the parameters and in ``linear (N, H)``, coefficients of a linear function of the state to add, such as prior logits. Returns log
+    probabilities ``(N, C)`` of the type of ``log_complement``.
     """
     _check_noisy_or(words, value, log_complement, log_leak_complement)
     if linear is None:
@@ -52,20 +45,7 @@ def noisy_or_statistics(
 
     With :math:`N_d(s) = 1 - e^{\ell_d(s)}` and weights :math:`w_{nc}`: the first moments :math:`\sum_c w_{nc} s`, the ratios :math:`R_{dh}
     = \sum_n y_{nd} \sum_c w_{nc}\, s_h / N_d(s)`, and the same ratios of the leak, :math:`\sum_n y_{nd} \sum_c w_{nc} / N_d(s)`. States of
-    weight zero are skipped, whatever they imply.
-
-    Args:
-        words: packed states, ``(N, C, W)``.
-        weights: weights of the states, ``(N, C)``.
-        value: observations in {0, 1}, ``(N, D)``. NaN where missing.
-        log_complement: :math:`\log(1 - W)`, ``(D, H)``.
-        log_leak_complement: :math:`\log(1 - w_0)`, ``(D,)``.
-
-    Returns:
-        First moments ``(N, H)``, ratios ``(D, H)`` and ratios of the leak ``(D,)``, all float64.
-
-    Raises:
-        ValueError: if the shapes do not fit or an observation is neither 0, 1 nor NaN.
+    weight zero are skipped, whatever they imply. Shapes are ``(N, H)``, ``(D, H)`` and ``(D,)``, all float64.
     """
     check_weights(words, weights)
     _check_noisy_or(words, value, log_complement, log_leak_complement)

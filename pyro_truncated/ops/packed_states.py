@@ -180,15 +180,7 @@ def single_states(fields: Fields, first: int = 1) -> tuple[Tensor, Tensor, Tenso
 
 
 def gather_states(words: Tensor, positions: Tensor) -> Tensor:
-    """The states of each data point at the given positions.
-
-    Args:
-        words: packed states ``(N, S, W)``, or anything else that has a row per state.
-        positions: which ones, ``(N, K)`` int64.
-
-    Returns:
-        ``(N, K, W)``.
-    """
+    """The states ``(N, K, W)`` of each data point at positions ``(N, K)``, of ``(N, S, W)``."""
     return words.gather(1, positions.unsqueeze(-1).expand(-1, -1, words.shape[-1]))
 
 
@@ -219,7 +211,7 @@ def check_bits(words: Tensor, num_latents: int) -> None:
     beyond = -1 << num_bits
 
     def complain() -> None:
-        first = backend("latent_values", rows).first_beyond(rows, beyond)
+        first = int((rows[..., -1] & beyond).flatten().nonzero()[0])
         raise ValueError(
             f"state {first % words.shape[1]} of row {first // words.shape[1]} has bits set beyond the last of its {num_latents} latents; "
             "it belongs to another state space"
@@ -230,8 +222,8 @@ def check_bits(words: Tensor, num_latents: int) -> None:
         if question not in answers:
             raise_if((rows[..., -1] & beyond).any(), complain)
             on_success(lambda: answers.update({question: True}))
-    elif backend("latent_values", rows).first_beyond(rows, beyond) >= 0:
-        complain()
+    else:
+        raise_if((rows[..., -1] & beyond).any(), complain)
 
 
 def check_rows(words: Tensor, companion: Tensor, name: str) -> tuple[int, int]:
@@ -314,18 +306,10 @@ def unpack(words: Tensor, fields: Fields, dtype: torch.dtype) -> Tensor:
 
 
 def activation_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> Tensor:
-    r"""Probability :math:`\sum_s w_{ns} [s_l \ne 0]` that a latent is not zero.
+    r"""Probability :math:`\sum_s w_{ns} [s_l \ne 0]` that a latent is not zero, ``(N, L)``.
 
-    Args:
-        words: packed states ``(N, S, W)``.
-        weights: weights of the states, ``(N, S)``; probabilities if they sum to one.
-        fields: where their latents lie.
-
-    Returns:
-        ``(N, L)`` in the type of the weights, accumulated in float64 on the CPU.
-
-    Raises:
-        ValueError: if the shapes do not fit or a state does not belong to the space.
+    Of states ``(N, S, W)`` and weights ``(N, S)``, in whose type it is, accumulated in float64 on the CPU. Shapes that do not fit, and
+    states of another space, raise ``ValueError``.
     """
     if not fields.is_binary:
         return value_probabilities(words, weights, fields)[..., 1:].sum(-1)
@@ -335,18 +319,9 @@ def activation_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> 
 
 
 def value_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> Tensor:
-    r"""Probability :math:`\sum_s w_{ns} [s_l = v]` of every value of every latent.
+    r"""Probability :math:`\sum_s w_{ns} [s_l = v]` of every value of every latent, ``(N, L, V)``.
 
-    Args:
-        words: packed states ``(N, S, W)``.
-        weights: weights of the states, ``(N, S)``; probabilities if they sum to one.
-        fields: where their latents lie.
-
-    Returns:
-        ``(N, L, V)`` with ``V`` the largest cardinality; zero at values that a latent does not have.
-
-    Raises:
-        ValueError: if the shapes do not fit or a state does not belong to the space.
+    As :func:`activation_probabilities`, with ``V`` the largest cardinality; zero at values that a latent does not have.
     """
     if fields.is_binary:
         active = activation_probabilities(words, weights, fields)
@@ -361,19 +336,10 @@ def value_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> Tenso
 
 
 def draw_values(probabilities: Tensor, num_samples: int, fields: Fields, *, rows: Tensor | None = None, generator: Source = None) -> Tensor:
-    """Draws states whose latents are independent.
+    """Draws states ``(N, num_samples, W)`` whose latents are independent.
 
-    Args:
-        probabilities: probability of every value of every latent, ``(N, L, V)`` with ``V`` the
-            largest cardinality. Each latent's sum to one and vanish at values that it does not
-            have.
-        num_samples: number of states per data point.
-        fields: where their latents lie.
-        rows: positions ``(N,)`` of the data points among all data. Default: ``0 .. N - 1``.
-        generator: source of randomness.
-
-    Returns:
-        Packed states ``(N, num_samples, W)``.
+    ``probabilities (N, L, V)`` are those of every value of every latent, see :func:`value_probabilities`. Random numbers are keyed by
+    ``rows (N,)``.
     """
     if probabilities.dim() != 3 or probabilities.shape[1:] != (fields.num_latents, fields.num_values):
         raise ValueError(

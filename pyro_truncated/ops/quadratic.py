@@ -1,7 +1,8 @@
 """Quadratic functions of packed binary states, moments, and squared residuals.
 
 All functions of packed binary states take ``words (N, C, W)``, 64 latents to a word (see :class:`pyro_truncated.states.StateSpace`). States
-shared by all data points may come as an expanded tensor.
+shared by all data points may come as an expanded tensor. Coefficients are ``linear (N, H)`` and ``pairwise (H, H)``, which need not be
+symmetric. Shapes that do not fit raise ``ValueError``.
 """
 
 from __future__ import annotations
@@ -19,18 +20,8 @@ def pair_energy(words: Tensor, linear: Tensor, pairwise: Tensor) -> Tensor:
     r"""Quadratic function of binary states: :math:`E_{nc} = \sum_h s_h a_{nh} + \sum_{hh'} s_h s_{h'} B_{hh'}` with :math:`s = s_{nc}`.
 
     On the CPU a state with :math:`k` active latents costs :math:`O(k^2)`. Differentiable in ``linear`` and ``pairwise``, as often as
-    needed; the gradients are the moments of :func:`moments`.
-
-    Args:
-        words: packed states, ``(N, C, W)``.
-        linear: coefficients :math:`a`, ``(N, H)``.
-        pairwise: coefficients :math:`B`, ``(H, H)`` or one matrix per data point ``(N, H, H)``; need not be symmetric.
-
-    Returns:
-        Energies ``(N, C)`` of the type of ``linear``.
-
-    Raises:
-        ValueError: if the shapes do not fit.
+    needed; the gradients are the moments of :func:`moments`. ``pairwise`` may be one matrix per data point, ``(N, H, H)``. Returns energies
+    ``(N, C)`` of the type of ``linear``.
     """
     num_data, num_latents = check_rows(words, linear, "linear (N, H)")
     check_bits(words, num_latents)
@@ -45,18 +36,8 @@ def flip_energy(words: Tensor, linear: Tensor, pairwise: Tensor) -> Tensor:
 
     .. math:: E(s \oplus e_h) - E(s) = (1 - 2 s_h) \bigl(a_{nh} + B_{hh} + \sum_{h' \ne h} s_{h'} (B_{hh'} + B_{h'h})\bigr).
 
-    A state with :math:`k` active latents costs :math:`O(kH)`, where scoring the flips one by one takes :math:`O(k^2 H)`.
-
-    Args:
-        words: one packed state for each data point, ``(N, W)``.
-        linear: coefficients :math:`a`, ``(N, H)``.
-        pairwise: coefficients :math:`B`, ``(H, H)``; need not be symmetric.
-
-    Returns:
-        Changes ``(N, H)`` in float64.
-
-    Raises:
-        ValueError: if the shapes do not fit.
+    A state with :math:`k` active latents costs :math:`O(kH)`, where scoring the flips one by one takes :math:`O(k^2 H)`. There is one state
+    for each data point, ``words (N, W)``. Returns changes ``(N, H)`` in float64.
     """
     num_latents = check_rows(words.unsqueeze(1), linear, "linear (N, H)")[1]
     check_bits(words.unsqueeze(1), num_latents)
@@ -70,17 +51,8 @@ def flip_energy(words: Tensor, linear: Tensor, pairwise: Tensor) -> Tensor:
 def moments(words: Tensor, weights: Tensor, num_latents: int, per_datum: bool = False) -> tuple[Tensor, Tensor]:
     r"""Weighted first and second moments :math:`\sum_c w_{nc} s` and :math:`\sum_{(n)c} w_{nc} s s^\top` of binary states.
 
-    Args:
-        words: packed states, ``(N, C, W)``.
-        weights: of the states, ``(N, C)``, such as posterior probabilities.
-        num_latents: number of latents ``H``.
-        per_datum: keep the second moments of each data point.
-
-    Returns:
-        First moments ``(N, H)`` and second moments ``(H, H)``, or ``(N, H, H)`` with ``per_datum``; both float64.
-
-    Raises:
-        ValueError: if the shapes do not fit.
+    With ``weights (N, C)``, such as posterior probabilities. Returns first moments ``(N, H)`` and second moments ``(H, H)``, or ``(N, H,
+    H)`` with ``per_datum``; both float64.
     """
     check_weights(words, weights)
     check_bits(words, num_latents)
@@ -128,19 +100,8 @@ def square_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tensor
     r"""Weighted squared residuals :math:`\sum_d \lambda_d (y_{nd} - \sum_h W_{dh} s_h)^2` over the observed entries of each data point.
 
     The form for data with missing entries: otherwise :func:`pair_energy` of the expanded square is cheaper. Differentiable once in
-    ``value``, ``weight`` and ``precision``.
-
-    Args:
-        words: packed states, ``(N, C, W)``.
-        value: observations, ``(N, D)``. NaN marks a missing entry, which contributes nothing.
-        weight: dictionary :math:`W`, ``(D, H)``.
-        precision: weights :math:`\lambda` of the observed dimensions, ``(D,)``.
-
-    Returns:
-        Sums ``(N, C)`` in float64.
-
-    Raises:
-        ValueError: if the shapes do not fit.
+    observations ``value (N, D)``, NaN where missing, the dictionary ``weight (D, H)`` and ``precision (D,)``. Returns sums ``(N, C)`` in
+    float64.
     """
     check_likelihood(words, value, weight, precision)
     return _SquareError.apply(words, value, weight, precision)  # type: ignore[no-any-return, no-untyped-call]

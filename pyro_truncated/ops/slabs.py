@@ -7,13 +7,16 @@ The model of a data point given its binary indicators :math:`b` is
 where slabs are independent, :math:`\Psi = \mathrm{diag}(\tau^2)`, or correlated. Entries of ``y`` that are NaN are missing and contribute
 nothing. On the CPU a state with :math:`k` active latents costs :math:`O(k^3)`, whatever the number of dimensions; everything is taken in
 float64.
+
+With ``words (N, C, W)`` and their ``weights (N, C)``, functions take observations ``value (N, D)``, the dictionary ``weight (D, H)``, and
+the inverse noise variances ``precision (D,)``. Slabs have means ``slab_mean (H,)``. Their ``spread`` are deviations ``(H,)`` of independent
+ones, or a positive definite covariance ``(H, H)``. Shapes that do not fit raise ``ValueError``.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,189 +76,70 @@ def data_gradients(
     )
 
 
-def spike_slab_log_prob(
-    words: Tensor,
-    value: Tensor,
-    weight: Tensor,
-    precision: Tensor,
-    slab_mean: Tensor,
-    slab_deviation: Tensor,
-    linear: Tensor | None = None,
-) -> Tensor:
-    r"""Log density :math:`\log p(y_n \mid b)` with the slabs integrated out, under packed indicators.
-
-    .. math:: \log p(y \mid b) = \log \mathcal N\bigl(y;\; W (b \odot \mu),\; \Lambda^{-1} + W\,\mathrm{diag}(b \odot \tau^2)\,W^\top\bigr).
-
-    Differentiable once in all arguments but the words.
-
-    Args:
-        words: packed states, ``(N, C, W)``.
-        value: observations, ``(N, D)``. NaN where missing.
-        weight: dictionary :math:`W`, ``(D, H)``.
-        precision: inverse noise variances, the diagonal of :math:`\Lambda`, ``(D,)``.
-        slab_mean: :math:`\mu`, ``(H,)``.
-        slab_deviation: :math:`\tau`, ``(H,)``.
-        linear: coefficients ``(N, H)`` of a linear function of the state to add, such as prior logits.
-
-    Returns:
-        Log densities ``(N, C)`` in float64.
-
-    Raises:
-        ValueError: if the shapes do not fit.
-    """
-    _check(words, value, weight, precision, slab_mean, slab_deviation, is_correlated=False)
-    out: Tensor = _LogProb.apply(words, value, weight, precision, slab_mean, slab_deviation)  # type: ignore[no-untyped-call]
-    return out if linear is None else out + linear_energy(words, linear, len(value), weight.shape[1])
-
-
-def spike_slab_moments(
-    words: Tensor,
-    weights: Tensor,
-    value: Tensor,
-    weight: Tensor,
-    precision: Tensor,
-    slab_mean: Tensor,
-    slab_deviation: Tensor,
-    per_datum: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Weighted posterior moments of the indicators and of the coefficients :math:`s = b \odot z`.
-
-    Let :math:`\mathcal N(\kappa_b, \Lambda_b)` be the posterior of the active slabs under state :math:`b`, with weights :math:`w_{nc}`.
-    Moments are :math:`\sum_c w_{nc}\, b`, :math:`\sum_c w_{nc}\, \kappa_b` and :math:`\sum_{(n)c} w_{nc} (\Lambda_b + \kappa_b
-    \kappa_b^\top)`.
-
-    Args:
-        words: packed states, ``(N, C, W)``.
-        weights: weights of the states, ``(N, C)``.
-        value: observations, ``(N, D)``. NaN where missing.
-        weight: dictionary :math:`W`, ``(D, H)``.
-        precision: inverse noise variances, ``(D,)``.
-        slab_mean: :math:`\mu`, ``(H,)``.
-        slab_deviation: :math:`\tau`, ``(H,)``.
-        per_datum: keep the second moments of each data point.
-
-    Returns:
-        Sums of the indicators ``(N, H)``, first moments ``(N, H)`` and second moments ``(H, H)``, or ``(N, H, H)`` with ``per_datum``;
-        all float64.
-
-    Raises:
-        ValueError: if the shapes do not fit.
-    """
-    check_weights(words, weights)
-    _check(words, value, weight, precision, slab_mean, slab_deviation, is_correlated=False)
-    terms = slab_terms(value, weight, precision)
-    return backend("slabs", words).moments(words, weights, *terms, slab_mean, slab_deviation, per_datum)  # type: ignore[no-any-return]
-
-
-def spike_slab_moments_by_dimension(
-    words: Tensor, weights: Tensor, value: Tensor, weight: Tensor, precision: Tensor, slab_mean: Tensor, slab_deviation: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Like :func:`spike_slab_moments`, with second moments ``(D, H, H)`` over observed entries.
-
-    Returns:
-        Sums of the indicators ``(N, H)``, first moments ``(N, H)``, second moments ``(D, H, H)``, and the diagonal ``(H,)`` of those over
-        all data points; all float64.
-    """
-
-    def moments(words: Tensor, weights: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Those of a block."""
-        *firsts, pairs = spike_slab_moments(words, weights, value, weight, precision, slab_mean, slab_deviation, per_datum=True)
-        return *firsts, pairs, pairs.diagonal(dim1=-2, dim2=-1).sum(0)
-
-    H = weight.shape[1]
-    active, first, second, squares = _sum_by_dimension(moments, words, weights, value, H, 16 * H**2)
-    return active, first, second, squares
-
-
-def correlated_slab_log_prob(
-    words: Tensor,
-    value: Tensor,
-    weight: Tensor,
-    precision: Tensor,
-    slab_mean: Tensor,
-    slab_covariance: Tensor,
-    linear: Tensor | None = None,
+def slab_log_prob(
+    words: Tensor, value: Tensor, weight: Tensor, precision: Tensor, slab_mean: Tensor, spread: Tensor, linear: Tensor | None = None
 ) -> Tensor:
     r"""Log density :math:`\log p(y_n \mid b)` with the slabs integrated out, under packed indicators.
 
     .. math:: \log p(y \mid b) = \log \mathcal N\bigl(y;\; W (b \odot \mu),\; \Lambda^{-1} + W (b b^\top \odot \Psi) W^\top\bigr).
 
-    Differentiable once in all arguments but the words; the gradient in the covariance is symmetric.
-
-    Args:
-        words: packed states, ``(N, C, W)``.
-        value: observations, ``(N, D)``. NaN where missing.
-        weight: dictionary :math:`W`, ``(D, H)``.
-        precision: inverse noise variances, the diagonal of :math:`\Lambda`, ``(D,)``.
-        slab_mean: :math:`\mu`, ``(H,)``.
-        slab_covariance: :math:`\Psi`, ``(H, H)``, positive definite.
-        linear: coefficients ``(N, H)`` of a linear function of the state to add, such as prior logits.
-
-    Returns:
-        Log densities ``(N, C)`` in float64.
-
-    Raises:
-        ValueError: if the shapes do not fit.
+    Differentiable once in all arguments but the words; the gradient in a covariance is symmetric. ``linear (N, H)`` are coefficients of a
+    linear function of the state to add, such as prior logits. Returns log densities ``(N, C)``.
     """
-    _check(words, value, weight, precision, slab_mean, slab_covariance, is_correlated=True)
-    out: Tensor = _LogProb.apply(words, value, weight, precision, slab_mean, slab_covariance)  # type: ignore[no-untyped-call]
+    _check(words, value, weight, precision, slab_mean, spread)
+    out: Tensor = _LogProb.apply(words, value, weight, precision, slab_mean, spread)  # type: ignore[no-untyped-call]
     return out if linear is None else out + linear_energy(words, linear, len(value), weight.shape[1])
 
 
-def correlated_slab_moments(
+def slab_moments(
     words: Tensor,
     weights: Tensor,
     value: Tensor,
     weight: Tensor,
     precision: Tensor,
     slab_mean: Tensor,
-    slab_covariance: Tensor,
+    spread: Tensor,
     per_datum: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    r"""Weighted posterior moments, and gradients in the slabs' prior.
+) -> tuple[Tensor, ...]:
+    r"""Weighted posterior moments of the indicators and of the coefficients :math:`s = b \odot z`.
 
-    Let :math:`\mathcal N(\mu_b + d, C)` be the posterior of the active slabs under state :math:`b`, and :math:`\Psi_b` their prior
-    covariance. The gradients of :math:`\log p(y \mid b)` are, with zeros for latents that are off,
+    Let :math:`\mathcal N(\mu_b + d, C)` be the posterior of the active slabs under state :math:`b`, with weights :math:`w_{nc}`, and
+    :math:`\kappa_b = \mu_b + d`. Moments are :math:`\sum_c w_{nc}\, b`, :math:`\sum_c w_{nc}\, \kappa_b` and :math:`\sum_{(n)c} w_{nc}
+    (C + \kappa_b \kappa_b^\top)`. Of correlated slabs with prior covariance :math:`\Psi_b` there are also the gradients of :math:`\log
+    p(y \mid b)`, with zeros for latents that are off,
 
     .. math:: \frac{\partial}{\partial \mu_b} = \Psi_b^{-1} d, \qquad
         2 \frac{\partial}{\partial \Psi_b} = \Psi_b^{-1} (C + d d^\top - \Psi_b) \Psi_b^{-1}.
 
-    Args:
-        words: packed states, ``(N, C, W)``.
-        weights: weights of the states, ``(N, C)``.
-        value: observations, ``(N, D)``. NaN where missing.
-        weight: dictionary :math:`W`, ``(D, H)``.
-        precision: inverse noise variances, ``(D,)``.
-        slab_mean: :math:`\mu`, ``(H,)``.
-        slab_covariance: :math:`\Psi`, ``(H, H)``.
-        per_datum: keep the second moments of each data point.
-
-    Returns:
-        Sums of the indicators ``(N, H)``, first moments ``(N, H)``, second moments ``(H, H)``, or
-        ``(N, H, H)`` with ``per_datum``. Also the sums over states and data of the two gradients,
-        ``(H,)`` and ``(H, H)``. All are float64.
-
-    Raises:
-        ValueError: if the shapes do not fit.
+    Returns sums of the indicators ``(N, H)``, first moments ``(N, H)`` and second moments ``(H, H)``, or ``(N, H, H)`` with ``per_datum``.
+    Of correlated slabs it also returns the sums over states and data of the two gradients, ``(H,)`` and ``(H, H)``.
     """
     check_weights(words, weights)
-    _check(words, value, weight, precision, slab_mean, slab_covariance, is_correlated=True)
-    terms = slab_terms(value, weight, precision)
-    return backend("slabs", words).correlated_moments(words, weights, *terms, slab_mean, slab_covariance, per_datum)  # type: ignore[no-any-return]
+    _check(words, value, weight, precision, slab_mean, spread)
+    kernels, terms = backend("slabs", words), slab_terms(value, weight, precision)
+    moments = kernels.moments if spread.dim() == 1 else kernels.correlated_moments
+    return moments(words, weights, *terms, slab_mean, spread, per_datum)  # type: ignore[no-any-return]
 
 
-def correlated_slab_moments_by_dimension(
-    words: Tensor, weights: Tensor, value: Tensor, weight: Tensor, precision: Tensor, slab_mean: Tensor, slab_covariance: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Like :func:`correlated_slab_moments`, with second moments ``(D, H, H)`` over observed entries."""
+def slab_moments_by_dimension(
+    words: Tensor, weights: Tensor, value: Tensor, weight: Tensor, precision: Tensor, slab_mean: Tensor, spread: Tensor
+) -> tuple[Tensor, ...]:
+    """Like :func:`slab_moments`, with second moments ``(D, H, H)`` over observed entries.
 
-    def moments(words: Tensor, weights: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Those of a block."""
-        return correlated_slab_moments(words, weights, value, weight, precision, slab_mean, slab_covariance, per_datum=True)
-
-    H = weight.shape[1]
-    active, first, second, slope, curvature = _sum_by_dimension(moments, words, weights, value, H, 32 * H**2)
-    return active, first, second, slope, curvature
+    Of independent slabs it also returns the diagonal ``(H,)`` of those over all data points.
+    """
+    num_latents = weight.shape[1]
+    active, first, sums = [], [], []
+    second = value.new_zeros(value.shape[1], num_latents**2, dtype=torch.float64)
+    size = rows_per_block((16 if spread.dim() == 1 else 32) * num_latents**2)
+    for rows in zip(words.split(size), weights.split(size), value.split(size), strict=True):
+        on, mean, pairs, *others = slab_moments(*rows, weight, precision, slab_mean, spread, per_datum=True)
+        active.append(on)
+        first.append(mean)
+        second.addmm_((~rows[2].isnan()).double().mT, pairs.flatten(1))
+        sums.append(others or [pairs.diagonal(dim1=-2, dim2=-1).sum(0)])
+    totals = [functools.reduce(torch.add, parts) for parts in zip(*sums, strict=True)]
+    return torch.cat(active), torch.cat(first), second.unflatten(1, (num_latents, num_latents)), *totals
 
 
 def expected_log_slab_prior(
@@ -271,28 +155,12 @@ def expected_log_slab_prior(
 ) -> Tensor:
     r"""Expected log density :math:`\sum_{nc} w_{nc} \langle \log \mathcal N(z_b; m_b, P_b) \rangle` of the active slabs under other priors.
 
-    The posterior is that under the first five parameters, as in :func:`correlated_slab_moments`. Constants are left out.
-
-    Args:
-        words: packed states, ``(N, C, W)``.
-        weights: weights of the states, ``(N, C)``.
-        value: observations, ``(N, D)``. NaN where missing.
-        weight: dictionary :math:`W`, ``(D, H)``.
-        precision: inverse noise variances, ``(D,)``.
-        slab_mean: :math:`\mu`, ``(H,)``.
-        slab_covariance: :math:`\Psi`, ``(H, H)``.
-        means: other means :math:`m`, ``(T, H)``.
-        covariances: other covariances :math:`P`, ``(T, H, H)``, positive definite.
-
-    Returns:
-        ``(T,)`` in float64.
-
-    Raises:
-        ValueError: if the shapes do not fit.
+    The posterior is that under the first five parameters, as in :func:`slab_moments`. Others are ``means (T, H)`` and ``covariances (T, H,
+    H)``, positive definite. Returns ``(T,)``, without constants.
     """
     check_weights(words, weights)
-    _check(words, value, weight, precision, slab_mean, slab_covariance, is_correlated=True)
-    if covariances.shape != (*means.shape, weight.shape[1]) or means.shape[1:] != weight.shape[1:]:
+    _check(words, value, weight, precision, slab_mean, slab_covariance)
+    if slab_covariance.dim() != 2 or covariances.shape != (*means.shape, weight.shape[1]) or means.shape[1:] != weight.shape[1:]:
         raise ValueError(f"means (T, H) and covariances (T, H, H) do not fit; got {tuple(means.shape)} and {tuple(covariances.shape)}")
     terms = slab_terms(value, weight, precision)
     kernels = backend("slabs", words)
@@ -321,17 +189,12 @@ class _LogProb(torch.autograd.Function):
         words, *inputs = ctx.saved_tensors
         parameters = [tensor.double() for tensor in inputs]
         value, weight, precision, mean, spread = parameters
-        has_gaps = bool(value.isnan().any())
+        moments = slab_moments_by_dimension if bool(value.isnan().any()) else slab_moments
+        active, first, second, *others = moments(words, grad, *parameters)
         if spread.dim() == 2:
-            moments = correlated_slab_moments_by_dimension if has_gaps else correlated_slab_moments
-            _, first, second, slope, curvature = moments(words, grad, *parameters)
-            curvature = 0.5 * curvature
+            slope, curvature = others[0], 0.5 * others[1]
         else:
-            if has_gaps:
-                active, first, second, squares = spike_slab_moments_by_dimension(words, grad, *parameters)
-            else:
-                active, first, second = spike_slab_moments(words, grad, *parameters)
-                squares = second.diagonal()
+            (squares,) = others or [second.diagonal()]
             sum_active, sum_first = active.sum(0), first.sum(0)
             deviations = squares - 2 * mean * sum_first + mean.square() * sum_active
             slope = (sum_first - mean * sum_active) / spread.square()
@@ -340,32 +203,12 @@ class _LogProb(torch.autograd.Function):
         return None, *(gradient.to(original.dtype) for gradient, original in zip(gradients, inputs, strict=True))
 
 
-def _sum_by_dimension(
-    moments: Callable[..., tuple[Tensor, ...]], words: Tensor, weights: Tensor, value: Tensor, num_latents: int, bytes_each: int
-) -> tuple[Tensor, ...]:
-    """Moments of row blocks with second moments ``(D, H, H)`` over observed entries."""
-    size, sums = rows_per_block(bytes_each), []
-    active, first = [], []
-    second = value.new_zeros(value.shape[1], num_latents**2, dtype=torch.float64)
-    for rows in zip(words.split(size), weights.split(size), value.split(size), strict=True):
-        on, mean, pairs, *others = moments(*rows)
-        active.append(on)
-        first.append(mean)
-        second.addmm_((~rows[2].isnan()).double().mT, pairs.flatten(1))
-        sums.append(others)
-    totals = [functools.reduce(torch.add, parts) for parts in zip(*sums, strict=True)]
-    return torch.cat(active), torch.cat(first), second.unflatten(1, (num_latents, num_latents)), *totals
-
-
-def _check(
-    words: Tensor, value: Tensor, weight: Tensor, precision: Tensor, slab_mean: Tensor, spread: Tensor, *, is_correlated: bool
-) -> None:
+def _check(words: Tensor, value: Tensor, weight: Tensor, precision: Tensor, slab_mean: Tensor, spread: Tensor) -> None:
     check_likelihood(words, value, weight, precision)
     H = weight.shape[1]
-    if slab_mean.shape != (H,) or spread.shape != ((H, H) if is_correlated else (H,)):
+    if slab_mean.shape != (H,) or spread.shape not in ((H,), (H, H)):
         shapes = f"{tuple(slab_mean.shape)} and {tuple(spread.shape)}"
-        needed = f"means (H,) and covariance (H, H) with H = {H}" if is_correlated else f"means and deviations of shape (H,) = {(H,)}"
-        raise ValueError(f"slabs must have {needed}; got {shapes}")
+        raise ValueError(f"slabs must have means of shape (H,) = {(H,)}, and deviations (H,) or a covariance (H, H); got {shapes}")
 
 
 def collapse(states: Tensor, linear: Tensor, gram: Tensor, mean: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -30,6 +30,8 @@ from pyro_truncated.utils.parameter_store import Assign, isolate
 
 Conditional = Callable[..., Any]
 RunMode = Literal["together", "vmap", "singly"]
+# From the fastest to the slowest.
+RUN_MODES: tuple[RunMode, ...] = ("together", "vmap", "singly")
 
 
 @dataclasses.dataclass

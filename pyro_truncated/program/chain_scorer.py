@@ -34,33 +34,31 @@ class ChainLayout:
     Args:
         layout: the discrete sites of the program.
         chains: the distribution of the site in a run.
-        dependents: names of the sites whose densities depend on it.
 
     Attributes:
         layout: the discrete sites of the program.
         site: the site of chains.
-        dependents: names of the sites whose densities depend on it.
         node_layouts: that of the program: the site is one node.
         groups: the steps of all sequences, whose sets are rows of one population.
         num_steps: steps of each sequence, ``T``.
     """
 
-    def __init__(self, layout: Layout, chains: BinaryChains, dependents: set[str]) -> None:
-        self.layout, self.dependents = layout, frozenset(dependents)
+    def __init__(self, layout: Layout, chains: BinaryChains) -> None:
+        self.layout = layout
         (self.site,) = layout.sites.values()
         self.num_steps, num_chains = chains.num_steps, chains.num_chains
         self.node_layouts = (layout,)
         self.groups = (_Steps(self.site.name, StateSpace([2] * num_chains), layout.num_data * self.num_steps),)
 
     @classmethod
-    def from_trace(cls, trace: poutine.Trace, layout: Layout, dependents: set[str]) -> ChainLayout | None:
+    def from_trace(cls, trace: poutine.Trace, layout: Layout) -> ChainLayout | None:
         """Returns the layout of a program whose only discrete site has chains.
 
         The chains are binary, in the plates of its data; the result is ``None`` for other programs.
         """
         (name, site), *others = layout.sites.items()
         fn = trace.nodes[name]["fn"]
-        return None if others or site.plates or not isinstance(fn, BinaryChains) else cls(layout, fn, dependents)
+        return None if others or site.plates or not isinstance(fn, BinaryChains) else cls(layout, fn)
 
     def refuse_sharing(self, init: Any, portion: Any) -> None:
         """Refuses what sets of steps cannot be.
@@ -121,7 +119,7 @@ class ChainScorer(Probe):
 
     def __init__(self, call: Call, product: ChainLayout, values: Mapping[str, Any] | None = None) -> None:
         super().__init__(call, product.layout, values)
-        self.product, self.inside = product, {*product.dependents, product.site.name}
+        self.product, self.inside = product, {*product.layout.dependents, product.site.name}
         if self.is_vectorized:
             raise NotImplementedError("binary chains take one draw of the other latents at a time: use num_particles one after the other")
 
@@ -167,7 +165,7 @@ class ChainScorer(Probe):
         with pyro.validation_enabled(False):
             nodes = sample_nodes(self.run({**self.values, site.name: value}))
         total = torch.zeros(num_candidates, num_data, num_steps, dtype=torch.float64, device=words.device)
-        for name in sorted(self.product.dependents & nodes.keys() - {site.name} - self.uncovered_latents):
+        for name in sorted(self.layout.dependents & nodes.keys() - {site.name} - self.uncovered_latents):
             total = total + self._step_log_prob(nodes[name], num_candidates)
         return total.movedim(0, 2)
 
@@ -216,7 +214,7 @@ class ChainScorer(Probe):
         expected = torch.where(is_odd.squeeze(-1), scores[..., 1], scores[..., 0])
         dtype = torch.float32 if torch.float32 in self.dtypes.values() else torch.float64
         if not torch.allclose(scores[..., 2], expected, rtol=1e3 * torch.finfo(dtype).eps, atol=1e-3 if dtype == torch.float32 else 1e-9):
-            names = sorted(self.product.dependents - {self.product.site.name})
+            names = sorted(self.layout.dependents - {self.product.site.name})
             raise NotImplementedError(
                 f"the densities of {names} at a step depend on other steps of '{self.product.site.name}' too. Make the previous step "
                 "a part of the state, or use AutoTruncated(..., whole_states=True)"

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import pyro
-import pyro.poutine as poutine
 import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
@@ -57,6 +56,24 @@ def refuse_partial_sequence(node: Mapping[str, Any]) -> None:
                 f"discrete latent site '{node['name']}' lies in the sequential plate '{frame.name}', of which the model takes "
                 f"{frame.size} of {frame.full_size} members, so that its sites change. Iterate over all, or vectorise it: "
                 f"`with pyro.plate('{frame.name}', ...):` instead of `for i in pyro.plate('{frame.name}', ...):`."
+            )
+
+
+def refuse_renamed_plates(node: Mapping[str, Any], names: Collection[str]) -> None:
+    """Checks that subsamples of plates have the names of the plates.
+
+    Args:
+        node: a discrete site.
+        names: those of all sites of the run.
+
+    Raises:
+        NotImplementedError: naming the site and the plate.
+    """
+    for frame in node["cond_indep_stack"]:
+        if frame.vectorized and frame.name not in names and any(name.endswith(f"/{frame.name}") for name in names):
+            raise NotImplementedError(
+                f"discrete latent site '{node['name']}' lies in the plate '{frame.name}', whose subsample has another name. A handler "
+                "renames it, such as scope of pyro.contrib.autoname: leave it out, or open the plate outside of it."
             )
 
 
@@ -183,7 +200,10 @@ def _kind(node: Any) -> str:
         return "boolean"
     if support is constraints.one_hot:
         return "one_hot"
-    if not isinstance(support, (constraints.integer_interval, type(constraints.nonnegative_integer), type(INTEGER))):
+    is_infinite = isinstance(support, type(constraints.nonnegative_integer))
+    # Values can be listed only of a part of a support that is infinite.
+    is_listed = is_infinite and node["fn"].has_enumerate_support
+    if is_listed or not (is_infinite or isinstance(support, (constraints.integer_interval, type(INTEGER)))):
         raise NotImplementedError(
             f"discrete latent site '{node['name']}' ({family(node['fn'])}) has a support that is no product of its entries' values. "
             f"{_WRITE_IT}"
@@ -242,9 +262,31 @@ def _other_counts(node: Mapping[str, Any], site: DiscreteSite, low: Tensor, high
     )
 
 
+def refuse_wider_support(
+    nodes: Mapping[str, Any], sites: Mapping[str, DiscreteSite], name: str, limit: int | None, dependencies: Dependencies
+) -> None:
+    """Checks a support that depends on latents, over all their values.
+
+    Args:
+        nodes: the sample sites of a run.
+        sites: the discrete sites when the guide was set up.
+        name: that of the site.
+        limit: largest value that is kept; ``None`` keeps all.
+        dependencies: those of this run.
+
+    Raises:
+        ValueError: naming the site, its values then and now.
+    """
+    site = sites[name]
+    low, high, _ = reachable_bounds(nodes[name], nodes, sites, limit, dependencies)
+    known = site.highest.to(high.device)
+    if bool((high > known).any() | (low < site.low).any()):
+        raise ValueError(_other_counts(nodes[name], site, low, high, known))
+
+
 def reachable_bounds(
     node: Any,
-    trace: poutine.Trace,
+    nodes: Mapping[str, Any],
     sites: Mapping[str, DiscreteSite],
     limit: int | None,
     dependencies: Dependencies | None,
@@ -255,7 +297,7 @@ def reachable_bounds(
 
     Args:
         node: the site in a run of the model.
-        trace: of that run.
+        nodes: the sample sites of that run.
         sites: the discrete sites before it.
         limit: largest value that is kept; ``None`` keeps all.
         dependencies: which supports depend on which latents; none are taken to do so without it.
@@ -268,7 +310,7 @@ def reachable_bounds(
     low, high = value_bounds(node["fn"])
     upstream = dependencies.upstream(name) if dependencies is not None else set()
     if dependencies is not None and upstream:
-        parents: dict[DiscreteSite, Any] = {site: trace.nodes[site.name]["value"] for site in sites.values() if site.name in upstream}
+        parents: dict[DiscreteSite, Any] = {site: nodes[site.name]["value"] for site in sites.values() if site.name in upstream}
         widest = widest_support(node, parents, dependencies) if len(parents) == len(upstream) or not dependencies.parents[name] else None
         if widest is not None:
             low, high = widest

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from pyro_truncated.program.sites import DiscreteSite, family, sample_nodes
+from pyro_truncated.program.sites import DiscreteSite, density_nodes, sample_nodes
 from pyro_truncated.utils.console import readable_count, shorten_names
 
 # A plate as a program opens it: its name, dimension and size.
@@ -99,11 +99,7 @@ def build_graph(trace: Any, scopes: Mapping[str, frozenset[str]], sites: Mapping
         num_states: most states of a node.
     """
     # What follows from other sites has no density of its own.
-    plates = {
-        name: _node_plates(node)
-        for name, node in sample_nodes(trace).items()
-        if not node["infer"].get("_deterministic", False) and (node["is_observed"] or family(node["fn"]) != "Delta")
-    }
+    plates = {name: _node_plates(node) for name, node in density_nodes(sample_nodes(trace)).items()}
     scopes = {name: frozenset(scope & sites.keys()) | ({name} & sites.keys()) for name, scope in scopes.items() if name in plates}
     scopes = {name: scope for name, scope in scopes.items() if scope}
     places = {name: set(plates[name]) for name in sites}

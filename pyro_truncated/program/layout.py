@@ -22,11 +22,12 @@ from pyro_truncated.program.discovery import (
     discrete_site,
     reachable_bounds,
     refuse_partial_sequence,
+    refuse_renamed_plates,
     refuse_unknown_values,
     refuse_unplated_dims,
 )
 from pyro_truncated.program.inspection import plates_around
-from pyro_truncated.program.sites import DiscreteSite, family, latent_nodes, sample_nodes, trim
+from pyro_truncated.program.sites import DiscreteSite, family, latent_nodes, recorded_names, sample_nodes, trim
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import check_count
 
@@ -193,9 +194,11 @@ class Layout(SiteLayout):
         cut_sites: names of the sites with larger counts than these.
         conditional_sites: names of the sites whose supports depend on discrete latents.
         sites_to_check: names of the sites that give probability zero to some states outside of a support.
+        dependents: names of the sites whose densities depend on discrete latents.
         read: names of the sites whose values the model's Python code looks at.
         clamped_sites: names of the sites that give something probability zero, as torch clamps it.
         is_linear: whether all observations are normal around a linear function of the discrete site.
+        coupled_site: a site whose density at a data point depends on the states of others, so that their posteriors are not independent.
         takes_shared_states: whether the model takes states of size one at the data plates.
         idle_sites: names of the sites whose entries change nothing where masks switch them off.
 
@@ -225,6 +228,7 @@ class Layout(SiteLayout):
         refuse_unplated_dims(sample_nodes(trace).values(), {node["name"] for node in nodes}, dependencies, plates)
         for node in nodes:
             refuse_partial_sequence(node)
+            refuse_renamed_plates(node, trace.nodes)
         _check_bounds(max_count, [node["name"] for node in nodes])
         sites: dict[str, DiscreteSite] = {}
         limits: dict[str, int] = {}
@@ -233,7 +237,7 @@ class Layout(SiteLayout):
         for node in nodes:
             name = node["name"]
             limit = max_count.get(name) if isinstance(max_count, Mapping) else max_count
-            low, high, is_cut = reachable_bounds(node, trace, sites, limit, dependencies)
+            low, high, is_cut = reachable_bounds(node, trace.nodes, sites, limit, dependencies)
             if limit is not None:
                 limits[name] = limit
             if is_cut:
@@ -247,18 +251,32 @@ class Layout(SiteLayout):
         self.cut_sites: Sequence[str] = cut_sites
         self.conditional_sites = frozenset(dependencies.conditional(set(self.sites)) if dependencies is not None else ())
         self.sites_to_check = self.conditional_sites | sites_to_check
+        self.dependents = frozenset(dependencies.dependents(set(self.sites)) if dependencies is not None else ())
         self.read = frozenset(self.sites) & (dependencies.read if dependencies is not None else frozenset())
         rest = (node for node in latent_nodes(trace) if node["name"] not in self.sites)
         self.other_latents = [node["name"] for node in rest if family(node["fn"]) != "Delta"]
         self.idle_sites: frozenset[str] = frozenset()
         self.clamped_sites: frozenset[str] = frozenset()
         self.is_linear = False
+        self.coupled_site: str | None = None
         self.takes_shared_states = False
         self.nesting: int = sufficient_nesting(latent_nodes(trace), self.depth)
 
-    def cut_posteriors(self, marginals: Mapping[str, Tensor], indices: Tensor | None = None) -> list[tuple[str, str]]:
-        """Which posteriors ``max_count`` cuts off, and what to change.
+    @property
+    def left_out(self) -> str:
+        """What sums over all states leave out, in words.
 
+        It is empty if that is nothing.
+        """
+        parts = [f"max_count leaves out '{name}' beyond {self.limits[name]}" for name in self.cut_sites]
+        if self.coupled_site is not None:
+            parts.append(f"'{self.coupled_site}' of a data point depends on the states of others")
+        return ", and ".join(parts)
+
+    def find_problems(self, marginals: Mapping[str, Tensor], indices: Tensor | None = None) -> list[tuple[str, str]]:
+        """What makes posteriors wrong whatever the states, and what to change.
+
+        Data points may depend on each other, and ``max_count`` may cut counts off.
         Where a hundredth of the mass lies on the largest count that is kept, the next ones would have some, too.
 
         Args:
@@ -266,6 +284,11 @@ class Layout(SiteLayout):
             indices: the data points that they are of; ``None`` for all.
         """
         findings = []
+        if self.coupled_site is not None:
+            problem = (
+                f"Site '{self.coupled_site}' of a data point depends on the states of other data points, which are taken to be independent."
+            )
+            findings.append((problem, "Compute within data points, or make the plate an event."))
         for name in self.cut_sites:
             mass = marginals[name][..., -1].nan_to_num(0.0).reshape(len(marginals[name]), -1).amax(1)
             worst = int(mass.argmax())
@@ -328,12 +351,8 @@ def _data_plates(trace: poutine.Trace, nodes: Sequence[Mapping[str, Any]], depen
     # A plate that is opened anew with another size or dimension is another plate.
     same = set.intersection(*({(frame.name, frame.dim, frame.size) for frame in stack} for stack in stacks))
     shared = {name for name, _, _ in same}
-    names = {node["name"] for node in nodes}
-    others = {
-        node["name"]: {frame.name for frame in node["cond_indep_stack"]}
-        for node in sample_nodes(trace).values()
-        if node["name"] not in names
-    }
+    names, sites = {node["name"] for node in nodes}, sample_nodes(trace)
+    others = {name: {frame.name for frame in sites[name]["cond_indep_stack"]} for name in sites.keys() - names - recorded_names(sites)}
     if dependencies is not None and any(not shared <= plates for plates in others.values()):
         below = dependencies.dependents(names)
         others = {name: plates for name, plates in others.items() if name in below}

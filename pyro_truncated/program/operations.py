@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pyro_truncated.program.sites import recorded_names
+
 # Functions that take shape and type of their arguments, and not their values; and those that take some entries.
 FACTORIES = {"new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like"}
 _INDEXING = {"index", "index_select", "gather", "take"}
@@ -65,11 +67,11 @@ class Operations(TorchDispatchMode):
             nodes: the sample sites of the run by name.
             number: which of the dimensions.
         """
+        recorded = recorded_names(nodes)
         for name, node in nodes.items():
-            if not node["infer"].get("_deterministic", False):
-                parts = [node["fn"], node["mask"], node["scale"], *([node["value"]] if node["is_observed"] else [])]
-                if any(id(tensor) in self.reduced[number] for tensor in tensors_in(parts)):
-                    return name
+            parts = [node["fn"], node["mask"], node["scale"], *([node["value"]] if node["is_observed"] else [])]
+            if name not in recorded and any(id(tensor) in self.reduced[number] for tensor in tensors_in(parts)):
+                return name
         return None
 
 

@@ -76,8 +76,6 @@ class ProductLayout:
         groups: nodes whose sets are rows of one population.
         tree: the order in which states are summed out.
         shares_sets: whether the model takes one value for all members of a plate.
-        known_sites: the sample sites that the program had when its graph was read.
-        known_structures: by shapes of arguments, their values in calls whose graph was this one; empty until it has been read.
     """
 
     def __init__(self, graph: FactorGraph, layout: Layout) -> None:
@@ -89,8 +87,6 @@ class ProductLayout:
         self.groups = tuple(NodeGroup(tuple(nodes), tuple(self.node_layouts[node] for node in nodes)) for nodes in groups.values())
         plates = tuple(frozenset(own.dims) for own in self.node_layouts)
         self.shares_sets = False
-        self.known_sites: frozenset[str] = frozenset()
-        self.known_structures: dict[Any, set[Any]] = {}
         self.tree = BucketTree(graph.order, graph.separators, graph.colours, plates, layout.depth)
 
     @cached_property
@@ -227,7 +223,8 @@ class ProductLayout:
             names = ", ".join(sites) if len(sites) <= 4 else f"{sites[0]}, {sites[1]}, ..., {sites[-1]}"
             size = min(num_states, group.space.size)
             kind = "all" if size == group.space.size else f"{size} of"
-            exact = " (exact)" if size == group.space.size else ""
+            is_cut = not set(sites).isdisjoint(self.layout.cut_sites)
+            exact = "" if size < group.space.size else " (up to max_count)" if is_cut else " (exact)"
             where = f" in {', '.join(group.plates)}" if group.plates else ""
             lines.append(f"{names}: {count} set{'s' * (count > 1)}{where}, {kind} {group.space.readable_size} states each{exact}")
         return lines

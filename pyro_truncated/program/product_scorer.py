@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import pyro
 import pyro.poutine as poutine
 import torch
-import torch.utils._pytree as pytree
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -25,23 +22,17 @@ from torch.autograd.function import once_differentiable
 from pyro_truncated.ops.elimination import IMPOSSIBLE, Messages
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.densities import log_density, once, site_log_densities
-from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.known_levels import KnownLevels
 from pyro_truncated.program.operations import Operations, recognisable_size
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.product_layout import NodeGroup, ProductLayout
-from pyro_truncated.program.sites import is_subsampled, sample_nodes
+from pyro_truncated.program.sites import density_nodes, is_subsampled, sample_nodes
 from pyro_truncated.program.supports import log_prob_on_support
 from pyro_truncated.program.zero_probabilities import exact_log_prob
 from pyro_truncated.utils.arrays import rounding_tolerance
-from pyro_truncated.utils.parameter_store import spare_random_numbers
 
-# How many states, and values of arguments of the same shapes; for each value there are three times as many runs.
-_NUM_TRIED = 3
-_OTHER_STRUCTURE = (
-    "the model has another structure than when the guide was set up: {} discrete latents. First call guide.setup(*args) "
-    "with the arguments of the largest structure, or make the guide with AutoTruncated(..., whole_states=True)."
-)
+# How many states of each set, and different arguments of one kind, are tried.
+NUM_TRIED = 3
 # Words of the sets of all groups: (rows, S, num_words) for each group.
 Sets = Sequence[Tensor]
 
@@ -118,7 +109,7 @@ class ProductScorer(Probe):
 
     Raises:
         NotImplementedError: if a plate is subsampled whose members share a latent of the same component.
-        ValueError: if latents of one component have different scales, or densities depend on other latents than when the guide was set up.
+        ValueError: if latents of one component have different scales.
     """
 
     def __init__(self, call: Call, product: ProductLayout, values: Mapping[str, Any] | None = None, sets: Sets | None = None) -> None:
@@ -136,7 +127,6 @@ class ProductScorer(Probe):
                 "parallel=True of Predictive, or make the guide with AutoTruncated(..., whole_states=True)."
             )
 
-        self._check_graph()
         if self.first_sets is not None:
             self._has_graph = torch.is_grad_enabled()
             self._first_tables = self._build_tables(self.nodes)
@@ -171,38 +161,6 @@ class ProductScorer(Probe):
             self.population_rows(number) is None and torch.equal(self.insert_known_values(words, number), words)
             for number, words in enumerate(sets)
         )
-
-    def _check_graph(self) -> None:
-        """Checks that the graph is still that of the program.
-
-        It does so for arguments that may change it.
-        """
-        product = self.product
-        if not product.known_structures:
-            return
-        self._refuse_new_sites()
-        shapes, values = structure_of(self.call, self.nodes)
-        known = product.known_structures.setdefault(shapes, set())
-        # Where several values have told nothing, such as numbers of steps, others will not either.
-        if values in known or len(known) >= _NUM_TRIED:
-            return
-        with torch.no_grad(), spare_random_numbers():
-            if not self.takes_sets(share_sets=product.shares_sets, trials=3 * _NUM_TRIED):
-                raise ValueError(_OTHER_STRUCTURE.format("some of its densities depend on other"))
-        known.add(values)
-
-    def _refuse_new_sites(self) -> None:
-        """Refuses sites that are new and depend on discrete latents."""
-        product = self.product
-        new = {name for name in self.nodes.keys() - product.known_sites if not self.nodes[name]["infer"].get("_deterministic", False)}
-        if not new:
-            return
-        with torch.no_grad(), spare_random_numbers():
-            scopes = Dependencies(self.call).scopes
-        names = sorted(name for name in new if scopes is None or scopes.get(name, frozenset()) & product.layout.sites.keys())
-        if names:
-            raise ValueError(_OTHER_STRUCTURE.format(f"the sites {names}, which it had not then, depend on"))
-        product.known_sites |= new
 
     def _refuse_shared_subsamples(self) -> None:
         graph = self.product.graph
@@ -481,14 +439,13 @@ class ProductScorer(Probe):
         return torch.stack([self.evidence_scale(root) * rows.sum() for root, rows in zip(self.product.roots, evidence, strict=True)]).sum()
 
     @torch.no_grad()
-    def takes_sets(self, *, share_sets: bool = False, trials: int = 1) -> bool:
-        """Whether runs on sets of states agree with single runs.
+    def takes_sets(self, *, share_sets: bool = False) -> bool:
+        """Whether a run on sets of states agrees with a single one.
 
-        Then the graph is right, and the model takes many states at once.
+        Then the model takes many states at once.
 
         Args:
             share_sets: whether to try sets that all members of a plate share, in place of one for each.
-            trials: number of single runs.
         """
         generator = torch.Generator().manual_seed(0)
         product = self.product
@@ -496,7 +453,7 @@ class ProductScorer(Probe):
         # Sets are as large as others only where they may be so in use.
         distinct = sorted({group.space.size for group in product.groups})
         for number, group in enumerate(product.groups):
-            size = _NUM_TRIED + distinct.index(group.space.size)
+            size = NUM_TRIED + distinct.index(group.space.size)
             words = group.space.random((self.num_rows(number), size), 0.5, generator).to(self.device)
             sets.append(words[:1].expand_as(words) if share_sets else words)
         try:
@@ -504,10 +461,10 @@ class ProductScorer(Probe):
                 return False
             nodes = self._run_sets(sets)
             together = self._build_tables(nodes)
-            observed = (node for node in nodes.values() if node["is_observed"] and not node["infer"].get("_deterministic", False))
+            observed = (node for node in density_nodes(nodes).values() if node["is_observed"])
             beyond = (node for node in observed if not self.is_inside(node))
-            return all(len(node["fn"].batch_shape) <= product.layout.depth for node in beyond) and all(
-                self._agrees_with_single_run(together, sets, generator, is_rough=trials > 1) for _ in range(trials)
+            return all(len(node["fn"].batch_shape) <= product.layout.depth for node in beyond) and self._agrees_with_single_run(
+                together, sets, generator
             )
         except (RuntimeError, IndexError, ValueError):
             return False
@@ -529,11 +486,8 @@ class ProductScorer(Probe):
             nodes = sample_nodes(self.run({**self.values, **values}))
         return operations.reduced_site(nodes, 0)
 
-    def _agrees_with_single_run(self, together: Tables, sets: Sets, generator: torch.Generator, *, is_rough: bool) -> bool:
-        """Whether tables agree with a run of random states of the sets.
-
-        Roughly, they agree in single precision.
-        """
+    def _agrees_with_single_run(self, together: Tables, sets: Sets, generator: torch.Generator) -> bool:
+        """Whether tables agree with a run of random states of the sets."""
         product = self.product
         levels: dict[str, Tensor] = {}
         places: dict[int, Tensor] = {}
@@ -544,9 +498,8 @@ class ProductScorer(Probe):
                 single = own.gather(1, index.unsqueeze(-1).expand(-1, -1, own.shape[-1])).squeeze(1)
                 levels |= product.node_layouts[node].site_values(group.space.unpack(single), self.plate_sizes(node), self.dtypes)
         singly = self._run_tables({**self.values, **levels})
-        dtype = torch.float32 if is_rough and singly.dtype == torch.float64 else singly.dtype
         return all(
-            self._agree(scope, table, expected[1], places, dtype)
+            self._agree(scope, table, expected[1], places, singly.dtype)
             for (scope, table), expected in zip(together.parts, singly.parts, strict=True)
         )
 
@@ -559,36 +512,3 @@ class ProductScorer(Probe):
             if table.shape[tree.dim(node)] > 1:
                 table = torch.take_along_dim(table, places[node], dim=tree.dim(node))
         return bool(((table - expected).abs() <= rounding_tolerance(expected, dtype)).all())
-
-
-def structure_of(call: Call, nodes: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Returns what of a call's arguments a graph may depend on.
-
-    They are shapes and types, and values: the entries of integer tensors that are not observed, such as edges, and what is no tensor.
-
-    Args:
-        call: the program and its arguments.
-        nodes: the sample sites of a run.
-    """
-    observed: set[int] | None = None
-    shapes: list[Any] = []
-    values: list[Any] = []
-    for leaf in pytree.tree_leaves((call.args, dict(call.kwargs))):
-        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
-            leaf = torch.as_tensor(leaf)
-        if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested and leaf.device.type != "meta":
-            shapes.append(leaf.shape)
-            if leaf.numel() == 1 and not leaf.is_complex():
-                values.append(float(leaf) != 0 if leaf.is_floating_point() else int(leaf))
-            elif not (leaf.is_floating_point() or leaf.is_complex()):
-                if observed is None:
-                    tensors = (node["value"] for node in nodes.values() if node["is_observed"] and isinstance(node["value"], Tensor))
-                    observed = {value.untyped_storage().data_ptr() for value in tensors}
-                if leaf.untyped_storage().data_ptr() not in observed:
-                    values.append(hash(leaf.numpy(force=True).tobytes()))
-        else:
-            shapes.append(type(leaf))
-            leaf = leaf.item() if isinstance(leaf, np.generic) else leaf
-            is_value = isinstance(leaf, (bool, int, str, bytes, enum.Enum))
-            values.append(leaf if is_value else leaf != 0 if isinstance(leaf, float) else None)
-    return tuple(shapes), tuple(values)

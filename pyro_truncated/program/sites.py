@@ -6,7 +6,7 @@ It also lists the sites of a trace.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -151,6 +151,20 @@ def sample_nodes(trace: poutine.Trace) -> dict[str, Any]:
 def latent_nodes(trace: poutine.Trace) -> list[Any]:
     """The latent sample sites of a trace."""
     return [node for node in sample_nodes(trace).values() if not node["is_observed"]]
+
+
+def recorded_names(nodes: Mapping[str, Any]) -> set[str]:
+    """The sample sites that only record a value, by ``pyro.deterministic``."""
+    return {name for name, node in nodes.items() if node["infer"].get("_deterministic", False)}
+
+
+def density_nodes(nodes: Mapping[str, Any]) -> dict[str, Any]:
+    """The sample sites that have a density of their own.
+
+    What is recorded, or follows from other sites, has none.
+    """
+    recorded = recorded_names(nodes)
+    return {name: node for name, node in nodes.items() if name not in recorded and (node["is_observed"] or family(node["fn"]) != "Delta")}
 
 
 def log_density(nodes: Iterable[Any], device: torch.device | None = None) -> Tensor:

@@ -22,10 +22,8 @@ from pyro.infer.inspect import TrackProvenance
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_truncated.program.call import Call
-from pyro_truncated.program.candidate_runs import CandidateRuns, Conditional, RunMode, sum_block
+from pyro_truncated.program.candidate_runs import CandidateRuns, RunMode, sum_block
 from pyro_truncated.program.changing_sites import ChangingSitesError
-from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.linear_sites import linear_superpositions
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.operations import recognisable_size
@@ -127,7 +125,9 @@ def choose_run_mode(log_joint: LogJoint) -> tuple[RunMode, bool]:
             where, problem = _site_line(log_joint, reduced), f"a sum, maximum or the like over all states at once reaches site '{reduced}'"
         else:
             where, problem = _read_line(log_joint), f"Python looks at values of {sorted(read)}, of all states at once"
-    _warn(run_mode, where, problem)
+    # In a later call the user knows it already.
+    if log_joint.run_mode == "together":
+        _warn(run_mode, where, problem)
     return run_mode, False
 
 
@@ -171,6 +171,7 @@ def _warn_if_unlike(log_joint: LogJoint, words: Tensor, single: dict[str, Tensor
 
 
 def _warn_across_data(log_joint: LogJoint, name: str) -> None:
+    log_joint.layout.coupled_site = name
     warnings.warn(
         f"site '{name}' of a data point depends on the states of other data points: the model computes across the plates "
         f"{sorted(log_joint.layout.plates)} (a sum or mean over them, BatchNorm). Compute within data points, which the posterior "
@@ -306,24 +307,23 @@ def _warn(run_mode: RunMode, where: traceback.FrameSummary | None, problem: str)
     )
 
 
-def run_mode_for(
-    vectorize: bool | None, call: Call, layout: Layout, *, conditional: Conditional | None, memory_budget: int | None, num_states: int
-) -> tuple[RunMode, bool]:
+def run_mode_for(vectorize: bool | None, scorer: LogJoint, num_states: int) -> tuple[RunMode, bool]:
     """What the user chose, or what the model allows; see :func:`choose_run_mode`.
 
     Also looks for what makes scores cheap: linear means, and, where populations hold all states, that data points can share them.
     """
-    scorer = LogJoint(call, layout, conditional=conditional, memory_budget=memory_budget)
-    layout.clamped_sites = _clamped_sites(scorer) | _clamped_priors(scorer)
+    layout = scorer.layout
+    layout.clamped_sites |= _clamped_sites(scorer) | _clamped_priors(scorer)
     if vectorize is not None:
         choice: tuple[RunMode, bool] = ("together", True) if vectorize else ("singly", False)
     else:
         choice = choose_run_mode(scorer)
     if choice[0] == "together" and layout.space.size <= num_states:
         layout.takes_shared_states = _takes_shared_states(scorer)
-    if choice[0] == "together" and scorer.packed_model is None and conditional is None and linear_superpositions(scorer, is_first=True):
+    is_plain = choice[0] == "together" and scorer.packed_model is None and scorer.conditional is None
+    if is_plain and linear_superpositions(scorer, is_first=True):
         layout.is_linear = True
-        again = LogJoint(call, layout, values=scorer.subsamples, memory_budget=scorer.memory_budget)
+        again = LogJoint(scorer.call, layout, values=scorer.subsamples, memory_budget=scorer.memory_budget)
         layout.is_linear = again.packed_model is not None and _try_many_states(again, again.packed_model, 16)
     return choice
 

@@ -1,17 +1,13 @@
-"""Stacks restorations with patches of several sizes, and with large holes filled."""
+"""Stacks restorations with patches of several sizes."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import scipy.sparse as sparse
 import torch
-from scipy.ndimage import distance_transform_edt
-from scipy.sparse.linalg import spsolve
 from torch import Tensor
 
 from pyro_truncated.restoration.nonlocal_groups import average_groups
@@ -247,157 +243,3 @@ def _minimize_on_support(support: list[int], quadratic: Tensor, linear: Tensor) 
     weights = torch.zeros_like(linear)
     weights[support] = free + (1 - free.sum()) / ones.sum() * ones
     return weights
-
-
-# Pixels this far from all that is seen are checked; from the second distance on the check alone decides.
-LEAST_DEPTH, FULL_DEPTH = 3.0, 7.0
-# A hole that is moved hides at least this part of its size; all of them leave this part of what is seen.
-LEAST_OVERLAP, LEAST_LEFT = 0.5, 0.6
-
-
-def fill_large_holes(image: Tensor, estimate: Tensor, restore: Callable[[Tensor], Tensor]) -> Tensor:
-    r"""Averages a restored image, in large holes, with two smooth surfaces.
-
-    Far from all that is seen patches say little, and what is made of them may be farther from the
-    truth than a :func:`membrane` or a :func:`biharmonic` surface. The hole is moved to several places
-    where the image is seen, as far from the border as it is, and all of them are filled in at once.
-    Weights are inverse to the mean squared errors :math:`e^2` there, as of independent errors.
-    Their mean over the moved holes :math:`k` is geometric:
-
-    .. math:: w_s \propto \Bigl( \prod_k e_{sk}^2 \Bigr)^{-1 / K}
-
-    The average counts fully from seven pixels off what is seen on, and not at all up to three.
-
-    Args:
-        image: the damaged image, ``(height, width)`` or ``(height, width, channels)``; what is missing is NaN.
-        estimate: what was made of it.
-        restore: restores another image of this shape.
-
-    Returns:
-        The restored image as it was if no hole is as deep, or there is no room to try.
-
-    Reference:
-        Bates and Granger, "The combination of forecasts", Operational Research Quarterly 20, 1969.
-    """
-    is_hole = image.isnan() if image.dim() == 2 else image.isnan().all(-1)
-    share = _share(is_hole)
-    copies = _shift_hole(is_hole) if bool((share == 1).any()) else []
-    if not copies:
-        return estimate
-    everywhere = torch.stack(copies).any(0)
-    hidden = torch.where(_over(everywhere, image), torch.nan, image)
-    candidates, counts = torch.stack([restore(hidden), *_surfaces(hidden)]), _share(everywhere | is_hole)
-    weights = torch.stack([_log_errors(candidates, image, counts * one) for one in copies]).mean((0, 2)).neg().softmax(0)
-    average = torch.tensordot(weights.to(estimate), torch.stack([estimate, *_surfaces(image)]), 1)
-    return torch.lerp(estimate, average, _over(share.to(estimate), image))
-
-
-def _log_errors(candidates: Tensor, image: Tensor, counts: Tensor) -> Tensor:
-    """Returns logarithms of squared errors of candidates, summed over pixels, ``(S, C)``."""
-    planes = image.reshape(*image.shape[:2], -1).double()
-    errors = (candidates.reshape(len(candidates), *planes.shape).double() - planes).square() * counts.to(planes).unsqueeze(-1)
-    return errors.nansum((1, 2)).clamp(min=torch.finfo(image.dtype).tiny).log()
-
-
-def _over(pixels: Tensor, image: Tensor) -> Tensor:
-    """Numbers of pixels, for all channels of an image."""
-    return pixels if image.dim() == 2 else pixels.unsqueeze(-1)
-
-
-def _share(is_hole: Tensor) -> Tensor:
-    """How far the check decides, from zero to one."""
-    depth = torch.from_numpy(distance_transform_edt(is_hole.cpu().numpy())).to(is_hole.device)
-    return ((depth - LEAST_DEPTH) / (FULL_DEPTH - LEAST_DEPTH)).clamp(0.0, 1.0)
-
-
-def _shift_hole(is_hole: Tensor) -> list[Tensor]:
-    """Returns the hole at several different places that are seen.
-
-    It is mirrored, turned, or moved by half of the image.
-    """
-    near_corner = min(_mirror(is_hole), key=lambda other: int(other.nonzero().sum()))
-    half = [size // 2 for size in is_hole.shape]
-    shifted = [is_hole.roll(shifts, (0, 1)) for shifts in ((half[0], 0), (0, half[1]), half)]
-    least, most = LEAST_OVERLAP * int(is_hole.sum()), (1 - LEAST_LEFT) * int((~is_hole).sum())
-    copies, is_covered = [], is_hole
-    for other in (*_mirror(is_hole), *_mirror(_transpose(near_corner)), *shifted):
-        new = other & ~is_covered
-        if int(new.sum()) >= least and int(((is_covered | new) & ~is_hole).sum()) <= most:
-            copies.append(new)
-            is_covered = is_covered | new
-    return copies
-
-
-def _mirror(is_hole: Tensor) -> list[Tensor]:
-    return [is_hole.flip(dims) for dims in ((), (0,), (1,), (0, 1))]
-
-
-def _transpose(is_hole: Tensor) -> Tensor:
-    """Returns rows as columns, in the largest square at the first corner."""
-    side, transposed = min(is_hole.shape), torch.zeros_like(is_hole)
-    transposed[:side, :side] = is_hole[:side, :side].mT
-    return transposed
-
-
-def _surfaces(image: Tensor) -> list[Tensor]:
-    """Returns a membrane and a biharmonic surface in each channel."""
-    planes = image.unsqueeze(-1) if image.dim() == 2 else image
-    return [torch.stack([fill(plane) for plane in planes.unbind(-1)], -1).reshape(image.shape) for fill in (membrane, biharmonic)]
-
-
-def membrane(image: Tensor) -> Tensor:
-    r"""Fills in what makes :math:`\sum |\nabla u|^2` least.
-
-    It is the best linear prediction where power falls with the square of the frequency, as it does in photographs.
-    Differences across the border are left out.
-
-    Args:
-        image: ``(height, width)``; what is missing is NaN.
-
-    Reference:
-        Field, "Relations between the statistics of natural images and the response properties of cortical cells", Journal of the
-        Optical Society of America A 4, 1987.
-    """
-    return _minimize(image, _gradient(image))
-
-
-def biharmonic(image: Tensor) -> Tensor:
-    r"""Fills in what makes :math:`\sum (\Delta u)^2` least.
-
-    It is the best linear prediction where power falls with the fourth power of the frequency, and is cut off at the range of what is seen.
-    Differences across the border are left out.
-
-    Args:
-        image: ``(height, width)``; what is missing is NaN.
-
-    Reference:
-        Damelin and Hoang, "On surface completion and image inpainting by biharmonic functions", International Journal of Mathematics and
-        Mathematical Sciences, 2018.
-    """
-    gradient = _gradient(image)
-    return _minimize(image, gradient.T @ gradient)
-
-
-def _minimize(image: Tensor, operator: sparse.csc_array) -> Tensor:
-    """Fills in what makes the squares of an operator's values least."""
-    values = image.double().cpu().numpy()
-    unknown = np.isnan(values).ravel()
-    if not unknown.any():
-        return image
-    inner, outer = operator[:, np.flatnonzero(unknown)], operator[:, np.flatnonzero(~unknown)]
-    solution = values.ravel().copy()
-    boundary = solution[~unknown]
-    solution[unknown] = spsolve((inner.T @ inner).tocsc(), -inner.T @ (outer @ boundary)).clip(boundary.min(), boundary.max())
-    return torch.from_numpy(solution.reshape(values.shape)).to(image)
-
-
-def _gradient(image: Tensor) -> sparse.csc_array:
-    """Returns differences of neighbours along both dimensions, of flat images."""
-    (height, rows), (width, columns) = ((sparse.eye_array(size), _differences(size)) for size in image.shape)
-    return sparse.vstack([sparse.kron(rows, width), sparse.kron(height, columns)]).tocsc()
-
-
-def _differences(size: int) -> sparse.csr_array:
-    """Returns differences of neighbours, ``(size - 1, size)``."""
-    ones = np.ones(size - 1)
-    return sparse.csr_array(sparse.diags_array([-ones, ones], offsets=[0, 1], shape=(size - 1, size)))

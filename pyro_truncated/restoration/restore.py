@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.restoration.large_holes import fill_large_holes
 from pyro_truncated.restoration.noise import (
     Channels,
     Noise,
@@ -43,7 +45,7 @@ from pyro_truncated.restoration.patch_model import (
     start,
     train,
 )
-from pyro_truncated.restoration.patch_size_stacking import fill_large_holes, restore_with_stacked_sides
+from pyro_truncated.restoration.patch_size_stacking import restore_with_stacked_sides
 from pyro_truncated.restoration.windows import Patches
 from pyro_truncated.utils.arguments import check_count, check_counts, names_arguments
 from pyro_truncated.utils.arrays import ArrayResult, as_data
@@ -317,6 +319,18 @@ def _check_mask(mask: Any) -> Tensor:
     return values.bool()
 
 
+def _warn_if_inverted(image: Tensor, mask: Tensor) -> None:
+    """Warns if a mask hides more than half of the numbers."""
+    hidden = float((as_floating(image).isfinite() & ~mask).double().mean())
+    if hidden > 0.5:
+        warnings.warn(
+            f"mask marks what is observed, and hides {hidden:.0%} of the numbers. Of a mask that marks what is missing, as those of "
+            "scikit-image and OpenCV, pass mask == 0; with NaN where so much is missing nothing warns.",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
 @names_arguments
 def inpaint(image: Tensor, mask: Tensor | None = None, noise: Noise | str = 0.0, **options: Any) -> Restored:
     """Fills in missing entries of an image, a signal or a volume.
@@ -326,7 +340,7 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: Noise | str = 0.0,
 
     Large holes of images without noise are filled in twice. The second time, the same holes are
     also placed where the image is observed, see
-    :func:`~pyro_truncated.restoration.patch_size_stacking.fill_large_holes`. Of an array without noise, mixtures
+    :func:`~pyro_truncated.restoration.large_holes.fill_large_holes`. Of an array without noise, mixtures
     assume that at most 4 % of the deviation cannot be predicted from the rest of a patch. Another
     model learns it; but the observed entries are kept.
 
@@ -341,10 +355,14 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: Noise | str = 0.0,
 
     Args:
         image: the damaged array.
-        mask: which entries are observed, booleans in the shape of the array or of its pixels; default: those that are not NaN.
+        mask: which entries are observed, booleans in the shape of the array or of its pixels; default: those that are not NaN. Masks of
+            scikit-image and OpenCV mark what is missing: pass ``mask == 0``.
         noise: standard deviation of the noise on the observed entries, which is taken off; one for each channel, or ``"poisson"``.
             ``None``: estimated and taken off. Default: none, the observed entries are returned as they are.
         **options: as for :func:`denoise`.
+
+    Warns:
+        UserWarning: if a mask hides more than half of the numbers, as one does that marks what is missing.
 
     Raises:
         ValueError: for a mask of another shape, or of more than two numbers, and what :func:`denoise` refuses.
@@ -356,6 +374,7 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: Noise | str = 0.0,
             raise ValueError(f"mask must have the shape of the image {tuple(image.shape)} or of its pixels; got {tuple(mask.shape)}")
         if mask.dim() < image.dim():
             mask = mask.unsqueeze(-1 if mask.shape == image.shape[:-1] else 0)
+        _warn_if_inverted(image, mask)
         image = check_image(torch.where(mask, as_floating(image), math.nan))
     if noise is None or isinstance(noise, str) or bool(np.any(np.asarray(noise) != 0.0)):
         return denoise(image, noise, **options)

@@ -20,43 +20,24 @@ _Distribution = TypeVar("_Distribution", bound=Distribution)
 
 
 class _Finite(constraints.Constraint):
-    """Finite numbers."""
+    """Finite numbers, or those of them that compare to zero."""
+
+    def __init__(self, name: str, compare: Callable[[Tensor, float], Tensor] | None = None) -> None:
+        self._name, self._compare = name, compare
+        super().__init__()
 
     def check(self, value: Any) -> Tensor:
-        """Whether entries are finite."""
+        """Whether entries are finite, and compare to zero."""
         # Two passes; torch's ``isfinite`` takes four.
         is_finite: Tensor = value.abs() < torch.inf
-        return is_finite
+        return is_finite if self._compare is None else self._compare(value, 0) & is_finite
 
     def __repr__(self) -> str:
-        return "finite"
+        return self._name
 
 
-class _PositiveFinite(_Finite):
-    """Positive finite numbers."""
-
-    def check(self, value: Any) -> Tensor:
-        """Whether entries are positive and finite."""
-        is_valid: Tensor = (value > 0) & super().check(value)
-        return is_valid
-
-    def __repr__(self) -> str:
-        return "positive and finite"
-
-
-class _NonNegativeFinite(_Finite):
-    """Finite numbers that are not negative."""
-
-    def check(self, value: Any) -> Tensor:
-        """Whether entries are finite and not negative."""
-        is_valid: Tensor = (value >= 0) & super().check(value)
-        return is_valid
-
-    def __repr__(self) -> str:
-        return "finite and not negative"
-
-
-finite, positive_finite, nonnegative_finite = _Finite(), _PositiveFinite(), _NonNegativeFinite()
+finite = _Finite("finite")
+positive_finite, nonnegative_finite = _Finite("positive and finite", torch.gt), _Finite("finite and not negative", torch.ge)
 
 
 # Sums of squares of larger numbers are infinite in float64.

@@ -59,8 +59,8 @@ def test_scored_states(size: int, pixels: int, states: int, active: int) -> None
     mean, covariance = torch.ones(size).double(), covariance_of(size, generator)
     given = words, value.double(), weight.double(), torch.ones(pixels).double(), mean
     functions = [
-        lambda: ops.spike_slab_log_prob(*given, covariance.diagonal().sqrt()),
-        lambda: ops.correlated_slab_log_prob(*given, covariance),
+        lambda: ops.slab_log_prob(*given, covariance.diagonal().sqrt()),
+        lambda: ops.slab_log_prob(*given, covariance),
     ]
     independent, full = (1e9 * seconds / words[..., 0].numel() for seconds in in_turns(functions, 7))
     print(f"\nH={size} D={pixels} S={states}, {active} active: {independent:.0f} and {full:.0f} ns a state, ratio {full / independent:.2f}")

@@ -35,8 +35,8 @@ def calls(words: torch.Tensor) -> dict:
         "square_error": lambda: ops.square_error(words, value, weight, precision),
         "maximum_error": lambda: ops.maximum_error(words, value, weight, precision),
         "maximum_statistics": lambda: ops.maximum_statistics(words, weights, value, weight),
-        "spike_slab_log_prob": lambda: ops.spike_slab_log_prob(words, value, weight, precision, ones, ones),
-        "spike_slab_moments": lambda: ops.spike_slab_moments(words, weights, value, weight, precision, ones, ones),
+        "slab_log_prob": lambda: ops.slab_log_prob(words, value, weight, precision, ones, ones),
+        "slab_moments": lambda: ops.slab_moments(words, weights, value, weight, precision, ones, ones),
         "activation_probabilities": lambda: ops.activation_probabilities(words, weights, SPACE.fields),
     }
 

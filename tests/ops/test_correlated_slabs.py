@@ -68,9 +68,9 @@ def conditioned(state: Tensor, value: Tensor, weight: Tensor, precision: Tensor,
 def test_log_prob_is_that_of_the_marginal_gaussian(kind: str, num_latents: int, with_missing: bool) -> None:
     words, states, value, parameters = draw(num_latents, with_missing)
     expected = torch.stack([torch.stack([collapsed(state, y, *parameters) for state in row]) for row, y in zip(states, value, strict=True)])
-    torch.testing.assert_close(ops.correlated_slab_log_prob(words, value, *parameters), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(ops.slab_log_prob(words, value, *parameters), expected, rtol=1e-9, atol=1e-9)
     linear = torch.randn(NUM_DATA, num_latents).double()
-    actual = ops.correlated_slab_log_prob(words, value, *parameters, linear)
+    actual = ops.slab_log_prob(words, value, *parameters, linear)
     torch.testing.assert_close(actual, expected + torch.einsum("nch,nh->nc", states, linear), rtol=1e-9, atol=1e-9)
 
 
@@ -90,8 +90,8 @@ def test_plain_torch_works_with_the_active_latents_alone() -> None:
     weights = torch.rand(NUM_DATA, 40).double()
     others = parameters[2].expand(2, -1), parameters[3].expand(2, -1, -1)
     with ops.use_backend("vectorised"), Largest():
-        ops.correlated_slab_log_prob(words, value, *parameters)
-        ops.correlated_slab_moments(words, weights, value, *parameters)
+        ops.slab_log_prob(words, value, *parameters)
+        ops.slab_moments(words, weights, value, *parameters)
         ops.expected_log_slab_prior(words, weights, value, *parameters, *others)
     # Unpacked states are the largest.
     assert max(sizes) <= NUM_DATA * 40 * 64 * words.shape[-1]
@@ -103,11 +103,11 @@ def test_without_correlations_all_is_as_for_independent_slabs(kind: str, with_mi
     deviation, weights = 0.3 + torch.rand(9).double(), torch.randn(NUM_DATA, NUM_STATES).double()
     given = words, value, weight, precision, mean
     torch.testing.assert_close(
-        ops.correlated_slab_log_prob(*given, deviation.square().diag()), ops.spike_slab_log_prob(*given, deviation), rtol=1e-11, atol=1e-11
+        ops.slab_log_prob(*given, deviation.square().diag()), ops.slab_log_prob(*given, deviation), rtol=1e-11, atol=1e-11
     )
     given = words, weights, *given[1:]
-    found = ops.correlated_slab_moments_by_dimension(*given, deviation.square().diag())
-    expected = ops.spike_slab_moments_by_dimension(*given, deviation)
+    found = ops.slab_moments_by_dimension(*given, deviation.square().diag())
+    expected = ops.slab_moments_by_dimension(*given, deviation)
     for one, other in zip(found[:3], expected[:3], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
 
@@ -132,7 +132,7 @@ def test_moments_are_those_of_the_conditioned_gaussian(kind: str, num_latents: i
             inverse, above = parameters[3][block].inverse(), (mean - parameters[2])[on]
             slope[on] += weights[n, c] * inverse @ above
             curvature[block] += weights[n, c] * (inverse @ (spread[block] + above.outer(above)) @ inverse - inverse)
-    actual = ops.correlated_slab_moments(words, weights, value, *parameters, per_datum)
+    actual = ops.slab_moments(words, weights, value, *parameters, per_datum)
     expected = torch.einsum("nc,nch->nh", weights, states), first, second if per_datum else second.sum(0), slope, curvature
     torch.testing.assert_close(actual, expected, rtol=1e-8, atol=1e-8)
 
@@ -160,11 +160,11 @@ def test_expected_log_prior_is_that_of_the_posterior(kind: str, num_latents: int
 def test_moments_by_dimension(kind: str) -> None:
     words, _, value, parameters = draw(5, with_missing=True)
     weights = torch.rand(NUM_DATA, NUM_STATES).double()
-    active, first, second, *gradients = ops.correlated_slab_moments(words, weights, value, *parameters, per_datum=True)
+    active, first, second, *gradients = ops.slab_moments(words, weights, value, *parameters, per_datum=True)
     expected = active, first, torch.einsum("nd,nhi->dhi", (~value.isnan()).double(), second), *gradients
     for budget in (2**28, 2 * 32 * 25):
         with ops.memory_budget(budget):
-            actual = ops.correlated_slab_moments_by_dimension(words, weights, value, *parameters)
+            actual = ops.slab_moments_by_dimension(words, weights, value, *parameters)
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -179,7 +179,7 @@ def test_gradients(kind: str, with_missing: bool) -> None:
 
     def log_prob(seen: Tensor, weight: Tensor, precision: Tensor, mean: Tensor, root: Tensor, linear: Tensor) -> Tensor:
         data = torch.full_like(value, math.nan).masked_scatter(is_seen, seen)
-        return ops.correlated_slab_log_prob(words, data, weight, precision, mean, root @ root.mT, linear)
+        return ops.slab_log_prob(words, data, weight, precision, mean, root @ root.mT, linear)
 
     assert torch.autograd.gradcheck(log_prob, inputs)
 
@@ -199,7 +199,7 @@ def test_compiled_sums_do_not_depend_on_the_number_of_threads() -> None:
     try:
         for num_threads in (1, before):
             numba.set_num_threads(num_threads)
-            results.append(ops.correlated_slab_moments(words, weights, *parameters))
+            results.append(ops.slab_moments(words, weights, *parameters))
     finally:
         numba.set_num_threads(before)
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
@@ -215,7 +215,7 @@ def test_slabs_that_are_nearly_one(kind: str) -> None:
             for row, y in zip(states, value, strict=True)
         ]
     )
-    found = ops.correlated_slab_log_prob(words, value, weight, precision, mean, covariance)
+    found = ops.slab_log_prob(words, value, weight, precision, mean, covariance)
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
 
 
@@ -225,7 +225,7 @@ def test_gradients_keep_their_digits_where_there_is_little_noise(kind: str, nois
     words, size = torch.tensor([[[31]]]), 5
     value, weight = torch.randn(1, 8).double(), torch.randn(8, size).double() + 2 * torch.eye(8, size).double()
     mean, covariance, precision = torch.randn(size).double(), covariance_matrix(size), torch.full((8,), noise**-2, dtype=torch.float64)
-    slope, curvature = ops.correlated_slab_moments(words, torch.ones(1, 1), value, weight, precision, mean, covariance)[3:]
+    slope, curvature = ops.slab_moments(words, torch.ones(1, 1), value, weight, precision, mean, covariance)[3:]
     inverse = (covariance + noise**2 * (weight.mT @ weight).inverse()).inverse()
     expected = inverse @ (torch.linalg.lstsq(weight, value[0].unsqueeze(-1)).solution.squeeze(-1) - mean)
     for found, exact in ((slope, expected), (curvature, expected.outer(expected) - inverse)):
@@ -236,12 +236,12 @@ def test_an_infinite_weight_skips_no_state(kind: str) -> None:
     words, _, value, parameters = draw(3)
     words[:] = torch.tensor([1, 2, 4, 4, 4, 4, 4]).unsqueeze(-1)
     weights = torch.tensor([math.inf, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]).expand(NUM_DATA, NUM_STATES)
-    active, first, *_ = ops.correlated_slab_moments(words, weights, value, *parameters)
+    active, first, *_ = ops.slab_moments(words, weights, value, *parameters)
     assert (active[:, :2] == torch.tensor([math.inf, 1.0])).all()
     assert first[:, 0].isinf().all()
     assert first[:, 1].isfinite().all()
     assert (first[:, 1] != 0).all()
-    one, other = ops.spike_slab_moments(words, weights, value, *parameters[:3], parameters[3].diagonal().sqrt())[:2]
+    one, other = ops.slab_moments(words, weights, value, *parameters[:3], parameters[3].diagonal().sqrt())[:2]
     assert torch.equal(one, active)
     assert torch.equal(other.isinf(), first.isinf())
 
@@ -254,8 +254,8 @@ def test_scratch_of_wide_states_keeps_to_the_budget() -> None:
     budget = 2**25
     tracemalloc.start()
     with ops.memory_budget(budget):
-        ops.correlated_slab_log_prob(words, *parameters)
-        ops.correlated_slab_moments(words, torch.ones(64, 2), *parameters)
+        ops.slab_log_prob(words, *parameters)
+        ops.slab_moments(words, torch.ones(64, 2), *parameters)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < budget
@@ -265,10 +265,11 @@ def test_wrong_shapes_are_refused() -> None:
     words, _, value, (weight, precision, mean, covariance) = draw(5)
     weights = torch.zeros(NUM_DATA, NUM_STATES)
     with pytest.raises(ValueError, match="slabs must have means"):
-        ops.correlated_slab_log_prob(words, value, weight, precision, mean, covariance.diagonal())
+        ops.slab_log_prob(words, value, weight, precision, mean, covariance[:2])
     with pytest.raises(ValueError, match="linear must have shape"):
-        ops.correlated_slab_log_prob(words, value, weight, precision, mean, covariance, torch.zeros(2, 5))
+        ops.slab_log_prob(words, value, weight, precision, mean, covariance, torch.zeros(2, 5))
     with pytest.raises(ValueError, match="weights must have shape"):
-        ops.correlated_slab_moments(words, torch.zeros(NUM_DATA, 2), value, weight, precision, mean, covariance)
-    with pytest.raises(ValueError, match="do not fit"):
-        ops.expected_log_slab_prior(words, weights, value, weight, precision, mean, covariance, mean, covariance)
+        ops.slab_moments(words, torch.zeros(NUM_DATA, 2), value, weight, precision, mean, covariance)
+    for given in (covariance, covariance.diagonal()):
+        with pytest.raises(ValueError, match="do not fit"):
+            ops.expected_log_slab_prior(words, weights, value, weight, precision, mean, given, mean, covariance)

@@ -140,7 +140,7 @@ def test_slabs(num_latents: int, share: float, is_missing: bool) -> None:
         y[0, :3] = math.nan
     weight, precision = draw(6, num_latents), draw(6).exp()
     mean, deviation = draw(num_latents), draw(num_latents).abs()
-    assert_close(*both(ops.spike_slab_log_prob, words, y, weight, precision, mean, deviation))
+    assert_close(*both(ops.slab_log_prob, words, y, weight, precision, mean, deviation))
 
 
 @pytest.mark.parametrize("per_datum", [False, True])
@@ -152,5 +152,5 @@ def test_slab_moments(num_latents: int, share: float, is_missing: bool, per_datu
         y[0, :3] = math.nan
     weights = torch.rand(2, 4, dtype=torch.float64).to(DEVICE)
     arguments = draw(6, num_latents), draw(6).exp(), draw(num_latents), draw(num_latents).abs()
-    for fused, plain in zip(*both(ops.spike_slab_moments, words, weights, y, *arguments, per_datum=per_datum), strict=True):
+    for fused, plain in zip(*both(ops.slab_moments, words, weights, y, *arguments, per_datum=per_datum), strict=True):
         assert_close(fused, plain)

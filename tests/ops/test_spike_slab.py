@@ -57,9 +57,9 @@ def conditioned(state: Tensor, value: Tensor, weight: Tensor, precision: Tensor,
 def test_log_prob_is_that_of_the_marginal_gaussian(kind: str, num_latents: int, with_missing: bool) -> None:
     words, states, value, parameters = draw(num_latents, with_missing)
     expected = torch.stack([torch.stack([collapsed(state, y, *parameters) for state in row]) for row, y in zip(states, value, strict=True)])
-    torch.testing.assert_close(ops.spike_slab_log_prob(words, value, *parameters), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(ops.slab_log_prob(words, value, *parameters), expected, rtol=1e-9, atol=1e-9)
     linear = torch.randn(NUM_DATA, num_latents).double()
-    actual = ops.spike_slab_log_prob(words, value, *parameters, linear)
+    actual = ops.slab_log_prob(words, value, *parameters, linear)
     torch.testing.assert_close(actual, expected + torch.einsum("nch,nh->nc", states, linear), rtol=1e-9, atol=1e-9)
 
 
@@ -78,7 +78,7 @@ def test_moments_are_those_of_the_conditioned_gaussian(kind: str, num_latents: i
             mean, covariance = conditioned(states[n, c], value[n], *parameters)
             first[n] += weights[n, c] * mean
             second[n] += weights[n, c] * (covariance + mean.outer(mean))
-    actual = ops.spike_slab_moments(words, weights, value, *parameters, per_datum)
+    actual = ops.slab_moments(words, weights, value, *parameters, per_datum)
     expected = torch.einsum("nc,nch->nh", weights, states), first, second if per_datum else second.sum(0)
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
@@ -86,12 +86,12 @@ def test_moments_are_those_of_the_conditioned_gaussian(kind: str, num_latents: i
 def test_moments_by_dimension(kind: str) -> None:
     words, _, value, parameters = draw(5, with_missing=True)
     weights = torch.rand(NUM_DATA, NUM_STATES).double()
-    active, first, second = ops.spike_slab_moments(words, weights, value, *parameters, per_datum=True)
+    active, first, second = ops.slab_moments(words, weights, value, *parameters, per_datum=True)
     by_dimension = torch.einsum("nd,nhi->dhi", (~value.isnan()).double(), second)
     expected = active, first, by_dimension, second.diagonal(dim1=1, dim2=2).sum(0)
     for budget in (2**28, 2 * 16 * 25):
         with ops.memory_budget(budget):
-            actual = ops.spike_slab_moments_by_dimension(words, weights, value, *parameters)
+            actual = ops.slab_moments_by_dimension(words, weights, value, *parameters)
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -105,7 +105,7 @@ def test_gradients(kind: str, with_missing: bool) -> None:
     inputs = [tensor.requires_grad_() for tensor in (value[is_seen], *parameters, linear)]
 
     def log_prob(seen: Tensor, *rest: Tensor) -> Tensor:
-        return ops.spike_slab_log_prob(words, torch.full_like(value, math.nan).masked_scatter(is_seen, seen), *rest)
+        return ops.slab_log_prob(words, torch.full_like(value, math.nan).masked_scatter(is_seen, seen), *rest)
 
     assert torch.autograd.gradcheck(log_prob, inputs)
 
@@ -113,8 +113,8 @@ def test_gradients(kind: str, with_missing: bool) -> None:
 def test_shared_states_are_those_of_every_row(kind: str) -> None:
     _, _, value, parameters = draw(5)
     shared = StateSpace([2] * 5).enumerate().expand(NUM_DATA, -1, -1)
-    actual = ops.spike_slab_log_prob(shared, value, *parameters)
-    torch.testing.assert_close(actual, ops.spike_slab_log_prob(shared.clone(), value, *parameters), rtol=1e-13, atol=0)
+    actual = ops.slab_log_prob(shared, value, *parameters)
+    torch.testing.assert_close(actual, ops.slab_log_prob(shared.clone(), value, *parameters), rtol=1e-13, atol=0)
 
 
 def test_compiled_sums_do_not_depend_on_the_number_of_threads() -> None:
@@ -126,7 +126,7 @@ def test_compiled_sums_do_not_depend_on_the_number_of_threads() -> None:
     try:
         for num_threads in (1, before):
             numba.set_num_threads(num_threads)
-            results.append(ops.spike_slab_moments(words, weights, value, weight, precision, mean, deviation))
+            results.append(ops.slab_moments(words, weights, value, weight, precision, mean, deviation))
     finally:
         numba.set_num_threads(before)
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
@@ -141,26 +141,26 @@ def draw_many(num_data: int) -> tuple[Tensor, Tensor, list[Tensor]]:
 def test_slabs_of_almost_no_variance(kind: str) -> None:
     words, states, value, (weight, precision, mean, deviation) = draw(64)
     expected = torch.distributions.Normal((states * mean) @ weight.mT, precision.rsqrt()).log_prob(value.unsqueeze(1)).sum(-1)
-    actual = ops.spike_slab_log_prob(words, value, weight, precision, mean, 1e-12 * deviation)
+    actual = ops.slab_log_prob(words, value, weight, precision, mean, 1e-12 * deviation)
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_the_determinant_may_exceed_every_float(kind: str) -> None:
     words = torch.full((1, 1, 1), -1)
     ones, value = torch.ones(64).double(), torch.randn(1, 64).double()
-    actual = ops.spike_slab_log_prob(words, value, torch.eye(64).double(), ones, 0 * ones, 1e7 * ones)
+    actual = ops.slab_log_prob(words, value, torch.eye(64).double(), ones, 0 * ones, 1e7 * ones)
     expected = torch.distributions.Normal(0 * ones, (1e14 + ones).sqrt()).log_prob(value).sum(-1, keepdim=True)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
 
 
 def test_wrong_shapes_are_refused() -> None:
     words, _, value, (weight, precision, mean, deviation) = draw(5)
-    with pytest.raises(ValueError, match="slabs must have means and deviations of shape"):
-        ops.spike_slab_log_prob(words, value, weight, precision, mean[:3], deviation)
+    with pytest.raises(ValueError, match="slabs must have means of shape"):
+        ops.slab_log_prob(words, value, weight, precision, mean[:3], deviation)
     with pytest.raises(ValueError, match="linear must have shape"):
-        ops.spike_slab_log_prob(words, value, weight, precision, mean, deviation, torch.zeros(2, 5))
+        ops.slab_log_prob(words, value, weight, precision, mean, deviation, torch.zeros(2, 5))
     with pytest.raises(ValueError, match="weights must have shape"):
-        ops.spike_slab_moments(words, torch.zeros(NUM_DATA, 2), value, weight, precision, mean, deviation)
+        ops.slab_moments(words, torch.zeros(NUM_DATA, 2), value, weight, precision, mean, deviation)
 
 
 class Factors(TorchDispatchMode):
@@ -181,10 +181,10 @@ def test_plain_torch_factorises_matrices_of_active_latents() -> None:
     words[0, 1] = 0
     most = int(StateSpace([2] * 130).unpack(words).sum(-1).max())
     with ops.use_backend("vectorised"), Factors() as factors:
-        ops.spike_slab_log_prob(words, value, *parameters)
-        ops.spike_slab_moments(words, torch.ones(NUM_DATA, NUM_STATES).double(), value, *parameters)
+        ops.slab_log_prob(words, value, *parameters)
+        ops.slab_moments(words, torch.ones(NUM_DATA, NUM_STATES).double(), value, *parameters)
     assert factors.shapes == {(most, most)}
     assert most < 20
-    compiled = ops.spike_slab_log_prob(words, value, *parameters)
+    compiled = ops.slab_log_prob(words, value, *parameters)
     with ops.use_backend("vectorised"), ops.memory_budget(2**16):
-        torch.testing.assert_close(ops.spike_slab_log_prob(words, value, *parameters), compiled, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(ops.slab_log_prob(words, value, *parameters), compiled, rtol=1e-12, atol=1e-12)

@@ -100,7 +100,7 @@ def test_a_chain_that_is_switched_off_later_is_taken() -> None:
 def test_a_site_that_couples_latents_later_is_refused_by_name() -> None:
     guide = AutoTruncated(labelled, num_states=64)
     assert loss(guide, Y) == pytest.approx(-labelled_evidence(None), rel=1e-10)
-    with pytest.raises(ValueError, match=r"the sites \['label'\], which it had not then, depend on discrete latents.*whole_states=True"):
+    with pytest.raises(ValueError, match=r"the sites \['label'\] depend on other discrete latents.*whole_states=True"):
         loss(guide, Y, torch.ones(3, dtype=torch.float64))
     assert loss(guide, Y) == pytest.approx(-labelled_evidence(None), rel=1e-10)
 
@@ -120,7 +120,7 @@ def test_sites_that_come_after_many_other_calls_are_refused_too() -> None:
 def test_other_edges_under_the_same_names_are_refused(model: Callable[..., None], cast: Callable[[Edges], Edges]) -> None:
     guide = AutoTruncated(model, num_states=64)
     assert loss(guide, cast(CHAIN)) == pytest.approx(-block_evidence(CHAIN), rel=1e-10)
-    with pytest.raises(ValueError, match="another structure than when the guide was set up: some of its densities depend on other"):
+    with pytest.raises(ValueError, match=r"another structure .* the sites \['edge1', 'edge2'\] depend on other"):
         loss(guide, cast(STAR))
     fewer = [(1, 2), (1, 2), (2, 3)]
     whole = AutoTruncated(model, num_states=81, whole_states=True)

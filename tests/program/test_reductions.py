@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_truncated import AutoTruncated, Truncated_ELBO, VectorizationWarning
+from pyro_truncated import AutoTruncated, Truncated_ELBO, VectorizationWarning, check_truncation
 
 NUM_LATENTS = 6
 Score = Callable[[Tensor], Tensor]
@@ -82,6 +82,21 @@ def test_what_is_recorded_alone_may_reduce_all_states() -> None:
     assert loss == pytest.approx(-float((log_probs - math.log(3)).logsumexp(-1).sum()), rel=1e-5)
 
 
+def test_recorded_totals_of_a_program_that_reads_values_keep_data_points_apart() -> None:
+    def reads(y: Tensor) -> None:
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Bernoulli(torch.full((), 0.4, dtype=y.dtype)))
+            loc = torch.tensor([2.0 if value else 0.5 for value in z.tolist()], dtype=y.dtype)
+            pyro.sample("y", dist.Normal(loc, 1.0), obs=y)
+        pyro.deterministic("total", z.sum(-1))
+
+    y = torch.linspace(0.0, 2.0, 20, dtype=torch.float64)
+    guide = AutoTruncated(reads, num_states=2, vectorize=False)
+    log_joint = dist.Normal(torch.tensor([0.5, 2.0]), 1.0).log_prob(y.unsqueeze(-1)) + torch.tensor([0.6, 0.4], dtype=y.dtype).log()
+    assert Truncated_ELBO().loss(reads, guide, y) == pytest.approx(-float(log_joint.logsumexp(-1).sum()), rel=1e-10)
+    assert guide.layout.plates == ("data",)
+
+
 def test_rare_events_across_data_points_are_named() -> None:
     def household(y: Tensor) -> None:
         with pyro.plate("members", len(y)):
@@ -89,8 +104,12 @@ def test_rare_events_across_data_points_are_named() -> None:
             someone = (z.sum(-1, keepdim=True) > 0).to(y.dtype)
             pyro.sample("y", dist.Bernoulli(0.05 + 0.5 * z + 0.3 * someone), obs=y)
 
+    guide = AutoTruncated(household, num_states=2)
     with pytest.warns(UserWarning, match="site 'y' of a data point depends on the states of other data points"):
-        AutoTruncated(household, num_states=2).setup(torch.zeros(10))
+        guide.setup(torch.zeros(10))
+    report = check_truncation(guide, torch.zeros(10), warn=False)
+    assert not report.is_trusted
+    assert "Site 'y' of a data point depends on the states of other data points" in str(report)
 
 
 @pytest.mark.parametrize("num_states", [8, 64])

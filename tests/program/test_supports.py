@@ -10,6 +10,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.contrib.autoname import scope
 from pyro.distributions import constraints
 from pyro.infer import TraceEnum_ELBO
 from torch import Tensor
@@ -399,3 +400,29 @@ def test_programs_that_make_tensors_of_a_shape_are_followed():
 
     dependencies = Dependencies(Call(model, (COUNTS.unsqueeze(-1).expand(-1, 3),)))
     assert dependencies.scopes == {"z": frozenset(), "g": frozenset({"z"}), "y": frozenset({"g"})}
+
+
+def test_trees_are_refused_by_name():
+    """Their entries are integers, most joint values of which are no tree."""
+
+    def model():
+        edges = pyro.sample("edges", dist.SpanningTree(torch.zeros(3)))
+        pyro.sample("y", dist.Normal(edges[..., 0, 0].double(), 1.0), obs=torch.tensor(1.0))
+
+    with pytest.raises(NotImplementedError, match=r"'edges' \(SpanningTree\) has a support that is no product"):
+        AutoTruncated(model, max_count=2).setup()
+
+
+def test_plates_that_a_handler_renames_are_refused_by_name():
+    """Inside of a plate it may rename sites."""
+
+    def model():
+        with pyro.plate("data", 3), scope(prefix="inner"):
+            z = pyro.sample("z", dist.Bernoulli(torch.tensor(0.3)))
+            pyro.sample("y", dist.Normal(z, 1.0), obs=torch.zeros(3))
+
+    guide = AutoTruncated(model, num_states=2)
+    evidence = 3 * math.log(0.7 + 0.3 * math.exp(-0.5)) - 1.5 * math.log(2 * math.pi)
+    assert Truncated_ELBO().loss(model, guide) == pytest.approx(-evidence, rel=1e-6)
+    with pytest.raises(NotImplementedError, match="'outer/inner/z' lies in the plate 'data', whose subsample has another name"):
+        AutoTruncated(scope(model, prefix="outer"), num_states=2).setup()

@@ -1,18 +1,21 @@
-"""Large holes: what is filled in is checked where the image is seen."""
+"""Large holes: edges that lead into them go on."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from scipy.ndimage import distance_transform_edt
 
 from pyro_truncated.restoration import inpaint
-from pyro_truncated.restoration.patch_size_stacking import biharmonic, fill_large_holes, membrane
+from pyro_truncated.restoration.large_holes import anisotropic_membrane, biharmonic, fill_large_holes
 
 
-def plane(height: int = 40, width: int = 48) -> torch.Tensor:
-    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    return (20 + 2.0 * rows - 1.5 * columns).double()
+def stripes(height: int = 40, width: int = 48) -> torch.Tensor:
+    rows, columns = torch.meshgrid(torch.arange(height).double(), torch.arange(width).double(), indexing="ij")
+    return 100 + 30 * (0.3 * rows - 0.2 * columns).sin()
+
+
+def noise(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 def with_strip(image: torch.Tensor, side: int = 12) -> torch.Tensor:
@@ -21,23 +24,78 @@ def with_strip(image: torch.Tensor, side: int = 12) -> torch.Tensor:
     return holed
 
 
-def error(found: torch.Tensor, image: torch.Tensor, holed: torch.Tensor) -> float:
-    return float((found - image)[holed.isnan()].square().mean().sqrt())
-
-
-def test_membranes_have_the_least_squared_differences():
-    image = plane(9, 10) + torch.randn(9, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    holed = with_holes(image)
-    found = membrane(holed).requires_grad_()
-    (gradient,) = torch.autograd.grad(sum(found.diff(1, dim).square().sum() for dim in (0, 1)), found)
-    torch.testing.assert_close(gradient[holed.isnan()], torch.zeros(24, dtype=torch.float64), rtol=0, atol=1e-9)
-
-
 def with_holes(image: torch.Tensor) -> torch.Tensor:
     holed = image.clone()
     holed[2:6, 3:8] = torch.nan
     holed[7:, 8:] = torch.nan
     return holed
+
+
+def error(found: torch.Tensor, image: torch.Tensor, holed: torch.Tensor) -> float:
+    return float((found - image)[holed.isnan()].square().mean().sqrt())
+
+
+def corner_gradients(image: torch.Tensor) -> torch.Tensor:
+    """Gradients at the four corners of squares of two by two pixels, ``(4, height - 1, width - 1, 2)``."""
+    down, across = image.diff(dim=0), image.diff(dim=1)
+    return torch.stack([torch.stack([one, other], -1) for one in (down[:, :-1], down[:, 1:]) for other in (across[:-1], across[1:])])
+
+
+def test_membranes_have_the_least_energy():
+    holed = with_holes(stripes(9, 10) + noise(9, 10))
+    gradients = corner_gradients(holed).mean(0)
+    is_seen = ~gradients.isnan().any(-1)
+    places = torch.cartesian_prod(torch.arange(8), torch.arange(9)).double()
+    weights = (1 + torch.cdist(places, places[is_seen.flatten()]).square() / 16) ** -2
+    tensors = torch.einsum("qp,pi,pj->qij", weights, gradients[is_seen], gradients[is_seen])
+    tensors = tensors + 0.01 * torch.einsum("qii->q", tensors)[:, None, None] * torch.eye(2, dtype=torch.float64)
+    inverses = tensors.inverse()
+    matrices = (inverses @ inverses * tensors.det()[:, None, None]).reshape(8, 9, 2, 2)
+    found = anisotropic_membrane(holed).requires_grad_()
+    directed = corner_gradients(found)
+    (gradient,) = torch.autograd.grad(torch.einsum("chwi,hwij,chwj->", directed, matrices, directed), found)
+    torch.testing.assert_close(gradient[holed.isnan()], torch.zeros(24, dtype=torch.float64), rtol=0, atol=1e-8)
+    assert torch.equal(found[~holed.isnan()], holed[~holed.isnan()])
+
+
+def test_membranes_turn_with_the_image():
+    image = stripes() + 5 * noise(40, 48)
+    found = anisotropic_membrane(with_strip(image))
+    torch.testing.assert_close(anisotropic_membrane(with_strip(image).flip(0)), found.flip(0))
+    torch.testing.assert_close(anisotropic_membrane(with_strip(image).flip(1)), found.flip(1))
+    torch.testing.assert_close(anisotropic_membrane(with_strip(image).mT), found.mT)
+    torch.testing.assert_close(anisotropic_membrane(50 - 3 * with_strip(image)), 50 - 3 * found)
+
+
+def test_channels_share_their_edges():
+    image = with_strip(stripes() + 5 * noise(40, 48))
+    found = anisotropic_membrane(torch.stack([image, 50 - 3 * image], -1))
+    expected = anisotropic_membrane(image)
+    torch.testing.assert_close(found, torch.stack([expected, 50 - 3 * expected], -1))
+
+
+def test_membranes_stay_within_what_is_seen():
+    holed = with_strip(10 * noise(40, 48))
+    found, seen = anisotropic_membrane(holed), holed[~holed.isnan()]
+    assert bool(((found >= seen.min()) & (found <= seen.max())).all())
+
+
+@pytest.mark.parametrize("value", [0.0, 7.0])
+def test_constant_images_stay_constant(value):
+    image = torch.full((40, 48), value)
+    torch.testing.assert_close(anisotropic_membrane(with_strip(image)), image)
+
+
+def test_edges_go_on():
+    image = stripes() + noise(40, 48)
+    holed = with_strip(image)
+    others = by_second_differences(holed), holed[~holed.isnan()].mean().expand_as(image)
+    assert error(anisotropic_membrane(holed), image, holed) < 0.6 * min(error(other, image, holed) for other in others)
+
+
+def plane(height: int = 40, width: int = 48) -> torch.Tensor:
+    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    return (20 + 2.0 * rows - 1.5 * columns).double()
 
 
 def test_biharmonic_surfaces_have_the_least_squared_laplacian():
@@ -83,9 +141,9 @@ def test_what_fills_seen_pixels_badly_does_not_fill_holes(channels):
         return torch.where(other.isnan(), 500.0, other)
 
     found = fill_large_holes(holed, bad(holed), bad)
-    # Pixels near to what is seen stay as they were.
+    # Pixels beside what is seen stay as they were.
     assert error(found[:, -5:], image[:, -5:], holed[:, -5:]) < 0.05 * error(bad(holed), image, holed)
-    assert torch.equal(found[:, :-9], bad(holed)[:, :-9])
+    assert torch.equal(found[:, :-11], bad(holed)[:, :-11])
 
 
 def test_what_fills_seen_pixels_well_fills_holes():
@@ -100,10 +158,22 @@ def test_what_fills_seen_pixels_well_fills_holes():
 
 
 def test_small_holes_are_filled_once():
-    image = plane()
-    image[10:16, 10:16] = torch.nan
-    restored = torch.zeros_like(image)
-    assert fill_large_holes(image, restored, lambda other: pytest.fail("restored again")) is restored
+    image = stripes()
+    image[10:22, 10:22] = torch.nan
+    image[torch.rand(40, 48, generator=torch.Generator().manual_seed(0)) < 0.8] = torch.nan
+    image[::3] = 100.0
+    estimate = torch.zeros_like(image)
+    assert fill_large_holes(image, estimate, lambda other: pytest.fail("restored again")) is estimate
+
+
+def test_beside_large_holes_nothing_changes():
+    holed = with_strip(stripes())
+    holed[10:13, 10:13] = torch.nan
+    estimate = stripes() + noise(40, 48)
+    found = fill_large_holes(holed, estimate, lambda other: other.nan_to_num(0.0))
+    # A disc of radius 7 fits into the strip, but neither into the small hole nor beside what is seen.
+    assert torch.equal(found[:, :-11], estimate[:, :-11])
+    assert bool((found[:, -11:] != estimate[:, -11:]).all())
 
 
 def by_second_differences(holed: torch.Tensor) -> torch.Tensor:
@@ -128,26 +198,35 @@ def test_a_strip_at_the_border_is_filled_better_than_by_simple_means(seed):
     image = 100 + 40 * (rows / 9).sin() * (columns / 7).cos() + 5 * torch.randn(40, 48, generator=generator)
     holed = with_strip(image)
     found = inpaint(holed, side=5, rounds=3, generator=generator, progress=False).image
-    others = by_second_differences(holed), membrane(holed), holed[~holed.isnan()].mean().expand_as(image)
+    others = by_second_differences(holed), anisotropic_membrane(holed), holed[~holed.isnan()].mean().expand_as(image)
     assert error(found, image, holed) < min(error(other, image, holed) for other in others)
 
 
-def test_weights_are_inverse_to_mean_squared_errors_on_moved_holes():
-    generator = torch.Generator().manual_seed(0)
-    image = 30 * torch.randn(60, 60, generator=generator, dtype=torch.float64)
-    holed, hidden = with_strip(image), []
+def share(holed: torch.Tensor) -> torch.Tensor:
+    """How far the average counts, by distances to all that is seen and to the centres of discs of radius 7."""
+    places = torch.cartesian_prod(*(torch.arange(size) for size in holed.shape)).double()
+    is_hole = holed.isnan().flatten()
+    depth = torch.cdist(places, places[~is_hole]).amin(1)
+    from_centres = torch.cdist(places, places[depth >= 7]).amin(1)
+    return ((depth / 4).clamp(max=1) * (from_centres < 6)).reshape(holed.shape)
+
+
+def test_weights_are_inverse_to_squares_of_mean_squared_errors_on_moved_holes():
+    image, hidden = 30 * noise(60, 60), []
+    holed = with_strip(image)
 
     def restore(other: torch.Tensor) -> torch.Tensor:
         hidden.append(other)
         return torch.where(other.isnan(), image + 20.0, other)
 
+    def candidates(other: torch.Tensor) -> torch.Tensor:
+        restored = restore(other)
+        return torch.stack([restored, anisotropic_membrane(torch.where(share(other) > 0, torch.nan, restored)), biharmonic(other)])
+
     found = fill_large_holes(holed, restore(holed), restore)
-    depth = torch.from_numpy(distance_transform_edt(hidden[1].isnan().numpy()))
-    candidates = torch.stack([restore(hidden[1]), membrane(hidden[1]), biharmonic(hidden[1])])
-    squares = (candidates - image).square() * ((depth - 3) / 4).clamp(0, 1)
+    squares = (candidates(hidden[1]) - image).square() * share(hidden[1])
     # The strip is moved to the opposite border, and is turned to the upper one.
     errors = torch.stack([squares[:, :, :12].sum((1, 2)), squares[:, :12, 12:48].sum((1, 2))])
-    inverse = errors.log().mean(0).neg().exp()
-    surfaces = inverse[1] * membrane(holed) + inverse[2] * biharmonic(holed)
-    expected = (inverse[0] * (image + 20.0) + surfaces) / inverse.sum()
-    torch.testing.assert_close(found[:, -5:], expected[:, -5:], rtol=1e-9, atol=1e-9)
+    weights = (-2 * errors.log().mean(0)).softmax(0)
+    expected = torch.lerp(restore(holed), torch.tensordot(weights, candidates(holed), 1), share(holed))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)

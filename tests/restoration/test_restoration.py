@@ -281,3 +281,15 @@ def test_integers_keep_their_digits(dtype):
     small = (100 + 20 * torch.randn(12, 12, generator=torch.Generator().manual_seed(0))).round().long()
     found = [denoise((small + offset).to(dtype), side=4, rounds=1, progress=False).image.double() - offset for offset in (0, 2**31 - 1000)]
     torch.testing.assert_close(*found, rtol=0.0, atol=0.1)
+
+
+def test_masks_that_mark_what_is_missing_are_named():
+    image = torch.arange(64.0).view(8, 8)
+    seen = torch.ones(8, 8, dtype=torch.bool)
+    seen[2:4, 2:4] = False
+    quick = {"side": 3, "rounds": 1, "passes": 1, "progress": False}
+    with pytest.warns(UserWarning, match="hides 94% of the numbers.*pass mask == 0"):
+        inpaint(image, ~seen, **quick)
+    inpaint(image, seen, **quick)
+    # Where the rest is not there, the mask is right.
+    inpaint(image.where(~seen, math.nan), ~seen, **quick)

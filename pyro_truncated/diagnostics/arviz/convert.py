@@ -30,6 +30,7 @@ from pyro_truncated.diagnostics.arviz.draws import (
 from pyro_truncated.diagnostics.truncation.coverage import gather_guide
 from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.shards import find_part
+from pyro_truncated.program.call import Call
 from pyro_truncated.program.sites import DiscreteSite
 from pyro_truncated.program.supports import is_discrete
 from pyro_truncated.utils.arguments import check_count
@@ -139,12 +140,30 @@ class DataLabels:
 def without_labels(
     model: Callable[..., Any], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[LabelledTensor, ...]]:
-    """The arguments with tensors in the place of labelled arrays, and these."""
+    """The arguments with tensors in the place of labelled arrays, and these.
+
+    Programs that read columns by name keep the arrays.
+    """
     like = next((number for part in (model, guide) if (number := module_number(part)) is not None), torch.empty(0))
     tensors: list[LabelledTensor] = []
-    bare_args = tuple(_bare(value, like, tensors) for value in args)
-    bare_kwargs = {name: _bare(value, like, tensors) for name, value in kwargs.items()}
+    try:
+        bare_args = tuple(_bare(value, like, tensors) for value in args)
+        bare_kwargs = {name: _bare(value, like, tensors) for name, value in kwargs.items()}
+    except TypeError:
+        if _takes(model, args, kwargs):
+            return args, dict(kwargs), ()
+        raise
+    if tensors and not _takes(model, bare_args, bare_kwargs) and _takes(model, args, kwargs):
+        return args, dict(kwargs), ()
     return bare_args, bare_kwargs, tuple(tensors)
+
+
+def _takes(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a model runs with these arguments, and observes tensors."""
+    with contextlib.suppress(Exception), torch.no_grad(), spare_random_numbers():
+        Call(model, args, kwargs).run({})
+        return True
+    return False
 
 
 def _bare(value: Any, like: Tensor, tensors: list[LabelledTensor]) -> Any:

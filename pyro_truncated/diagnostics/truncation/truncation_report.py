@@ -149,7 +149,7 @@ def check_product(
         cliques = [math.prod(size[member] for member in (node, *others)) for node, others in enumerate(product.graph.separators)]
         largest = max(*size.values(), *cliques)
         exact = plain(product_evidence(batch, full_sets(batch))) if largest <= trust.ENUMERATED_LIMIT else None
-        cut = _cut_findings(part.layout, ProductPosterior([batch]).marginals())
+        cut = _layout_findings(part.layout, ProductPosterior([batch]).marginals())
     report = ProductReport(plain(free_energy), plain(certified), plain(searched), plain(doubled), exact, nodes, cut)
     return _add_findings(report, part.num_states, warn)
 
@@ -428,16 +428,16 @@ def check_truncation(
         evidence=trust.silently(lambda: estimate_evidence(guide, *args, num_samples=num_samples, **kwargs)) if num_samples else None,
         exact=compare_with_enumeration(guide, *args, **kwargs) if population.space.size <= trust.ENUMERATED_LIMIT else None,
     )
-    cut = _cut_findings(log_joint.layout, TruncatedPosterior(population, log_joint.layout, log_joint.sizes).marginals())
+    cut = _layout_findings(log_joint.layout, TruncatedPosterior(population, log_joint.layout, log_joint.sizes).marginals())
     report = dataclasses.replace(report, findings=(*cut, *_findings(report, population.space.size)))
     if warn:
         warn_findings(report.findings)
     return report
 
 
-def _cut_findings(layout: Layout, marginals: Mapping[str, Tensor]) -> tuple[Finding, ...]:
-    """Findings from posteriors that ``max_count`` cuts off."""
-    return tuple(Finding(problem, advice) for problem, advice in layout.cut_posteriors(marginals))
+def _layout_findings(layout: Layout, marginals: Mapping[str, Tensor]) -> tuple[Finding, ...]:
+    """Findings that hold whatever the states."""
+    return tuple(Finding(problem, advice) for problem, advice in layout.find_problems(marginals))
 
 
 def _findings(report: TruncationReport, space_size: int) -> list[Finding]:

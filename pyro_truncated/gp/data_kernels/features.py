@@ -41,8 +41,7 @@ class FixedKernel(DataKernel):
         super().__init__(num_data)
         self.variance: Tensor = positive_parameter(variance, torch.zeros((), dtype=dtype, device=device))
         self._capacity = max(1, min(num_data, cache_bytes // (num_data * torch.finfo(dtype).bits // 8)))
-        self._clock = 0
-        self._store: Tensor | None = None
+        self._kept: dict[int, Tensor] = {}  # columns, the least recently used first
 
     def base_columns(self, index: Tensor) -> Tensor:
         """Covariances ``(n, b)`` at variance one."""
@@ -97,40 +96,21 @@ class FixedKernel(DataKernel):
         index = index.to(self.variance.device)
         if len(index) > self._capacity:
             return self._numbers(self.base_columns(index))
-        if self._store is None or self._store.device != self.variance.device or self._store.dtype != self.variance.dtype:
-            self._store = self.variance.detach().new_zeros(0, self.num_data)
-            self._slot = torch.full((self.num_data,), -1, dtype=torch.int64, device=self.variance.device)
-            self._owner = self._slot[:0].clone()
-            self._last_used = self._slot[:0].clone()
-        self._clock += 1
-        slots = self._slot[index]
-        self._last_used[slots[slots >= 0]] = self._clock
-        missing = index[self._slot[index] < 0].unique()
-        if len(missing):
-            slots = self._make_room(len(missing))
-            self._slot[missing], self._owner[slots], self._last_used[slots] = slots, missing, self._clock
-            self._store[slots] = self._numbers(self.base_columns(missing)).mT
-        return self._store[self._slot[index]].mT
-
-    def _make_room(self, num_columns: int) -> Tensor:
-        """Slots for new columns: free ones, then the least recently used."""
-        if self._store is None:
-            raise RuntimeError("no columns are stored yet; store columns before they are looked up")
-        size = len(self._store)
-        free = (self._owner < 0).nonzero().squeeze(1)[:num_columns]
-        if len(free) < num_columns and size < self._capacity:
-            grown = min(self._capacity, max(2 * size, size + num_columns))
-            self._store = torch.cat([self._store, self._store.new_zeros(grown - size, self.num_data)])
-            self._owner = torch.cat([self._owner, self._owner.new_full((grown - size,), -1)])
-            self._last_used = torch.cat([self._last_used, self._last_used.new_zeros(grown - size)])
-            free = (self._owner < 0).nonzero().squeeze(1)[:num_columns]
-        if len(free) < num_columns:
-            age = self._last_used.clone()
-            age[free] = self._clock
-            oldest = age.argsort()[: num_columns - len(free)]
-            self._slot[self._owner[oldest]] = -1
-            free = torch.cat([free, oldest])
-        return free
+        kept, like = self._kept, next(iter(self._kept.values()), self.variance)
+        if (like.device, like.dtype) != (self.variance.device, self.variance.dtype):
+            kept.clear()
+        wanted = index.tolist()
+        missing = sorted(set(wanted) - kept.keys())
+        for position in wanted:
+            if position in kept:
+                kept[position] = kept.pop(position)
+        while len(kept) + len(missing) > self._capacity:
+            del kept[next(iter(kept))]
+        if missing:
+            # Copies: a view of one column would keep them all.
+            columns = self._numbers(self.base_columns(index.new_tensor(missing))).mT
+            kept.update(zip(missing, (column.clone() for column in columns), strict=True))
+        return torch.stack([kept[position] for position in wanted]).mT if wanted else self.variance.new_zeros(self.num_data, 0)
 
 
 class FunctionKernel(FixedKernel):

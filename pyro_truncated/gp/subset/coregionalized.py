@@ -99,12 +99,9 @@ class CoregionalizedGPRegression(torch.nn.Module):
         draws = model.posterior(new).sample((100,)).reshape(100, len(new), -1)
 
     Args:
-        X: the training inputs, of any type that the kernel takes. Or a kernel with its own inputs:
-            a :class:`DataKernel`, or an object with ``diag()``, ``columns(index)`` and ``cross(new,
-            index)``.
+        X: the training inputs, or a kernel with its own, as for :class:`SubsetGPRegression`.
         y: targets ``(n, H)``, NaN where missing.
-        kernel: a kernel of :mod:`pyro.contrib.gp.kernels` or of GPyTorch, or a function that makes a :class:`DataKernel` of the inputs,
-            such as :class:`CountKernel`. Default for numeric inputs: :func:`smooth_rbf`.
+        kernel: as for :class:`SubsetGPRegression`.
         rank: columns ``R`` of :math:`W`.
         noise: noise variance of each output to start from, of standardised targets.
         generator: source of randomness.

@@ -69,12 +69,9 @@ class SubsetModel(UniqueModule, Parameterized):
     """What sparse models on an inducing subset share.
 
     Args:
-        X: the training inputs, of any type that the kernel takes. Or a kernel with its own inputs:
-            a :class:`DataKernel`, or an object with ``diag()``, ``columns(index)`` and ``cross(new,
-            index)``.
+        X: the training inputs, or a kernel with its own, as for :class:`SubsetGPRegression`.
         y: targets. The last dimension is the data.
-        kernel: a kernel of :mod:`pyro.contrib.gp.kernels` or of GPyTorch, or a function that makes a :class:`DataKernel` of the inputs,
-            such as :class:`CountKernel`. Default for numeric inputs: :func:`smooth_rbf`.
+        kernel: as for :class:`SubsetGPRegression`.
         num_inducing: size ``m`` of the subset.
         index: the subset to start from. Default: random, until :meth:`reselect` chooses one.
         jitter: added to the diagonal of the inducing inputs' covariance matrix, as Pyro does, while parameters are being learned.

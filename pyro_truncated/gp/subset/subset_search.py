@@ -620,12 +620,9 @@ class InducingSubset:
         mean, variance = subset.predict(new_fingerprints)
 
     Args:
-        X: the training inputs, of any type that the kernel takes. Or a kernel with its own inputs:
-            a :class:`DataKernel`, or an object with ``diag()``, ``columns(index)`` and ``cross(new,
-            index)``.
+        X: the training inputs, or a kernel with its own, as for :class:`SubsetGPRegression`.
         y: targets, ``(n,)``, or ``(n, H)`` for several outputs that share subset, kernel and noise; centred.
-        kernel: a kernel of :mod:`pyro.contrib.gp.kernels` or of GPyTorch, or a function that makes a :class:`DataKernel` of the inputs,
-            such as :class:`CountKernel`. Default for numeric inputs: :func:`smooth_rbf`.
+        kernel: as for :class:`SubsetGPRegression`.
         num_inducing: size ``m`` of the subset, at most ``n``.
         noise: noise variance.
         objective: ``"vfe"`` (variational free energy) or ``"pp"`` (likelihood of the projected process).

@@ -5,6 +5,7 @@ A step whose kind of transition is negative lies beyond the end of its sequence:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -63,17 +64,19 @@ def _arrays(*tensors: Tensor) -> list[np.ndarray]:
     return [tensor.contiguous().numpy() if tensor.dtype == torch.int64 else as_array(tensor) for tensor in tensors]
 
 
-def messages(words: Tensor, unary: Tensor, log_prob: Tensor, kind: Tensor, forward: bool) -> tuple[Tensor, Tensor]:
-    """See :func:`pyro_truncated.ops.binary_chains.forward_messages` and :func:`pyro_truncated.ops.binary_chains.backward_messages`."""
-    out = torch.empty(unary.shape, dtype=torch.float64)
-    log_norm = torch.zeros(kind.shape, dtype=torch.float64)
-    if (chances := _chances_if_full(words, log_prob)) is not None:
-        (likelihood, best), norm = _likelihood(unary), torch.ones_like(log_norm)
-        arguments = _arrays(likelihood, kind, chances if forward else chances.mT)
-        _full_messages(*arguments, forward, out.numpy(), norm.numpy())
-        return out.log_(), norm.log_() + torch.where(kind < 0, 0.0, best)
-    _messages(*_arrays(words, unary, kind), *_tables(log_prob, words.shape[-1]), forward, out.numpy(), log_norm.numpy())
-    return out, log_norm
+def messages(words: Tensor, unary: Tensor, log_prob: Tensor, kind: Tensor, directions: Sequence[bool]) -> list[tuple[Tensor, Tensor]]:
+    """See :func:`pyro_truncated.ops.binary_chains.messages`; messages and norms, forward or backward in turn."""
+    found = [(torch.empty(unary.shape, dtype=torch.float64), torch.zeros(kind.shape, dtype=torch.float64)) for _ in directions]
+    if (chances := _chances_if_full(words, log_prob)) is None:
+        arguments = *_arrays(words, unary, kind), *_tables(log_prob, words.shape[-1])
+        for forward, (out, log_norm) in zip(directions, found, strict=True):
+            _messages(*arguments, forward, out.numpy(), log_norm.numpy())
+        return found
+    likelihood, best = _likelihood(unary)
+    for forward, (out, norm) in zip(directions, found, strict=True):
+        _full_messages(*_arrays(likelihood, kind, chances if forward else chances.mT), forward, out.numpy(), norm.fill_(1.0).numpy())
+    best = torch.where(kind < 0, 0.0, best)
+    return [(out.log_(), norm.log_() + best) for out, norm in found]
 
 
 def _chances_if_full(words: Tensor, log_prob: Tensor) -> Tensor | None:
@@ -354,7 +357,7 @@ def _messages(words, unary, kind, constant, smallest, previous, current, both, f
                 log_norm[n, t] = _normalize(out[n, t])
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, inline="always")
 def _step_one(vector, bit, off_off, off_on, on_off, on_on):
     """Takes one chain a step on, in place."""
     for first in range(0, vector.shape[0], 2 * bit):

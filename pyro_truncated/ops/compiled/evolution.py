@@ -367,7 +367,7 @@ def _flip_random(words, fields, rows, seed, out):
             change_latent(out[n, c], fields[0, h], fields[1, h], fields[2, h], state)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, inline="always")
 def _switch_off(words, mask, threshold, state, out):
     """Switches active binary latents off; returns whether anything changed.
 
@@ -388,7 +388,7 @@ def _switch_off(words, mask, threshold, state, out):
     return changed
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, inline="always")
 def _switch_on(words, fields, log_stay, num_draws, state, out):
     """Switches idle binary latents on; returns whether any changed.
 
@@ -412,7 +412,7 @@ def _switch_on(words, fields, log_stay, num_draws, state, out):
     return changed
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, inline="always")
 def _move(fields, log_stay, num_draws, state, out):
     """Moves latents of several values with probability ``1 - exp(log_stay)``."""
     changed = False

@@ -57,7 +57,7 @@ def count_ones(typing_context, word):
     return types.int64(types.int64), generate
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, forceinline=True)
 def active_latents(words, n, c, active):
     """Writes a state's active latents, in ascending order; returns their number."""
     count = 0

@@ -7,7 +7,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from pyro_truncated.ops.compiled.compilation import njit, parallel_kernel
+from pyro_truncated.ops.compiled.compilation import parallel_kernel
 from pyro_truncated.ops.compiled.iterate_active import trailing_zeros
 from pyro_truncated.ops.compiled.random import STEP, stream, uniform
 from pyro_truncated.ops.packed_states import Fields
@@ -27,11 +27,6 @@ def unpack(words: Tensor, fields: Fields, dtype: torch.dtype) -> Tensor:
     else:
         _unpack_fields(rows.numpy(), fields.word.numpy(), fields.shift.numpy(), fields.masks.numpy(), out.numpy())
     return out.view(*words.shape[:-1], fields.num_latents)
-
-
-def first_beyond(words: Tensor, beyond: int) -> int:
-    """The first state whose last word has given bits, or -1."""
-    return _first_beyond(words.numpy(), beyond)
 
 
 def activation_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> Tensor:
@@ -55,16 +50,6 @@ def draw_values(tails: Tensor, num_samples: int, fields: Fields, rows: Tensor, s
     out = torch.empty(len(tails), num_samples, fields.num_words, dtype=torch.int64, device="cpu")
     _draw_values(tails.numpy(), fields.word.numpy(), fields.shift.numpy(), rows.numpy(), seed, out.numpy())
     return out
-
-
-@njit(cache=True, nogil=True)
-def _first_beyond(words, beyond):
-    num_rows, num_states, num_words = words.shape
-    for n in range(num_rows):
-        for c in range(num_states):
-            if words[n, c, num_words - 1] & beyond:
-                return n * num_states + c
-    return -1
 
 
 @parallel_kernel(has_plain=True)

@@ -190,7 +190,7 @@ def moments(
     deviation: Tensor,
     per_datum: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See :func:`pyro_truncated.ops.spike_slab_moments`; the other arguments are those of :func:`log_prob`."""
+    """See :func:`pyro_truncated.ops.slab_moments`; the other arguments are those of :func:`log_prob`."""
     num_data, num_latents = linear.shape
     active = linear.new_zeros(num_data, num_latents, dtype=torch.float64)
     first = torch.zeros_like(active)
@@ -261,9 +261,10 @@ def _log_prob(words, linear, elements, is_observed, gram, mean, deviation, out):
             row = n if num_rows > 1 else 0
             if has_missing:
                 row_gram_matrix(elements, is_observed[n], active, ever_active(words, row, union, active), near, own)
+            field = linear[n]
             for c in range(num_candidates):
                 count = active_latents(words, row, c, active)
-                out[n, c] = _factorize(linear[n], own, mean, deviation, active, count, factor, solution)
+                out[n, c] = _factorize(field, own, mean, deviation, active, count, factor, solution)
 
 
 @njit(cache=True, nogil=True)
@@ -521,7 +522,7 @@ def correlated_moments(
     covariance: Tensor,
     per_datum: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See :func:`pyro_truncated.ops.correlated_slab_moments`; the other arguments are those of :func:`log_prob`."""
+    """See :func:`pyro_truncated.ops.slab_moments`; the other arguments are those of :func:`log_prob`."""
     num_data, num_latents = linear.shape
     active = linear.new_zeros(num_data, num_latents, dtype=torch.float64)
     first = torch.zeros_like(active)

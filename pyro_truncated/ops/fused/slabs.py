@@ -39,7 +39,7 @@ def moments(
     deviation: Tensor,
     per_datum: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See :func:`pyro_truncated.ops.spike_slab_moments`; the other arguments are those of :func:`log_prob`."""
+    """See :func:`pyro_truncated.ops.slab_moments`; the other arguments are those of :func:`log_prob`."""
     launches = _plan(words)
     # The order of atomic sums changes from run to run.
     if torch.are_deterministic_algorithms_enabled():

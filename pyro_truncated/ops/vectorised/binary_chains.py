@@ -5,6 +5,8 @@ A step whose kind of transition is negative lies beyond the end of its sequence:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -60,9 +62,13 @@ def _replace_after_end(message: Tensor, is_part: Tensor) -> Tensor:
     return torch.where(is_part.unsqueeze(-1), message, first)
 
 
-def messages(words: Tensor, unary: Tensor, log_prob: Tensor, kind: Tensor, forward: bool) -> tuple[Tensor, Tensor]:
-    """See :func:`pyro_truncated.ops.binary_chains.forward_messages` and :func:`pyro_truncated.ops.binary_chains.backward_messages`."""
-    steps, unary = _Steps(words, log_prob, kind), unary.double()
+def messages(words: Tensor, unary: Tensor, log_prob: Tensor, kind: Tensor, directions: Sequence[bool]) -> list[tuple[Tensor, Tensor]]:
+    """See :func:`pyro_truncated.ops.binary_chains.messages`; messages and norms, forward or backward in turn."""
+    steps = _Steps(words, log_prob, kind)
+    return [_messages(steps, unary.double(), kind, forward) for forward in directions]
+
+
+def _messages(steps: _Steps, unary: Tensor, kind: Tensor, forward: bool) -> tuple[Tensor, Tensor]:
     out, log_norm = torch.empty_like(unary), torch.zeros(kind.shape, dtype=torch.float64, device=kind.device)
     num_steps = kind.shape[1]
     for t in range(num_steps) if forward else reversed(range(num_steps)):

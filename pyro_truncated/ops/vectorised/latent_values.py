@@ -26,20 +26,15 @@ def unpack(words: Tensor, fields: Fields, dtype: torch.dtype) -> Tensor:
 def unpack_bits(words: Tensor, num_latents: int, dtype: torch.dtype) -> Tensor:
     """Unpacks words ``(..., W)`` of binary latents into ``(..., num_latents)``."""
     # One byte per bit at the most: a shift of whole words would need eight.
-    octets = words.contiguous().view(torch.uint8).unsqueeze(-1)
+    # Of a single word torch may keep any stride.
+    octets = words.contiguous().unsqueeze(-1).view(torch.uint8).unsqueeze(-1)
     bits = (octets >> _shifts(words.device)) & 1
-    return bits.flatten(-2)[..., :num_latents].to(dtype)
+    return bits.flatten(-3)[..., :num_latents].to(dtype)
 
 
 @functools.cache
 def _shifts(device: torch.device) -> Tensor:
     return torch.arange(8, dtype=torch.uint8, device=device)
-
-
-def first_beyond(words: Tensor, beyond: int) -> int:
-    """The first state whose last word has given bits, or -1."""
-    found = (words[..., -1] & beyond).flatten().nonzero()
-    return int(found[0]) if len(found) else -1
 
 
 def activation_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> Tensor:

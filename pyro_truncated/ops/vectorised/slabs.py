@@ -33,7 +33,7 @@ def moments(
     deviation: Tensor,
     per_datum: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See :func:`pyro_truncated.ops.spike_slab_moments`; the other arguments are those of :func:`log_prob`."""
+    """See :func:`pyro_truncated.ops.slab_moments`; the other arguments are those of :func:`log_prob`."""
     num_data, num_latents = linear.shape
     gram, linear, mean, deviation = gram_matrix(elements, is_observed), linear.double(), mean.double(), deviation.double()
     active, first = linear.new_zeros(num_data, num_latents), linear.new_zeros(num_data, num_latents)
@@ -101,7 +101,7 @@ def correlated_moments(
     covariance: Tensor,
     per_datum: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See :func:`pyro_truncated.ops.correlated_slab_moments`; the other arguments are those of :func:`log_prob`."""
+    """See :func:`pyro_truncated.ops.slab_moments`; the other arguments are those of :func:`log_prob`."""
     num_data, num_latents = linear.shape
     gram, linear = gram_matrix(elements, is_observed), linear.double()
     active, first, slope = (linear.new_zeros(number, num_latents) for number in (num_data, num_data, num_data))

@@ -182,6 +182,30 @@ def test_columns_that_are_no_numbers_are_refused_by_name(frame: pd.DataFrame) ->
         to_arviz(model, guide, xr.DataArray(np.array(["a", "b"])), num_samples=2)
 
 
+def test_programs_that_read_columns_by_name_keep_the_table() -> None:
+    def by_name(table: pd.DataFrame) -> None:
+        with pyro.plate("data", len(table)):
+            z = pyro.sample("z", dist.Bernoulli(0.3))
+            loc = tensor(table["x"]) + z * tensor(table["kind"] == "b")
+            pyro.sample("y", dist.Normal(loc, 1.0), obs=tensor(table["y"]))
+
+    for table in (
+        pd.DataFrame({"x": [0.0, 1.0], "y": [1.0, 0.5], "kind": ["a", "b"]}),
+        pd.DataFrame({"x": [0.0, 1.0], "y": [1.0, 0.5], "kind": [0.0, 1.0]}),
+    ):
+        guide = AutoTruncated(by_name, num_states=2)
+        Truncated_ELBO().loss(by_name, guide, table)
+        observed = get_dataset(to_arviz(by_name, guide, table, num_samples=2), "observed_data")
+        np.testing.assert_array_equal(observed["y"], table["y"])
+
+
+def test_a_single_data_point_of_binary_latents() -> None:
+    y = torch.tensor([[0.5, 1.0, -1.0]])
+    states = get_dataset(to_arviz(model, fitted(model, y), y, num_samples=3, num_chains=2), "posterior")["s"]
+    assert states.shape == (2, 3, 1, 2)
+    assert set(np.unique(states)) <= {0, 1}
+
+
 @pytest.mark.nightly
 def test_neither_package_is_imported_with_the_library() -> None:
     code = "import sys, pyro_truncated.utils.arrays; assert not {'pandas', 'xarray'} & set(sys.modules)"

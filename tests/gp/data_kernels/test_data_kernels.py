@@ -207,7 +207,7 @@ def test_columns_that_do_not_fit_make_room():
     for size in (3, 5, 6, 2, 9, 6, 1, 4):
         index = torch.randperm(40, generator=generator)[:size]
         torch.testing.assert_close(kernel.columns(index).detach(), expected[:, index])
-        assert len(kernel._store) <= 6
+        assert len(kernel._kept) <= 6
 
 
 def test_functions_are_called_once_per_pair():
