@@ -25,12 +25,10 @@ from pyro_truncated.utils.parameter_store import Assign, spare_random_numbers
 
 # Least size of a parameter: from near zero, steps in its own unit would be too small.
 _LEAST_SIZE = 0.2
-# Adam's gradients of a parameter in its unit: the largest that counts, and what is added to their root mean square.
-_CLIP_NORM, _EPS = 10.0, 1e-8
 # Deviation from linearity that is rounding error.
 _LINEAR_RTOL = 1e-2
-# Deviations of the data by which means of a start may be off; steps of a fit.
-_FAR, _NUM_FITS = 5.0, 50
+# Deviations of the data by which means of a start may be off.
+_FAR = 5.0
 # Separator in names of parameters that ``pyro.module`` registers.
 _OF_A_MODULE = "$$$"
 _MEDIAN = "median of "
@@ -101,7 +99,7 @@ def disturb(model: Any, y: Tensor, other_parameters: dict[str, Tensor], generato
     """
     layers = layer_parameters(model, y)
     for name, value in learned_parameters(model, y).items():
-        unit = 1.0 if _is_constrained(value) else 0.0 if name in layers else parameter_unit(model, y, value)
+        unit = 1.0 if _constraint(value) is not constraints.real else 0.0 if name in layers else parameter_unit(model, y, value)
         _add_noise(value, unit or max(_size(value), _size(other_parameters[name])) or 1.0, generator)
 
 
@@ -121,15 +119,15 @@ def optimiser_units(model: Any, y: Tensor, companion: Any = None) -> dict[str, f
     # Several processes must measure in one order.
     for name, free in sorted(pyro.get_param_store().named_parameters()):
         size, unit = max(_LEAST_SIZE, _size(free)), 1.0
-        if not _is_constrained(free):
+        if _constraint(free) is constraints.real:
             unit = (0.0 if _OF_A_MODULE in name else parameter_unit(model, y, free, companion)) or size
         units[normalize_param_name(name)] = min(unit, size) if free.data_ptr() in latents else unit
     return units
 
 
 def optimiser_options(lr: float, lrd: float, unit: float) -> dict[str, float]:
-    """Returns Adam's options by which steps do not depend on units."""
-    return {"lr": lr * unit, "lrd": lrd, "clip_norm": _CLIP_NORM / unit, "eps": _EPS / unit}
+    """Returns Pyro's defaults of Adam in the unit of a parameter."""
+    return {"lr": lr * unit, "lrd": lrd, "clip_norm": 10.0 / unit, "eps": 1e-8 / unit}
 
 
 @torch.no_grad()
@@ -195,7 +193,7 @@ def _minimize(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> N
         value.backward()
         return float(value.detach())
 
-    for _ in range(_NUM_FITS):
+    for _ in range(50):  # few are needed: what is fitted is linear, or a scale
         optimizer.step(evaluate)
     optimizer.zero_grad()
 
@@ -209,7 +207,8 @@ def _observe(model: Any, y: Tensor, companion: Any) -> tuple[Tensor, Tensor]:
         torch.manual_seed(0)
         with Assign({} if companion is None else companion(y)):
             nodes = poutine.trace(model).get_trace(y).nodes.values()
-        real = [node for node in nodes if node["type"] == "sample" and node["is_observed"] and _is_real(node["fn"])]
+        observed = [node for node in nodes if node["type"] == "sample" and node["is_observed"]]
+        real = [node for node in observed if elementwise(get_support(node["fn"])) is constraints.real]
         density = log_density(real) / len(y)
     misfits = [torch.zeros(0, dtype=torch.float64)]
     for node in real:
@@ -220,20 +219,16 @@ def _observe(model: Any, y: Tensor, companion: Any) -> tuple[Tensor, Tensor]:
     return torch.cat([part.to(misfits[-1]) for part in misfits]), density
 
 
-def _is_real(fn: Any) -> bool:
-    return elementwise(get_support(fn)) is constraints.real
-
-
 def takes_gradients(model: Any, value: Tensor) -> bool:
     """Whether a parameter is learned; those of modules may be frozen."""
     return value.requires_grad or not isinstance(model, torch.nn.Module)
 
 
-def _is_constrained(free: Tensor) -> bool:
-    """Whether a parameter moves on a logarithmic or similar scale."""
+def _constraint(free: Tensor) -> Any:
+    """The constraint of a parameter of Pyro's store: others are real numbers."""
     store = pyro.get_param_store()
-    own = (name for name, value in store.named_parameters() if value.data_ptr() == free.data_ptr())
-    return any(store._constraints[name] is not constraints.real for name in own)
+    own = (store._constraints[name] for name, value in store.named_parameters() if value.data_ptr() == free.data_ptr())
+    return next(own, constraints.real)
 
 
 def _add_noise(value: Tensor, size: float, generator: torch.Generator | None) -> None:

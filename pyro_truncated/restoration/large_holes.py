@@ -21,8 +21,6 @@ LEAST_RADIUS, FULL_DEPTH = 7.0, 4.0
 LEAST_OVERLAP, LEAST_LEFT = 0.5, 0.6
 # Distance in pixels at which a gradient counts a fourth of one at the place itself; from four times of it on it does not count.
 _DISTANCE = 4
-# Part of a structure tensor's trace that is added to both eigenvalues.
-_LEAST_VARIANCE = 0.01
 
 
 def fill_large_holes(image: Tensor, estimate: Tensor, restore: Callable[[Tensor], Tensor]) -> Tensor:
@@ -216,8 +214,9 @@ def _structure_tensors(planes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     squares = np.arange(-reach, reach + 1) ** 2
     weights = (1 + (squares + squares[:, None]) / _DISTANCE**2) ** -2.0
     tensors = oaconvolve(products, weights[..., None, None], mode="same", axes=(0, 1))[is_cut]
-    # Where all is constant, but for rounding of the largest products, no direction is told from another.
-    variances = _LEAST_VARIANCE * tensors.trace(axis1=1, axis2=2).clip(1e-10)
+    # Both eigenvalues grow by a hundredth of the trace. Where all is constant, but for rounding of the largest products, no direction
+    # is told from another.
+    variances = 0.01 * tensors.trace(axis1=1, axis2=2).clip(1e-10)
     return is_cut, tensors + variances[:, None, None] * np.eye(2)
 
 
