@@ -35,10 +35,9 @@ def component_sums(component: Tensor, weight: Tensor, rows: Tensor, number: int)
         ValueError: if shapes do not fit, the number is below 1, or there are other components.
     """
     number = check_count("number", number)
-    component, rows = check_components(component, weight, rows, number), rows.double()
-    sums = rows.new_zeros(number, rows.shape[1])
-    for own, share in zip(component.mT, weight.double().mT, strict=True):
-        sums.index_add_(0, own, share.unsqueeze(-1) * rows)
+    component = check_components(component, weight, rows, number)
+    with use_backend("vectorised") if are_differentiated(weight, rows) else contextlib.nullcontext():
+        sums: Tensor = backend("components", rows).component_sums(component, weight.double(), rows.double(), number)
     return sums
 
 

@@ -8,8 +8,6 @@ from torch import Tensor
 from pyro_truncated.ops.backend import backend
 
 _TYPES = (torch.float32, torch.float64)
-# Results that are held at a time.
-MAX_PRODUCTS = 2**22
 
 
 def max_inner_products(features: Tensor, coefficients: Tensor, number: int) -> tuple[Tensor, Tensor]:
@@ -18,14 +16,8 @@ def max_inner_products(features: Tensor, coefficients: Tensor, number: int) -> t
     Functions have ``coefficients (K, F)`` of ``features (N, F)``. Of equal ones any; NaN counts as the largest, as in ``torch.topk``.
     """
     features, coefficients = _compute(features, coefficients)
-    found = [(some @ coefficients.mT).topk(number) for some in row_blocks(features, len(coefficients))]
-    return torch.cat([some.values for some in found]), torch.cat([some.indices for some in found])
-
-
-def row_blocks(features: Tensor, width: int) -> tuple[Tensor, ...]:
-    """Rows of features ``(N, F)``, of so many results each, at a time."""
-    blocks: tuple[Tensor, ...] = features.split(max(1, MAX_PRODUCTS // width))
-    return blocks
+    result: tuple[Tensor, Tensor] = backend("max_inner_products", features).max_inner_products(features, coefficients, number)
+    return result
 
 
 def max_inner_products_in_groups(

@@ -8,7 +8,13 @@ import math
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.max_inner_products import MAX_PRODUCTS, row_blocks
+_MAX_PRODUCTS = 2**22
+
+
+def max_inner_products(features: Tensor, coefficients: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """See :func:`pyro_truncated.ops.max_inner_products.max_inner_products`."""
+    found = [(some @ coefficients.mT).topk(number) for some in _blocks(features, len(coefficients))]
+    return torch.cat([some.values for some in found]), torch.cat([some.indices for some in found])
 
 
 def max_inner_products_in_groups(
@@ -26,7 +32,7 @@ def max_inner_products_in_groups(
     values, indices = [], []
     # Functions that are minus infinity come before places of the table that hold none.
     least = torch.finfo(features.dtype).min
-    rows_of_blocks = row_blocks(features, looked_at * width)
+    rows_of_blocks = _blocks(features, looked_at * width)
     for some, own in zip(rows_of_blocks, probes.split(max(1, len(rows_of_blocks[0]))), strict=True):
         order = own.flatten().argsort()
         table = features.new_full((len(order), width), -math.inf)
@@ -44,7 +50,7 @@ def follow_neighbours(
 ) -> tuple[Tensor, Tensor]:
     """See :func:`pyro_truncated.ops.max_inner_products.follow_neighbours`."""
     width = max(neighbours.shape[1], also.shape[1]) * features.shape[1]
-    step = max(1, MAX_PRODUCTS // max(1, width))
+    step = max(1, _MAX_PRODUCTS // max(1, width))
     blocks = zip(features.split(step), value.split(step), index.split(step), also.split(step), strict=True)
     parts = [_follow(some, coefficients, neighbours, best, position, depth, others) for some, best, position, others in blocks]
     return torch.cat([best for best, _ in parts]), torch.cat([position for _, position in parts])
@@ -70,3 +76,9 @@ def _update_best(others: Tensor, features: Tensor, coefficients: Tensor, best: T
     is_there = (others[:, :, None] == index[:, None, :]).any(2)
     best, place = torch.cat([best, products.masked_fill(is_there, -math.inf)], 1).topk(best.shape[1])
     return best, torch.cat([index, others], 1).gather(1, place)
+
+
+def _blocks(features: Tensor, width: int) -> tuple[Tensor, ...]:
+    """Rows of so many results each, at a time."""
+    blocks: tuple[Tensor, ...] = features.split(max(1, _MAX_PRODUCTS // width))
+    return blocks
