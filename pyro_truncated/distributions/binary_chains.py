@@ -105,6 +105,8 @@ class BinaryChains(TorchDistribution):
         """Draws sequences ``(*sample_shape, *batch, T, M)`` of zeros and ones."""
         shape = torch.Size(sample_shape) + self.batch_shape
         uniform = torch.rand(*shape, *self.event_shape, dtype=self.initial.dtype, device=self.initial.device)
+        if uniform[..., 0, :].numel() > self.num_steps:
+            return self._draw_in_turn(uniform)
         after_off, after_on = (uniform < self.transition[..., i, 1].unsqueeze(-2) for i in range(2))
         after_off[..., 0, :] = after_on[..., 0, :] = uniform[..., 0, :] < self.initial
         # A step forgets the value before it, keeps it, or turns it round.
@@ -113,6 +115,15 @@ class BinaryChains(TorchDistribution):
         turns = (after_off & ~after_on).cumsum(-2)
         is_odd = (turns - turns.gather(-2, forgotten)) % 2 == 1
         return ((after_off.gather(-2, forgotten) ^ is_odd) & self.is_part.unsqueeze(-1)).to(self.initial.dtype)
+
+    def _draw_in_turn(self, uniform: Tensor) -> Tensor:
+        """The same draws step by step: of many sequences that is faster."""
+        is_on, steps = uniform[..., 0, :] < self.initial, []
+        for t in range(self.num_steps):
+            if t:
+                is_on = uniform[..., t, :] < torch.where(is_on, self.transition[..., 1, 1], self.transition[..., 0, 1])
+            steps.append(is_on)
+        return (torch.stack(steps, -2) & self.is_part.unsqueeze(-1)).to(self.initial.dtype)
 
     @property
     def mean(self) -> Tensor:

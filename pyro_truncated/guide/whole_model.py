@@ -236,9 +236,17 @@ class WholeModelGuide(AutoGuide):
         scorer = self._scorer(call, values)
         if (call, scorer.nodes) in self._structures:
             return scorer
+        before = self._run_state()
         self._look_again(scorer)
         self._structures.add(call, scorer.nodes)
-        return self._scorer(call, {**(values or {}), **scorer.subsamples})
+        # Another scorer would draw other random numbers.
+        return scorer if self._run_state() == before else self._scorer(call, {**(values or {}), **scorer.subsamples})
+
+    def _run_state(self) -> tuple[Any, ...]:
+        """All that scorers of one guide differ by."""
+        layout = self.layout
+        sites = layout.dependents, layout.read, layout.conditional_sites, layout.sites_to_check
+        return self._run_mode, self.is_enumerable, layout.is_linear, layout.takes_shared_states, sites
 
     def _scorer(self, call: Call, values: Mapping[str, Any] | None) -> LogJoint | ProductScorer | ChainScorer:
         if isinstance(self._product, ChainLayout):

@@ -26,6 +26,7 @@ from pyro_truncated.ops.backend import backend, gradient, remember_context
 from pyro_truncated.ops.deferred_checks import cholesky
 from pyro_truncated.ops.packed_states import check_likelihood, check_weights
 from pyro_truncated.ops.quadratic import pair_energy
+from pyro_truncated.utils.arguments import renames
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.constraints import without_missing
 
@@ -76,6 +77,7 @@ def data_gradients(
     )
 
 
+@renames(slab_deviation="spread", slab_covariance="spread")
 def slab_log_prob(
     words: Tensor, value: Tensor, weight: Tensor, precision: Tensor, slab_mean: Tensor, spread: Tensor, linear: Tensor | None = None
 ) -> Tensor:
@@ -91,6 +93,7 @@ def slab_log_prob(
     return out if linear is None else out + linear_energy(words, linear, len(value), weight.shape[1])
 
 
+@renames(slab_deviation="spread", slab_covariance="spread")
 def slab_moments(
     words: Tensor,
     weights: Tensor,
@@ -121,6 +124,7 @@ def slab_moments(
     return moments(words, weights, *terms, slab_mean, spread, per_datum)  # type: ignore[no-any-return]
 
 
+@renames(slab_deviation="spread", slab_covariance="spread")
 def slab_moments_by_dimension(
     words: Tensor, weights: Tensor, value: Tensor, weight: Tensor, precision: Tensor, slab_mean: Tensor, spread: Tensor
 ) -> tuple[Tensor, ...]:

@@ -201,8 +201,8 @@ def _kind(node: Any) -> str:
     if support is constraints.one_hot:
         return "one_hot"
     is_infinite = isinstance(support, type(constraints.nonnegative_integer))
-    # Values can be listed only of a part of a support that is infinite.
-    is_listed = is_infinite and node["fn"].has_enumerate_support
+    # Of events in an infinite support values can be listed only if they depend on each other.
+    is_listed = is_infinite and node["fn"].has_enumerate_support and node["fn"].event_dim > 0
     if is_listed or not (is_infinite or isinstance(support, (constraints.integer_interval, type(INTEGER)))):
         raise NotImplementedError(
             f"discrete latent site '{node['name']}' ({family(node['fn'])}) has a support that is no product of its entries' values. "

@@ -8,8 +8,9 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
+import types
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,11 @@ _NUMBERS = (bool, int, float, str, bytes, enum.Enum, np.generic)
 
 
 class KnownStructures:
-    """The calls of a program whose structure is known."""
+    """The calls of a program whose structure is known.
+
+    Of arguments they are told apart by kinds: types, switches and whether numbers are zero; and by numbers: shapes, and integers.
+    What a program holds itself counts, too.
+    """
 
     def __init__(self) -> None:
         self._sites: set[str] = set()
@@ -37,10 +42,10 @@ class KnownStructures:
 
     def __contains__(self, run: tuple[Call, Mapping[str, Any]]) -> bool:
         call, nodes = run
-        kinds, numbers = _structure_of(call, nodes)
-        known = self._numbers.get(kinds, set())
+        leaves = _leaves(call)
+        known = self._numbers.get(_kinds(leaves), set())
         # Where several numbers have told nothing, such as numbers of steps, others will not either.
-        return nodes.keys() <= self._sites and (numbers in known or len(known) >= NUM_TRIED)
+        return nodes.keys() <= self._sites and (len(known) >= NUM_TRIED or _numbers(leaves, nodes) in known)
 
     def add(self, call: Call, nodes: Mapping[str, Any]) -> None:
         """Notes that the structure of a call is known.
@@ -49,9 +54,20 @@ class KnownStructures:
             call: the program and its arguments.
             nodes: the sample sites of a run.
         """
-        kinds, numbers = _structure_of(call, nodes)
-        self._numbers.setdefault(kinds, set()).add(numbers)
+        leaves = _leaves(call)
+        self._numbers.setdefault(_kinds(leaves), set()).add(_numbers(leaves, nodes))
         self._sites |= nodes.keys()
+
+
+def _kinds(leaves: Iterable[Any]) -> Any:
+    # However many there are: lists may have any length.
+    return tuple(dict.fromkeys(map(_kind, leaves)))
+
+
+def _numbers(leaves: Iterable[Any], nodes: Mapping[str, Any]) -> Any:
+    values = (node["value"] for node in nodes.values() if node["is_observed"] and isinstance(node["value"], Tensor))
+    observed = {value.untyped_storage().data_ptr() for value in values if value.layout == torch.strided}
+    return tuple(_number(leaf, observed) for leaf in leaves)
 
 
 def refuse_other_structure(scorer: LogJoint | ProductScorer | ChainScorer, max_count: int | Mapping[str, int] | None) -> None:
@@ -131,10 +147,11 @@ def _crossing_sites(scorer: LogJoint | ProductScorer | ChainScorer, dependencies
     nodes = density_nodes(scorer.nodes)
     latents = scorer.layout.sites.keys() - set(scorer.observed_sites)
     plates = {name: {frame.name for frame in node["cond_indep_stack"]} for name, node in nodes.items()}
+    if dependencies.scopes is None:
+        # The model cannot be followed; where nodes have sets, sums tell.
+        return []
     if not isinstance(scorer, ProductScorer):
         return sorted(name for name in dependencies.dependents(latents) & nodes.keys() if not set(scorer.layout.plates) <= plates[name])
-    if dependencies.scopes is None:
-        return sorted(nodes.keys() - latents)
     graph = scorer.product.graph
     return sorted(
         {
@@ -147,63 +164,58 @@ def _crossing_sites(scorer: LogJoint | ProductScorer | ChainScorer, dependencies
     )
 
 
-def _structure_of(call: Call, nodes: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Returns what of a call's arguments a structure may depend on.
-
-    They are kinds: types, switches and whether numbers are zero; and numbers: shapes, and integers, those of tensors that are not
-    observed, such as edges, among them. What a program holds itself counts, too.
-
-    Args:
-        call: the program and its arguments.
-        nodes: the sample sites of a run.
-    """
-    observed: set[int] | None = None
-    kinds: list[Any] = []
-    numbers: list[Any] = []
+def _leaves(call: Call) -> list[Any]:
+    """All arguments, and what the program and they hold."""
     leaves = pytree.tree_leaves((call.args, dict(call.kwargs)))
-    held = (value for owner in [call.model, *leaves] for value in _held_values(owner))
-    for leaf in [*leaves, *held]:
-        kind, number = _describe(leaf)
-        kinds.append(kind)
-        if isinstance(number, Tensor):
-            if observed is None:
-                tensors = (node["value"] for node in nodes.values() if node["is_observed"] and isinstance(node["value"], Tensor))
-                observed = {value.untyped_storage().data_ptr() for value in tensors}
-            has_edges = not (number.is_floating_point() or number.is_complex()) and number.untyped_storage().data_ptr() not in observed
-            number = number.shape, hash(number.numpy(force=True).tobytes()) if has_edges else None
-        numbers.append(number)
-    return tuple(kinds), tuple(numbers)
+    seen: set[int] = set()
+    return [*leaves, *(value for owner in [call.model, *leaves] for value in _held_values(owner, seen))]
 
 
-def _describe(value: Any) -> tuple[Any, Any]:
-    """Returns the kind of a value, and a tensor or integer."""
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        value = torch.as_tensor(value)
-    if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested and value.device.type != "meta":
-        if value.numel() == 1 and not value.is_complex():
-            kind, number = _describe(value.item())
-            return (value.dim(), kind), number
-        return value.dim(), value
-    value = value.item() if isinstance(value, np.generic) else value
+def _kind(value: Any) -> Any:
+    """A value's type, a switch, and whether a number is zero."""
     name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, (Tensor, np.ndarray)):
+        # A look at values would wait for a device.
+        is_number = value.ndim == 0 and (isinstance(value, np.ndarray) or value.device.type == "cpu")
+        return value.ndim, _kind(value.item()) if is_number else str(value.dtype)
+    value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, float):
-        return (name, value != 0), None
-    if isinstance(value, (bool, enum.Enum)):
-        return (name, str(value)), None
-    return name, value if isinstance(value, (int, str, bytes)) else None
+        return name, value != 0
+    return (name, str(value)) if isinstance(value, (bool, enum.Enum)) else name
 
 
-def _held_values(program: Any, depth: int = 3) -> Iterator[Any]:
+def _number(value: Any, observed: set[int]) -> Any:
+    """Shapes, and integers but for observed ones, such as edges; of many only some."""
+    if isinstance(value, Tensor):
+        is_plain = value.layout == torch.strided and not value.is_nested and value.device.type == "cpu"
+        has_edges = is_plain and not value.is_floating_point() and not value.is_complex()
+        is_data = has_edges and value.untyped_storage().data_ptr() in observed
+        return value.shape, _hash(value.detach().numpy()) if has_edges and not is_data else None
+    if isinstance(value, np.ndarray):
+        return value.shape, _hash(value) if value.dtype.kind in "biu" else None
+    value = value.item() if isinstance(value, np.generic) else value
+    return value if isinstance(value, (int, str, bytes)) else None
+
+
+def _hash(integers: np.ndarray) -> int:
+    return hash(integers.reshape(-1)[:: 1 + integers.size // 2**16].tobytes())
+
+
+def _held_values(program: Any, seen: set[int], depth: int = 3) -> Iterator[Any]:
     """Values that a program reads beside its arguments.
 
     They are attributes, closures and globals, those of functions that it calls by these among them. Its arguments may be such programs.
     """
-    if program is None or isinstance(program, (Tensor, np.ndarray, *_NUMBERS)):
+    if program is None or isinstance(program, (Tensor, np.ndarray, types.ModuleType, *_NUMBERS)) or id(program) in seen:
         return
+    seen.add(id(program))
     if isinstance(program, functools.partial):
         held = [program.func, *pytree.tree_leaves((program.args, program.keywords))]
     elif inspect.isfunction(program):
-        names = inspect.getclosurevars(program)
+        try:
+            names = inspect.getclosurevars(program)
+        except ValueError:  # a variable of the closure that has no value yet
+            return
         held = [*names.nonlocals.values(), *names.globals.values()]
     else:
         held = list(getattr(program.__self__ if inspect.ismethod(program) else program, "__dict__", {}).values())
@@ -211,4 +223,4 @@ def _held_values(program: Any, depth: int = 3) -> Iterator[Any]:
         if value is None or isinstance(value, _NUMBERS):
             yield value
         elif depth and (isinstance(value, functools.partial) or inspect.isfunction(value) or inspect.ismethod(value)):
-            yield from _held_values(value, depth - 1)
+            yield from _held_values(value, seen, depth - 1)

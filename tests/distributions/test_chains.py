@@ -57,16 +57,17 @@ def test_steps_beyond_the_end_hold_no_probability() -> None:
         BinaryChains(initial, transition, 3, torch.tensor([4]))
 
 
-def test_draws_go_from_step_to_step() -> None:
+@pytest.mark.parametrize("number", [4, 20], ids=["all steps at once", "in turn"])
+def test_draws_go_from_step_to_step(number: int) -> None:
     torch.manual_seed(0)
     initial, transition = torch.tensor([0.3, 1.0, 0.5]), torch.rand(3, 2, 2)
     # A chain that turns round in each step, and one that stays.
     transition[1], transition[2] = torch.eye(2).flip(0), torch.eye(2)
     transition[0] /= transition[0].sum(-1, keepdim=True)
     torch.manual_seed(1)
-    drawn = BinaryChains(initial, transition, 30).sample((4,))
+    drawn = BinaryChains(initial, transition, 30).sample((number,))
     torch.manual_seed(1)
-    uniform, chance = torch.rand(4, 30, 3), initial
+    uniform, chance = torch.rand(number, 30, 3), initial
     for t in range(30):
         expected = uniform[:, t] < chance
         assert torch.equal(drawn[:, t] == 1, expected)

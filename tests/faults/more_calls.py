@@ -366,7 +366,7 @@ enter(
     "inpaint",
     lambda **k: restoration.inpaint(**k).image,
     image=uniform(8, 8),
-    mask=uniform(8, 8) > 0.5,
+    mask=uniform(8, 8) > 0.3,
     noise=0.1,
     side=3,
     num_components=4,
