@@ -185,7 +185,7 @@ def _kind(value: Any) -> Any:
 
 
 def _number(value: Any, observed: set[int]) -> Any:
-    """Shapes, and integers but for observed ones, such as edges; of many only some."""
+    """Shapes, and integers such as edges, but for observed ones."""
     if isinstance(value, Tensor):
         is_plain = value.layout == torch.strided and not value.is_nested and value.device.type == "cpu"
         has_edges = is_plain and not value.is_floating_point() and not value.is_complex()

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pyro.poutine as poutine
@@ -246,3 +247,71 @@ def test_minibatches_below_a_shared_latent_are_told(num_values: int) -> None:
     for told in (guide, AutoTruncated(model, num_states=12)):
         with pytest.warns(UserWarning, match="site 'y' lies in the subsampled plate 'data' and depends on discrete latents outside"):
             elbo.loss(model, told, Y, 1)
+
+
+@pytest.mark.parametrize("dtype", ["<f8", ">f8", "longdouble"])
+def test_arguments_that_are_no_tensors_stay_as_they_are(dtype: str) -> None:
+    """NumPy's numbers in any order of bytes and entries, and variables of a closure that have no value."""
+
+    def model(y: np.ndarray, again: bool = False) -> None:
+        if again:
+            unset()
+        mixture(torch.tensor(np.ascontiguousarray(y).astype("=f8")))
+
+    def mixture(y: Tensor) -> None:
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Bernoulli(torch.full((), 0.4, dtype=y.dtype)))
+            pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+
+    values = Y.numpy().astype(dtype)[::-1]
+    values.flags.writeable = False
+    expected = sum(math.log(sum(p * math.exp(float(dist.Normal(z, 1.0).log_prob(y))) for z, p in ((0.0, 0.6), (1.0, 0.4)))) for y in Y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Truncated_ELBO().loss(model, AutoTruncated(model, num_states=2), values) == pytest.approx(-expected, rel=1e-10)
+    if not values.size:
+        unset = print
+
+
+@pytest.mark.parametrize("way", [lambda z: torch.as_tensor(2.0 * z.numpy()), torch.vmap(lambda z: 2.0 * z)], ids=["NumPy", "vmap"])
+def test_sites_outside_of_plates_where_a_later_call_cannot_be_followed(way: Callable[[Tensor], Tensor]) -> None:
+    def model(y: Tensor, way: Callable[[Tensor], Tensor]) -> None:
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Bernoulli(torch.full((), 0.4, dtype=y.dtype)))
+            pyro.sample("y", dist.Normal(way(z), 1.0), obs=y)
+        pyro.sample("w", dist.Normal(y.new_zeros(()), 1.0), obs=y[0])
+
+    guide, elbo = AutoTruncated(model, num_states=2), Truncated_ELBO()
+    first = elbo.loss(model, guide, Y, lambda z: 2.0 * z)
+    assert elbo.loss(model, guide, Y, way) == pytest.approx(first, rel=1e-12)
+
+
+def test_a_look_at_a_later_call_draws_nothing() -> None:
+    """A resumed run draws what an uninterrupted one does."""
+
+    def model(y: Tensor, step: int) -> None:
+        with pyro.plate("data", len(y), subsample_size=1) as index:
+            z = pyro.sample("z", dist.Bernoulli(torch.full((), 0.4, dtype=y.dtype)))
+            pyro.sample("y", dist.Normal(z, 1.0 + 0.1 * step), obs=y[index])
+
+    guide, other, elbo = AutoTruncated(model, num_states=2), AutoTruncated(model, num_states=2), Truncated_ELBO()
+    guide.setup(Y, 1)
+    other.setup(Y, 2)
+    losses = []
+    for one in (guide, other):
+        pyro.set_rng_seed(0)
+        losses.append([elbo.loss(model, one, Y, step) for step in (2, 2, 2)])
+    assert losses[0] == losses[1]
+
+
+def test_counts_that_list_their_values() -> None:
+    class Listed(dist.Geometric):
+        has_enumerate_support = True
+
+    def model(y: Tensor) -> None:
+        k = pyro.sample("k", Listed(torch.full((), 0.5, dtype=y.dtype)))
+        pyro.sample("y", dist.Normal(k, 1.0), obs=y[0])
+
+    terms = [0.5 ** (k + 1) * math.exp(float(dist.Normal(float(k), 1.0).log_prob(Y[0]))) for k in range(21)]
+    loss = Truncated_ELBO().loss(model, AutoTruncated(model, max_count=20, num_states=21), Y)
+    assert loss == pytest.approx(-math.log(sum(terms)), rel=1e-6)
