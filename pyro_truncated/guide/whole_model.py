@@ -236,11 +236,12 @@ class WholeModelGuide(AutoGuide):
         scorer = self._scorer(call, values)
         if (call, scorer.nodes) in self._structures:
             return scorer
-        before = self._run_state()
-        self._look_again(scorer)
-        self._structures.add(call, scorer.nodes)
-        # Another scorer would draw other random numbers.
-        return scorer if self._run_state() == before else self._scorer(call, {**(values or {}), **scorer.subsamples})
+        # Another scorer draws other random numbers, and one that has looked may not score as fast.
+        before, values = self._run_state(), {**(values or {}), **scorer.subsamples}
+        with spare_random_numbers():
+            self._look_again(self._scorer(call, values))
+            self._structures.add(call, scorer.nodes)
+            return scorer if self._run_state() == before else self._scorer(call, values)
 
     def _run_state(self) -> tuple[Any, ...]:
         """All that scorers of one guide differ by."""
