@@ -125,9 +125,13 @@ def optimiser_units(model: Any, y: Tensor, companion: Any = None) -> dict[str, f
     return units
 
 
-def optimiser_options(lr: float, lrd: float, unit: float) -> dict[str, float]:
-    """Returns Pyro's defaults of Adam in the unit of a parameter."""
-    return {"lr": lr * unit, "lrd": lrd, "clip_norm": 10.0 / unit, "eps": 1e-8 / unit}
+def optimiser_options(lr: float, lrd: float, unit: float, is_layer: bool = False) -> dict[str, float]:
+    """Returns Pyro's defaults of Adam in the unit of a parameter.
+
+    Weights of torch's layers are of size one, and so are their gradients.
+    """
+    scale = 1.0 if is_layer else unit
+    return {"lr": lr * unit, "lrd": lrd, "clip_norm": 10.0 / scale, "eps": 1e-8 / scale}
 
 
 @torch.no_grad()

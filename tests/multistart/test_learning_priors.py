@@ -125,13 +125,18 @@ def test_learn_ends_no_lower_than_a_plain_run_or_warns(model, make, discrete):
 @pytest.mark.filterwarnings(
     "ignore::pyro_truncated.multistart.ConvergenceWarning", "ignore::pyro_truncated.multistart.DisagreeingStartsWarning"
 )
-def test_a_short_run_ends_no_lower_than_its_restarts():
-    """Values are exchanged between restarts, and what is kept is the best; three standard errors of the bound."""
-    y = clusters()[::3]
-    guide = learn(shares, y, restarts=2, config=LearnConfig(restart_steps=10), steps=10, progress=False)
-    found, error = bound(shares, guide, y)
-    assert found > len(y) * max(guide.starts) - 3 * error - 0.5
-    assert guide.learn_report.moves["use of redundant latents"][0] > 0
+def test_short_runs_end_no_lower_than_their_restarts():
+    """Values are exchanged between restarts, and what is kept is the best; three standard errors of the bound, mean of four runs."""
+    margins = []
+    for seed in range(4):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(seed)
+        y = clusters()[::3]
+        guide = learn(shares, y, restarts=2, config=LearnConfig(restart_steps=10), steps=10, progress=False)
+        found, error = bound(shares, guide, y)
+        margins.append(found - len(y) * max(guide.starts) + 3 * error + 0.5)
+        assert guide.learn_report.moves["use of redundant latents"][0] > 0
+    assert sum(margins) > 0
 
 
 @pytest.mark.slow
