@@ -103,7 +103,7 @@ def disturb(model: Any, y: Tensor, other_parameters: dict[str, Tensor], generato
         _add_noise(value, unit or max(_size(value), _size(other_parameters[name])) or 1.0, generator)
 
 
-def optimiser_units(model: Any, y: Tensor, companion: Any = None) -> dict[str, float]:
+def optimiser_units(model: Any, y: Tensor, layers: tuple[str, ...] = (), companion: Any = None) -> dict[str, float]:
     """Returns units of all parameters, by name as optimisers get it.
 
     It is their own size where there is no other, at least 0.2. What has a prior is no larger than that says. Constrained parameters move on
@@ -112,23 +112,24 @@ def optimiser_units(model: Any, y: Tensor, companion: Any = None) -> dict[str, f
     Args:
         model: the model.
         y: its data.
+        layers: ends of the names of weights of torch's layers.
         companion: a guide of continuous latents.
     """
     latents = {free.data_ptr() for free in ([] if companion is None else companion.locs.parameters())}
     units = {}
     # Several processes must measure in one order.
-    for name, free in sorted(pyro.get_param_store().named_parameters()):
-        size, unit = max(_LEAST_SIZE, _size(free)), 1.0
+    for key, free in sorted(pyro.get_param_store().named_parameters()):
+        name, size, unit = normalize_param_name(key), max(_LEAST_SIZE, _size(free)), 1.0
         if _constraint(free) is constraints.real:
-            unit = (0.0 if _OF_A_MODULE in name else parameter_unit(model, y, free, companion)) or size
-        units[normalize_param_name(name)] = min(unit, size) if free.data_ptr() in latents else unit
+            unit = (0.0 if f".{name}".endswith(layers) else parameter_unit(model, y, free, companion)) or size
+        units[name] = min(unit, size) if free.data_ptr() in latents else unit
     return units
 
 
 def optimiser_options(lr: float, lrd: float, unit: float, is_layer: bool = False) -> dict[str, float]:
     """Returns Pyro's defaults of Adam in the unit of a parameter.
 
-    Weights of torch's layers are of size one, and so are their gradients.
+    Gradients of torch's layers are clipped as Pyro does it, whatever the unit of the steps.
     """
     scale = 1.0 if is_layer else unit
     return {"lr": lr * unit, "lrd": lrd, "clip_norm": 10.0 / scale, "eps": 1e-8 / scale}

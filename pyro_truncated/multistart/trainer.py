@@ -96,12 +96,12 @@ class Trainer:
         self._rate, self._num_steps = 1.0, 0
 
         units: dict[str, float] = {}
-        layers = tuple(map(normalize_param_name, profile.layers))
+        layers = tuple(f".{normalize_param_name(layer)}" for layer in profile.layers)
 
         def options(name: str) -> dict[str, float]:
             if name not in units:
-                units.update(optimiser_units(profile.model, profile.y, self.guide[0] if profile.has_companion else None))
-            return optimiser_options(profile.lr * self._rate, profile.lrd, units[name], name.endswith(layers))
+                units.update(optimiser_units(profile.model, profile.y, layers, self.guide[0] if profile.has_companion else None))
+            return optimiser_options(profile.lr * self._rate, profile.lrd, units[name], f".{name}".endswith(layers))
 
         self._svi = SVI(profile.model, self.guide, self._driver or ClippedAdam(cast("Any", options)), self.elbo)
         if solution is not None and solution.companion:

@@ -147,11 +147,12 @@ def _crossing_sites(scorer: LogJoint | ProductScorer | ChainScorer, dependencies
     nodes = density_nodes(scorer.nodes)
     latents = scorer.layout.sites.keys() - set(scorer.observed_sites)
     plates = {name: {frame.name for frame in node["cond_indep_stack"]} for name, node in nodes.items()}
-    if dependencies.scopes is None:
-        # The model cannot be followed; where nodes have sets, sums tell.
-        return []
     if not isinstance(scorer, ProductScorer):
-        return sorted(name for name in dependencies.dependents(latents) & nodes.keys() if not set(scorer.layout.plates) <= plates[name])
+        # Whole states need no graph. Where it is not known, only runs tell what couples data points.
+        below = set() if dependencies.scopes is None else dependencies.dependents(latents)
+        return sorted(name for name in below & nodes.keys() if not set(scorer.layout.plates) <= plates[name])
+    if dependencies.scopes is None:
+        return sorted(nodes.keys() - latents)
     graph = scorer.product.graph
     return sorted(
         {

@@ -471,7 +471,28 @@ def test_steps_of_gradients_are_in_the_unit_of_what_they_change():
     assert 4.0 <= units.pop("own.loc") <= 15 * math.sqrt(3)
     # Their own size where means do not change, a fifth near zero, and one where the parameter is moved by its logarithm.
     assert units == pytest.approx({"own.zero": 0.2, "own.small": 0.2, "own.large": 50.0, "own.scale": 1.0})
-    assert optimiser_options(0.1, 0.9, 50.0)["lr"] == pytest.approx(5.0)
+    assert optimiser_options(0.1, 0.9, 50.0) == pytest.approx({"lr": 5.0, "lrd": 0.9, "clip_norm": 0.2, "eps": 2e-10})
+    assert optimiser_options(0.1, 0.9, 50.0, is_layer=True) == pytest.approx({"lr": 5.0, "lrd": 0.9, "clip_norm": 10.0, "eps": 1e-8})
+
+
+def test_units_of_a_class_are_those_of_its_own_weights_and_layers_keep_their_size():
+    class Bars(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.layer = torch.nn.Parameter(torch.randn(9, 4)), torch.nn.Linear(9, 9)
+
+        def forward(self, y):
+            pyro.module("bars", self)
+            with pyro.plate("data", len(y)):
+                s = pyro.sample("s", dist.Bernoulli(torch.full((4,), 0.3)).to_event(1))
+                pyro.sample("y", dist.Normal(self.layer(s @ self.weight.mT), 1.0).to_event(1), obs=y)
+
+    pyro.set_rng_seed(0)
+    model, y = Bars(), 1000 * torch.randn(50, 9)
+    model(y)
+    units = optimiser_units(model, y, (".layer.weight", ".layer.bias"))
+    assert units["bars.weight"] > 100
+    assert units["bars.layer.weight"] == pytest.approx(max(0.2, float(model.layer.weight.square().mean().sqrt())))
 
 
 @pytest.mark.parametrize("unit", [1e-3, 1e3])
@@ -555,11 +576,16 @@ class Sums(StartedAtRows):
 
 @pytest.mark.slow
 def test_a_class_of_ones_own_that_can_have_more_latents_starts_with_more():
-    bars = linear_bars(200, 3, mean_active=1.5, generator=generator(3))
-    pyro.set_rng_seed(3)
-    model = Sums(torch.randn(9, 6))
-    learn(model, bars.data, restarts=1, steps=40, num_states=64, progress=False)
-    assert matched_bars(model.weight, bars.components) == 6
+    """One restart finds all bars in nine of ten data sets; then less than three of four do once in twenty times."""
+    num_found = 0
+    for seed in range(4):
+        pyro.clear_param_store()
+        bars = linear_bars(200, 3, mean_active=1.5, generator=generator(seed))
+        pyro.set_rng_seed(seed)
+        model = Sums(torch.randn(9, 6))
+        learn(model, bars.data, restarts=1, steps=40, num_states=64, progress=False)
+        num_found += matched_bars(model.weight, bars.components) == 6
+    assert num_found >= 3
 
 
 class SumsWithNoise(Sums):
