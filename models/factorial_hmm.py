@@ -12,8 +12,8 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population
 from pyro_truncated.distributions import BinaryChains, LinearSuperposition
-from pyro_truncated.extend import UniqueModule, check_counts, generator_device, names_arguments, selected_rows, takes_arrays
-from pyro_truncated.models.data_model import FLOOR, check_real, first_rows
+from pyro_truncated.extend import UniqueModule, check_counts, generator_device, names_arguments, selected_rows, some_rows, takes_arrays
+from pyro_truncated.models.data_model import FLOOR, MOST_ROWS, check_real, first_rows
 from pyro_truncated.models.dictionary import best_dictionary_and_offset, best_scale
 from pyro_truncated.sequences import ChainPosterior, LinearGaussianSteps, ObservedSteps
 
@@ -182,7 +182,8 @@ class FactorialHMM(UniqueModule):
             y: sequences ``(N, T, D)``.
             generator: source of randomness.
         """
-        y = self._check(y)
+        # Sequences may be short, with most steps beyond their ends.
+        y = some_rows(self._check(y), max(1, 4 * MOST_ROWS // y.shape[1]), generator)
         weight, deviation = difference_dictionary(y, self.num_latents, generator)
         bias = y.double().flatten(0, 1).nanmean(0).nan_to_num() - 0.5 * weight.sum(1)
         half = weight.new_full((self.num_latents,), 0.5)

@@ -5,10 +5,11 @@ Sums over the paths through the sets of binary chains are exact.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Self
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -24,7 +25,6 @@ from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.console import ReprFromArguments
-from pyro_truncated.utils.devices import generator_device
 
 __all__ = ["BlockSearch", "ChainPosterior", "LinearGaussianSteps", "ObservedSteps"]
 
@@ -62,6 +62,7 @@ class ChainPosterior:
         words: the sets, ``(N, T, S, W)``.
         unary: their log likelihoods, ``(N, T, S)``; minus infinity of places that no state has.
         indices: which of all sequences these are; ``None`` for all.
+        positions: where these are among the sequences of all processes, ``(N,)``: what random numbers are drawn by.
     """
 
     @names_arguments
@@ -74,6 +75,7 @@ class ChainPosterior:
         self.is_complete = self.num_states == self.space.size
         self._messages: Messages | None = None
         self.indices: Tensor | None = None
+        self.positions = torch.arange(len(transitions.kind), device=transitions.kind.device)
         if self.is_complete:
             words = self.space.enumerate(transitions.kind.device).expand(*transitions.kind.shape, -1, -1)
             self._set(words, self._score(words))
@@ -164,17 +166,22 @@ class ChainPosterior:
             self._set(torch.where(is_better.unsqueeze(-1), self.words, before[0]), torch.where(is_better, self.unary, before[1]))
         return gain.clamp(min=0.0).nan_to_num()
 
-    def search_(self, search: Search | BlockSearch, steps: int = 1) -> Self:
+    def search_(self, search: Search | BlockSearch, steps: int = 1, **keys: Any) -> Self:
         """Improves the sets by a search.
 
         Of a :class:`.Search` the states of a step are a data point, and the score of a state is what it adds to the sum over all paths.
+
+        Args:
+            search: what proposes.
+            steps: how often.
+            **keys: what else a search is told, see :class:`.SearchBatch`.
         """
         for step in range(0 if self.is_complete else steps):
             forward = step % 2 == 0
             if isinstance(search, BlockSearch):
                 self.look_ahead_(*search.propose(self), forward=forward)
             else:
-                words = self._propose(search)
+                words = self._propose(search, keys)
                 scores = self._score(words)
                 self.sweep_(words, scores, forward=forward).sweep_(words, scores, forward=not forward)
         return self
@@ -262,7 +269,7 @@ class ChainPosterior:
         log_joint = chains.free_energy(words, self.unary.gather(2, place), self.transitions)
         return self._values(words.squeeze(2)), log_joint - self.messages.free_energy()
 
-    def draw_words(self, generator: torch.Generator | None = None) -> Tensor:
+    def draw_words(self, generator: ops.Source = None) -> Tensor:
         """Draws one path of each sequence from the posterior, packed ``(N, T, W)``."""
         return self._at(self._draw_places(1, generator)[0].unsqueeze(-1)).squeeze(2)
 
@@ -368,7 +375,7 @@ class ChainPosterior:
         words = flips.words(self.words)
         return words, self._score(words).masked_fill(flips.log_mass == -math.inf, -math.inf)
 
-    def _propose(self, search: Search) -> Tensor:
+    def _propose(self, search: Search, keys: Mapping[str, Any]) -> Tensor:
         """The best candidates of a search, ``(N, T, C, W)``."""
         sums, (num_data, num_steps) = self.messages, self.words.shape[:2]
 
@@ -377,8 +384,9 @@ class ChainPosterior:
             masses = chains.masses(self.words, self.unary, self.transitions, sums, states, self._score(states))
             return (masses + sums.log_norm.unsqueeze(-1)).flatten(0, 1)
 
-        population = self.population()
-        candidates = search.propose(SearchBatch(population, score))
+        rows = self.positions.unsqueeze(1) * num_steps + torch.arange(num_steps, device=self.positions.device)
+        population = dataclasses.replace(self.population(), indices=rows.flatten())
+        candidates = search.propose(SearchBatch(population, score, **keys))
         best = candidates.log_joint.topk(min(2 * self.num_states, candidates.num_states), dim=1).indices
         return candidates.take(best).unflatten(0, (num_data, num_steps))  # type: ignore[no-any-return]
 
@@ -395,11 +403,9 @@ class ChainPosterior:
             raise ValueError(f"log_likelihood must return a number for each state, {tuple(words.shape[:3])}; got {tuple(scores.shape)}")
         return scores
 
-    def _draw_places(self, number: int, generator: torch.Generator | None) -> Tensor:
+    def _draw_places(self, number: int, source: ops.Source) -> Tensor:
         """Positions ``(R, N, T)`` of members along paths from the posterior."""
-        shape = (number, *self.words.shape[:2])
-        device = self.words.device if generator is None else generator.device
-        uniform = torch.rand(shape, dtype=torch.float64, generator=generator, device=device).to(self.words.device)
+        uniform = ops.uniform(self.positions, (number, self.words.shape[1]), generator=source).movedim(1, 0).contiguous()
         return chains.draw_paths(self.words, self.messages.forward, self.transitions, uniform)
 
     def _set(self, words: Tensor, unary: Tensor) -> None:
@@ -440,7 +446,7 @@ class BlockSearch(ReprFromArguments):
     """
 
     @names_arguments
-    def __init__(self, num_chains: int = 8, num_candidates: int = 16, *, generator: torch.Generator | None = None) -> None:
+    def __init__(self, num_chains: int = 8, num_candidates: int = 16, *, generator: ops.Source = None) -> None:
         self.num_chains = check_count("num_chains", num_chains)
         self.num_candidates = check_count("num_candidates", num_candidates)
         self.generator = generator
@@ -474,17 +480,14 @@ class BlockSearch(ReprFromArguments):
         """
         block = self._block(posterior)
         scores = _block_scores(posterior, path, block) / temperature
-        uniform = self._uniform(path.shape[:2], path.device)
+        uniform = ops.uniform(posterior.positions, path.shape[1:2], generator=self.generator)
         place = draw_blocks(scores, posterior.transitions, block, uniform).unsqueeze(2)
         return _with_block(path.unsqueeze(2), block, place).squeeze(2)
 
     def _block(self, posterior: ChainPosterior) -> Tensor:
         num_latents = posterior.space.num_latents
-        chances = self._uniform((len(posterior.words), num_latents), posterior.words.device)
+        chances = ops.uniform(posterior.positions, (num_latents,), generator=self.generator)
         return chances.topk(min(self.num_chains, num_latents), dim=1).indices
-
-    def _uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        return torch.rand(*shape, dtype=torch.float64, generator=self.generator, device=generator_device(self.generator)).to(device)
 
 
 def _most_frequent(words: Tensor, size: int) -> Tensor:

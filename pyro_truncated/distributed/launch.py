@@ -94,7 +94,8 @@ class AllReduced(ReprFromArguments, PyroOptim):
 class SummedELBO(ReprFromArguments, ELBO):
     r"""Sums an ELBO of Pyro over the processes, :math:`L = \sum_k L_k`.
 
-    :class:`~pyro_truncated.Truncated_ELBO` sums by itself. An error of one process ends all.
+    :class:`~pyro_truncated.Truncated_ELBO` sums by itself. An error of one process ends all. What belongs to no data point counts once
+    for each process: scale such sites of model and guide by ``1 / size()``. Those of :class:`~pyro_truncated.gplvm.SASDecoder` are.
 
     Example:
         >>> x = shard(torch.randn(20, 3))
@@ -107,7 +108,7 @@ class SummedELBO(ReprFromArguments, ELBO):
         elbo: an ELBO.
 
     Raises:
-        TypeError: if it is none, or one that sums by itself.
+        TypeError: if it is none, or one that sums by itself; for guides with an ``AutoTruncated`` part.
     """
 
     def __init__(self, elbo: ELBO) -> None:
@@ -120,16 +121,19 @@ class SummedELBO(ReprFromArguments, ELBO):
 
     def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """The loss of all data."""
+        _refuse_populations(guide)
         with propagate_shard_errors((args, dict(kwargs))):
             return self._total(self.elbo.loss(model, guide, *args, **kwargs), args, kwargs)
 
     def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Returns the loss of all data; gradients are of this process's share."""
+        _refuse_populations(guide)
         with propagate_shard_errors((args, dict(kwargs))):
             return self._total(self.elbo.loss_and_grads(model, guide, *args, **kwargs), args, kwargs)
 
     def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of all data for ``DistributedDataParallel``, which averages gradients."""
+        _refuse_populations(guide)
         with propagate_shard_errors((args, dict(kwargs))):
             own: Tensor = self.elbo.differentiable_loss(model, guide, *args, **kwargs)
             scaled = own if find_part(args, dict(kwargs)) is None else own * collectives.size()
@@ -140,6 +144,14 @@ class SummedELBO(ReprFromArguments, ELBO):
 
     def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
         return self.elbo._get_trace(model, guide, args, kwargs)
+
+
+def _refuse_populations(guide: Any) -> None:
+    if isinstance(guide, torch.nn.Module) and any(hasattr(part, "populations") for part in guide.modules()):
+        raise TypeError(
+            "SummedELBO counts once for each process what belongs to no data point, such as the parameters' priors. For guides with an "
+            "AutoTruncated part use Truncated_ELBO(), which divides it and sums by itself."
+        )
 
 
 class UnsharedDataWarning(UserWarning):

@@ -167,7 +167,8 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
     def _start_product(self, product: ProductLayout | ChainLayout, portion: Portion | None) -> None:
         """Creates the sets of all nodes, unless they have been loaded."""
         if isinstance(self.populations, PopulationStore):
-            self.populations = self._product_store(len(product.groups))
+            seed, self.populations = self.populations.seed, self._product_store(len(product.groups))
+            self.populations.seed_(seed)
         self.populations.start_(product, self._init, self._device, portion)
 
     def _product_store(self, num_groups: int) -> ProductStore:

@@ -48,8 +48,12 @@ class ProgramBatch(Generic[_Scorer]):
 
         Processes that have the rest of the data share it equally. Of new data it is without priors of parameters, which are known.
         """
-        share = 1 / collectives.size() if self.populations.is_part else 1.0
-        return self.scorer.outside(with_parameters=not self.populations.seen.is_new, share=share)
+        return self.scorer.outside(with_parameters=not self.populations.seen.is_new, share=self.share)
+
+    @property
+    def share(self) -> float:
+        """The share of this process in what belongs to no data point."""
+        return 1 / collectives.size() if self.populations.is_part else 1.0
 
     def free_energy(self) -> Tensor:
         """The scaled free energy, differentiable in whatever the model is."""

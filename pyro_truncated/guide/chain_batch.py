@@ -25,6 +25,7 @@ from pyro_truncated.guide.plates import enter
 from pyro_truncated.guide.product_batch import SetBatch
 from pyro_truncated.guide.product_posterior import SetReadings
 from pyro_truncated.guide.program import ProgramRun, find_search_request
+from pyro_truncated.guide.set_search import mean_active
 from pyro_truncated.ops import binary_chains as chains
 from pyro_truncated.ops.binary_chains import Transitions
 from pyro_truncated.program.chain_scorer import ChainScorer, distinct_places
@@ -59,7 +60,7 @@ class ChainBatch(SetBatch[ChainScorer]):
             ChangedDataWarning: if the data are others than last time.
         """
         (store,) = self.populations.stores
-        self._check_device(store.words.device)
+        self._check_place()
         if self.scorer.full_size * self.scorer.product.num_steps != len(store.words):
             raise ValueError(
                 f"the guide has sets for {len(store.words)} steps, the model now has {self.scorer.full_size} sequences of "
@@ -87,7 +88,9 @@ class ChainBatch(SetBatch[ChainScorer]):
         moves = self.scorer.transitions()
         likelihood = _linear_steps(self.scorer) or self.scorer
         posterior = ChainPosterior(likelihood, Transitions(moves.log_prob.detach(), moves.kind), num_states, words=words)
-        posterior.indices = self.scorer.plate_indices
+        posterior.indices, (store,) = self.scorer.plate_indices, self.populations.stores
+        rows = torch.arange(len(store.words), device=moves.kind.device) if self.scorer.rows is None else self.scorer.rows
+        posterior.positions = store.global_rows(rows[:: self.scorer.product.num_steps]) // self.scorer.product.num_steps
         return posterior
 
     def rescore(self) -> list[Population]:
@@ -158,9 +161,9 @@ class ChainBatch(SetBatch[ChainScorer]):
         check_search(search)
         self.populations.seen.is_new |= is_new
         (store,) = self.populations.stores
-        generator = torch.Generator().manual_seed(store.next_search_().next())
+        random = store.next_search_()
         # Chains whose joint configurations are scored by runs of the model.
-        blocks = BlockSearch(4, generator=generator)
+        blocks = BlockSearch(4, generator=random)
         with poutine.block():
             populations = store.take(self.scorer.rows)
             is_scored = not bool(populations.log_joint.isnan().any())
@@ -168,7 +171,10 @@ class ChainBatch(SetBatch[ChainScorer]):
             for _ in range(steps):
                 posterior.improve_(2).search_(blocks)
                 if not isinstance(search, AutomaticSearch):
-                    posterior.search_(search)
+                    keys = dict[str, Any](is_new=is_new, random=random)
+                    if self.populations.is_part:
+                        keys |= {"is_spread": True, "mean_active": mean_active(posterior.population()) if search.takes_activity else None}
+                    posterior.search_(search, **keys)
             self.populations.store_(self._populations(posterior))
         return posterior
 

@@ -50,6 +50,20 @@ class SetBatch(ProgramBatch[_Scorer]):
         """
         raise NotImplementedError
 
+    def _check_place(self) -> None:
+        """Checks that the sets can serve the model where it is.
+
+        Raises:
+            ValueError: if they are on another device.
+            NotImplementedError: for minibatches of data that several processes hold.
+        """
+        self._check_device(self.populations.stores[0].words.device)
+        if self.populations.is_part and current_batch() is not None:
+            raise NotImplementedError(
+                "distributed.Batches on several processes needs populations of whole states: AutoTruncated(..., whole_states=True). "
+                "Or leave the minibatches out, or train in one process."
+            )
+
     def rescore_(self) -> list[Population]:
         """Stores and returns the sets, scored in this run.
 
@@ -100,12 +114,7 @@ class ProductBatch(SetBatch[ProductScorer]):
         Warns:
             ChangedDataWarning: if the data are others than last time.
         """
-        self._check_device(self.populations.stores[0].words.device)
-        if self.populations.is_part and current_batch() is not None:
-            raise NotImplementedError(
-                "distributed.Batches on several processes needs populations of whole states: AutoTruncated(..., whole_states=True). "
-                "Or leave the minibatches out, or train in one process."
-            )
+        self._check_place()
         for number, (group, own) in enumerate(zip(self.scorer.product.groups, self.populations.stores, strict=True)):
             sizes = [self.scorer.plate_size(name) for name in group.plates]
             if len(group.nodes) * math.prod(sizes) != len(own.words):

@@ -16,7 +16,7 @@ from pyro_truncated.distributed.shards import Portion
 from pyro_truncated.guide.data_fingerprint import SeenData
 from pyro_truncated.guide.given_states import Init, given_levels
 from pyro_truncated.guide.store import PopulationStore, populations_in
-from pyro_truncated.ops import Stream
+from pyro_truncated.ops import Stream, mix_bits
 from pyro_truncated.program.chain_scorer import ChainLayout
 from pyro_truncated.program.product_layout import ProductLayout
 from pyro_truncated.states.population import Population
@@ -56,10 +56,22 @@ class ProductStore(torch.nn.Module):
         """The stores of the groups."""
         return list(self.groups)  # type: ignore[arg-type]
 
-    def seed_(self) -> None:
-        """Draws a seed for each group if there is none."""
-        for store in self.stores:
-            store.seed_()
+    @property
+    def is_filled(self) -> bool:
+        """Whether there are sets."""
+        return all(store.is_filled for store in self.stores)
+
+    def seed_(self, seed: int | None = None) -> None:
+        """Gives groups without a seed one.
+
+        They follow from a given seed, or from one that is drawn.
+        """
+        first, *others = self.stores
+        first.seed = seed if first.seed is None else first.seed
+        first.seed_()
+        assert first.seed is not None
+        for number, store in enumerate(others, 1):
+            store.seed = mix_bits(first.seed, number) if store.seed is None else store.seed
 
     @property
     def seed(self) -> int | None:
@@ -87,17 +99,17 @@ class ProductStore(torch.nn.Module):
 
         Raises:
             ValueError: if the populations that were loaded are of other nodes, or initial states are misshapen.
-            NotImplementedError: for initial states or shards of a site of chains.
+            NotImplementedError: for initial states of a site of chains.
         """
         if isinstance(product, ChainLayout):
-            product.refuse_sharing(init, portion)
+            product.refuse_init(init)
         if len(self.groups) != len(product.groups):
             raise ValueError(f"the state must have {len(product.groups)} groups of nodes, as the model; got {len(self.groups)}")
         if portion is not None:
             self.portion, self.first_position, self.is_part = portion, portion.first, True
             self.seed_()
         first_words: Sequence[Tensor | None] = [None] * len(self.groups)
-        if isinstance(product, ProductLayout) and init is not None and not all(store.is_filled for store in self.stores):
+        if isinstance(product, ProductLayout) and init is not None and not self.is_filled:
             first_words = product.pack(given_levels(product.layout, init, self.num_states))
         groups: Sequence[Any] = product.groups
         for number, (store, group) in enumerate(zip(self.stores, groups, strict=True)):

@@ -172,7 +172,7 @@ class SetSearch:
         population = Population(scorer.product.groups[number].space, current.sets[number], adds, rows)
         scores, keys = NodeScores(current, number), dict[str, Any](is_new=self.is_new, random=self.random)
         if self.positions is not None:
-            keys |= {"is_spread": True, "mean_active": _mean_active(population) if search.takes_activity else None}
+            keys |= {"is_spread": True, "mean_active": mean_active(population) if search.takes_activity else None}
         proposals = search.propose(SearchBatch(population, scores, {}, **keys))
         places, is_free = _select_new(population, proposals)
         if not bool(is_free.any()):
@@ -358,7 +358,7 @@ class NodeScores:
         return ScoredSets.from_scorer(self._current.scorer, sets)
 
 
-def _mean_active(population: Population) -> Tensor:
+def mean_active(population: Population) -> Tensor:
     """Mean probabilities ``(L,)`` that latents are active, in rows of all processes."""
     sums, number = collectives.add([population.marginals().sum(0), torch.tensor(float(len(population)))])
     return sums / number

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated.distributed.shards import own_rows
+from pyro_truncated.distributed.collectives import agree
+from pyro_truncated.distributed.shards import find_part, own_rows
 from pyro_truncated.em.closed_form import restore_driver
 from pyro_truncated.multistart.config import LearnConfig
 from pyro_truncated.multistart.learn_report import LearnReport, Restart
@@ -495,6 +496,8 @@ def learn(
     settings: dict[str, Any] = {"max_restarts": restarts, "max_count": max_count, "generator": generator, "config": config}
     profile = profile_model(model, check_one_array(y), search, num_states=num_states, **settings)
     steps = steps or (profile.config.companion_steps if profile.has_companion else profile.config.steps)
+    if find_part(profile.y) is not None:
+        load_snapshot(model, profile.y, agree(snapshot(model, profile.y)))
     restart = profile.for_restarts()
     with restore_driver(model), progress_bar(progress, unit="step") as bar:
 

@@ -17,7 +17,8 @@ from pyro.optim import ClippedAdam
 from pyro.params.param_store import normalize_param_name
 from torch import Tensor
 
-from pyro_truncated.distributed.shards import shard_sum
+from pyro_truncated.distributed.launch import AllReduced
+from pyro_truncated.distributed.shards import find_part, shard_sum
 from pyro_truncated.em.closed_form import ClosedForm
 from pyro_truncated.em.gibbs import GibbsEM, GibbsGuide
 from pyro_truncated.guide.auto_truncated import AutoTruncated
@@ -103,7 +104,10 @@ class Trainer:
                 units.update(optimiser_units(profile.model, profile.y, layers, self.guide[0] if profile.has_companion else None))
             return optimiser_options(profile.lr * self._rate, profile.lrd, units[name], f".{name}".endswith(layers))
 
-        self._svi = SVI(profile.model, self.guide, self._driver or ClippedAdam(cast("Any", options)), self.elbo)
+        self._adam = ClippedAdam(cast("Any", options))
+        # Of data that all processes hold whole, as restarts do, each has the whole gradient.
+        optimizer = self._adam if find_part(profile.y) is None else AllReduced(self._adam)
+        self._svi = SVI(profile.model, self.guide, self._driver or optimizer, self.elbo)
         if solution is not None and solution.companion:
             self.set_up()
             assert self.truncated_guide is not None
@@ -188,7 +192,7 @@ class Trainer:
         self._rate = rate
 
     def _optimiser_groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self._svi.optim.optim_objs.values() for group in optimizer.param_groups]
+        return [group for optimizer in self._adam.optim_objs.values() for group in optimizer.param_groups]
 
     def intensify_search(self) -> bool:
         """Searches more thoroughly from now on, unless you named the search.

@@ -60,21 +60,16 @@ class ChainLayout:
         fn = trace.nodes[name]["fn"]
         return None if others or site.plates or not isinstance(fn, BinaryChains) else cls(layout, fn)
 
-    def refuse_sharing(self, init: Any, portion: Any) -> None:
-        """Refuses what sets of steps cannot be.
+    def refuse_init(self, init: Any) -> None:
+        """Refuses initial states.
 
         Raises:
-            NotImplementedError: if they shall begin with given states, or other processes have the rest of the data.
+            NotImplementedError: if there are any.
         """
         if init is not None:
             raise NotImplementedError(
                 f"init= gives whole states, and the sets of the steps of '{self.site.name}' begin with what the data ask for. "
                 "Leave it out, or use AutoTruncated(..., whole_states=True)."
-            )
-        if portion is not None:
-            raise NotImplementedError(
-                f"the sets of the steps of '{self.site.name}' are searched in one process. Train on all sequences in it, without "
-                "distributed.shard, or use AutoTruncated(..., whole_states=True)."
             )
 
     def count_inner(self, number: int) -> int:

@@ -6,7 +6,7 @@ It tells which data points are selected, what is observed of them, and their sca
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -258,6 +258,13 @@ class Probe:
         """
         nodes = [node for node in self.nodes.values() if with_parameters or not node["infer"].get("of_parameters", False)]
         nodes = [node for node in nodes if not self.is_inside(node) and (node["is_observed"] or family(node["fn"]) == "Delta")]
+        return self.shared_density(nodes, share)
+
+    def shared_density(self, nodes: Sequence[Any], share: float) -> Tensor:
+        """Returns the log density of nodes.
+
+        Of those without a row for each data point it counts a share.
+        """
         if share == 1.0:
             return log_density(nodes, self.device)
         has_rows = [self.layout.plates[0] in {frame.name for frame in node["cond_indep_stack"]} for node in nodes]

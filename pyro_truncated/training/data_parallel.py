@@ -129,7 +129,6 @@ def share_draws(call: Call, guide: Any, number: int) -> Iterator[None]:
 @contextmanager
 def divide_loss(parts: Sequence[AutoTruncated]) -> Iterator[None]:
     """Divides the loss of a guide over processes with shards."""
-    _refuse_sets(parts)
     with EqualShares(_data_plates(parts)) if span_processes(parts) else nullcontext():
         yield
 
@@ -142,28 +141,19 @@ def refuse_local_draws(parts: Sequence[AutoTruncated], guide: Call) -> None:
     """
     if not span_processes(parts):
         return
-    _refuse_sets(parts)
     if current_batch() is not None:
         raise NotImplementedError("distributed.Batches beside other guides needs one process; leave the minibatches out, or train in one")
-    if not all(part.is_enumerable for part in parts):
-        raise NotImplementedError(
-            "several processes beside other guides need a model that takes many states at once; vectorise it, or train in one"
-        )
     with spare_random_numbers(), torch.no_grad(), isolate():
         nodes = sample_nodes(guide.trace())
-    own, plates = {name for part in parts for name in (*part.layout.sites, part.index_name)}, _data_plates(parts)
-    others = [name for name, node in nodes.items() if name not in own and any(frame.name in plates for frame in node["cond_indep_stack"])]
+    own, plates = {name for part in parts for name in part.layout.sites}, _data_plates(parts)
+    others = [
+        name
+        for name, node in nodes.items()
+        if name not in own and "truncated" not in node["infer"] and any(frame.name in plates for frame in node["cond_indep_stack"])
+    ]
     if others:
         raise NotImplementedError(
             f"other guides sample {others} for each data point, which several processes do not draw alike; train in one process"
-        )
-
-
-def _refuse_sets(parts: Sequence[AutoTruncated]) -> None:
-    if span_processes(parts) and any(part.product is not None for part in parts):
-        raise NotImplementedError(
-            "several processes beside other guides need populations of whole states: AutoTruncated(..., whole_states=True). "
-            "Or train in one process, without distributed.shard."
         )
 
 

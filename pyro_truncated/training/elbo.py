@@ -349,13 +349,16 @@ def collect_on_chains(closed_form: ClosedForm, batch: ChainBatch, search: Search
 
     The model takes the posterior of the sequences in place of a population.
     """
-    call, scorer = batch.scorer.call, batch.scorer
+    call, scorer, is_part = batch.scorer.call, batch.scorer, batch.populations.is_part
+    if is_part:
+        _refuse_local_steps(closed_form.model)
     with poutine.block():
         # No search step scores the sets and keeps their log joints.
         posterior = batch.improve_(AutomaticSearch(), 0) if search is None else batch.improve_(search, search_steps)
         loss = -float(scorer.scale * posterior.free_energy().sum() + batch.outside())
         new = closed_form.model.sufficient_statistics(posterior, *call.args, **call.kwargs)
-    closed_form.collect(new, None, scorer.plate_indices, scorer.full_size, scale=scorer.full_size / scorer.num_data)
+    scale = scorer.full_size / scorer.num_data
+    closed_form.collect(new, None, scorer.plate_indices, scorer.full_size, scale=scale, is_part=is_part)
     return loss
 
 
@@ -597,8 +600,8 @@ def free_energy_given_draws(part: AutoTruncated, guide: Call) -> Tensor:
     subsamples = {name: node["value"] for name, node in trace.nodes.items() if site_is_subsample(node)}
     latents = {name: node["value"] for name, node in companions.items() if name in part.layout.other_latents}
     batch = part.batch(guide.with_program(part.model), {**latents, **subsamples})
-    beyond = {name: node for name, node in batch.scorer.nodes.items() if name in latents and not batch.scorer.is_inside(node)}
-    return batch.free_energy() + log_density(beyond.values()) - log_q  # type: ignore[no-any-return]
+    beyond = [node for name, node in batch.scorer.nodes.items() if name in latents and not batch.scorer.is_inside(node)]
+    return batch.free_energy() + batch.scorer.shared_density(beyond, batch.share) - log_q  # type: ignore[no-any-return]
 
 
 def _check_reparametrisation(nodes: Mapping[str, Any]) -> None:

@@ -6,12 +6,14 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI, TraceEnum_ELBO, config_enumerate
-from pyro.infer.autoguide import AutoDelta, AutoGuideList
+from pyro.infer import SVI, Trace_ELBO, TraceEnum_ELBO, config_enumerate
+from pyro.infer.autoguide import AutoGuideList, AutoNormal
 from pyro.ops.indexing import Vindex
 from pyro.optim import Adam
 
-from pyro_truncated import AutoTruncated, EvolutionarySearch, Truncated_ELBO, distributed, fit
+from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Truncated_ELBO, distributed, fit
+from pyro_truncated.distributions import BinaryChains
+from pyro_truncated.models import FactorialHMM
 
 NUM_DATA, NUM_PARTS, NUM_VALUES = 7, 2, 9
 
@@ -76,16 +78,89 @@ def test_several_processes_search_as_one(crew, tmp_path):
                 torch.testing.assert_close(own, loc, rtol=1e-9, atol=1e-9)
 
 
-def beside_a_point_estimate():
-    def model(y, z, total):
-        loc = pyro.sample("offset", dist.Normal(0.0, 1.0))
-        rows_with_parts(y + loc, z, total)
+# --- beside guides of continuous latents, and chains as one site ---
 
+SWITCH = torch.tensor([[0.9, 0.1], [0.2, 0.8]]).double().expand(4, 2, 2)
+
+
+def chains_with_weights(y):
+    """Binary chains, and weights with a prior."""
+    weight = pyro.sample("weight", dist.Normal(torch.zeros(5, 4).double(), 2.0).to_event(2))
+    with pyro.plate("sequences", len(y)):
+        s = pyro.sample("s", BinaryChains(torch.full((4,), 0.3).double(), SWITCH, y.shape[1]))
+        pyro.sample("y", dist.Normal(s @ weight.mT, 0.5).to_event(2), obs=y)
+
+
+def rows_with_an_offset(y, z, total):
+    offset = pyro.sample("offset", dist.Normal(torch.zeros(()).double(), 1.0))
+    rows_with_parts(y + offset, z, total)
+
+
+def sequences():
+    return torch.randn(NUM_DATA, 12, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def arguments_of(model):
+    if model is chains_with_weights:
+        return (distributed.shard(sequences()),)
+    return (*map(distributed.shard, columns()), torch.tensor(1.0))
+
+
+def beside(model, latent, guide_class, **options):
+    """The loss of every step beside another guide, and all parameters afterwards."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(3)
     guide = AutoGuideList(model)
-    guide.append(AutoDelta(pyro.poutine.block(model, expose=["offset"])))
-    guide.append(AutoTruncated(model, 3))
-    svi = SVI(model, guide, distributed.AllReduced(Adam({"lr": 0.05})), Truncated_ELBO())
-    svi.step(*map(distributed.shard, columns()), torch.tensor(1.0))
+    guide.append(guide_class(pyro.poutine.block(model, expose=[latent])))
+    guide.append(AutoTruncated(model, 3, **options))
+    search = None if options else EvolutionarySearch(2, 2)
+    svi = SVI(model, guide, distributed.AllReduced(Adam({"lr": 0.05})), Truncated_ELBO(search))
+    losses = [svi.step(*arguments_of(model)) for _ in range(3)]
+    return losses, {name: value.detach().clone() for name, value in pyro.get_param_store().named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("model", "latent", "options"),
+    [
+        (chains_with_weights, "weight", {}),
+        (rows_with_an_offset, "offset", {}),
+        (rows_with_an_offset, "offset", {"whole_states": True, "vectorize": False}),
+    ],
+)
+def test_sets_beside_other_guides_are_trained_as_by_one_process(model, latent, options, crew):
+    expected, parameters = beside(model, latent, AutoNormal, **options)
+    for losses, own in crew.results(2, beside, model, latent, AutoNormal, **options):
+        assert losses == pytest.approx(expected, rel=1e-12)
+        for name, value in parameters.items():
+            torch.testing.assert_close(own[name], value, rtol=1e-9, atol=1e-9)
+
+
+def train_chains(is_closed, steps, folder=None):
+    """Free energies of a factorial HMM, its weights and the sets of all steps."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(3)
+    y = distributed.shard(sequences())
+    model = FactorialHMM(5, 4, dtype=torch.float64).initialize(y)
+    guide = AutoTruncated(model, 6)
+    driver = ClosedForm(model) if is_closed else distributed.AllReduced(Adam({"lr": 0.02}))
+    svi = SVI(model, guide, driver, Truncated_ELBO(EvolutionarySearch(2, 2)))
+    record = fit(svi, y, steps=steps, checkpoint=folder and folder / "run.pt", progress=False).record["free_energy"]
+    return record, model.weight.detach(), guide.populations.stores[0].words
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_chains_are_searched_and_trained_as_by_one_process(is_closed, crew, tmp_path):
+    expected, weight, words = train_chains(is_closed, 4)
+    assert expected[-1] > expected[0]
+    for number in (2, 3):
+        found = crew.results(number, train_chains, is_closed, 4)
+        assert all(record == pytest.approx(expected, rel=1e-12) for record, *_ in found)
+        assert all(torch.allclose(own, weight, rtol=1e-9, atol=1e-9) for _, own, _ in found)
+        assert torch.equal(torch.cat([sets for *_, sets in found]), words)
+    crew.results(2, train_chains, is_closed, 2, tmp_path)
+    record, _, sets = train_chains(is_closed, 4, tmp_path)
+    assert record == pytest.approx(expected, rel=1e-12)
+    assert torch.equal(sets, words)
 
 
 def continued(folder, steps):
@@ -121,10 +196,15 @@ def in_minibatches():
     fit(svi, y, z, torch.tensor(1.0), steps=2, batches=distributed.Batches(y, 4, block=1), progress=False)
 
 
+def test_a_summed_elbo_refuses_what_counts_once_for_each_process():
+    svi = SVI(rows_with_parts, AutoTruncated(rows_with_parts, 3), Adam({"lr": 0.05}), distributed.SummedELBO(Trace_ELBO()))
+    with pytest.raises(TypeError, match=r"what belongs to no data point.* use Truncated_ELBO"):
+        svi.step(*columns(), torch.tensor(1.0))
+
+
 def test_what_several_processes_cannot_do_is_refused_by_name(crew):
     refused = {
         "the plates that hold all discrete latents": crew.run(2, train, 3, model=flag_above),
-        "beside other guides need populations of whole states": crew.run(2, beside_a_point_estimate),
         "Batches on several processes": crew.run(2, in_minibatches),
     }
     for words, errors in refused.items():

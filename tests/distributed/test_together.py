@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 import numba
@@ -86,6 +87,45 @@ def test_learn_is_that_of_one_process(number, crew):
         assert reached == pytest.approx(starts, rel=1e-12)
         torch.testing.assert_close(own, weight, rtol=1e-8, atol=1e-8)
     torch.testing.assert_close(torch.cat([own for *_, own in found]), marginals, rtol=1e-6, atol=1e-6)
+
+
+def causes(y: torch.Tensor) -> None:
+    weight = pyro.param("weight", lambda: torch.randn(6, 9, dtype=torch.float64))
+    with pyro.plate("data", len(y)):
+        s = pyro.sample("s", dist.Bernoulli(torch.full((6,), 0.3, dtype=torch.float64)).to_event(1))
+        pyro.sample("y", dist.Normal(s @ weight, 1.0).to_event(1), obs=y)
+
+
+def causes_with_priors(y: torch.Tensor) -> None:
+    weight = pyro.sample("weight", dist.Normal(torch.zeros(9, 3).double(), 1.0).to_event(2))
+    with pyro.plate("data", len(y)):
+        s = pyro.sample("s", dist.Bernoulli(torch.full((3,), 0.3, dtype=torch.float64)).to_event(1))
+        pyro.sample("y", dist.Normal(s @ weight.mT, 0.5).to_event(1), obs=y)
+
+
+def learned_function(model: Any, first_seed: int) -> tuple[list[float], float, dict[str, torch.Tensor]]:
+    """Free energies of the restarts, the loss afterwards, and all parameters, from other seeds in every process."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(first_seed + distributed.rank())
+    y = distributed.shard(data(60))
+    config = LearnConfig(restart_steps=8, min_restarts=3)
+    with warnings.catch_warnings(action="ignore"):
+        guide = learn(model, y, num_states=8, steps=12, restarts=3, config=config, progress=False)
+    pyro.set_rng_seed(7)
+    loss = Truncated_ELBO().loss(model, guide, y)
+    return guide.starts, loss, {name: value.detach().clone() for name, value in pyro.get_param_store().named_parameters()}
+
+
+@pytest.mark.parametrize("model", [causes, causes_with_priors])
+def test_functions_are_learned_alike_by_all_processes(model, crew):
+    """Units of steps are measured by random states of a process's rows: one process ends nearly where two do."""
+    starts, loss, _ = learned_function(model, 1)
+    (reached, found, parameters), *others = crew.results(2, learned_function, model, 1)
+    assert reached == pytest.approx(starts, rel=1e-10)
+    assert found == pytest.approx(loss, rel=1e-2)
+    for same, total, own in others:
+        assert (same, total) == (reached, found)
+        assert all(torch.equal(own[name], value) for name, value in parameters.items())
 
 
 def impossible_data() -> Any:
