@@ -56,11 +56,6 @@ class ProductStore(torch.nn.Module):
         """The stores of the groups."""
         return list(self.groups)  # type: ignore[arg-type]
 
-    @property
-    def is_filled(self) -> bool:
-        """Whether there are sets."""
-        return all(store.is_filled for store in self.stores)
-
     def seed_(self, seed: int | None = None) -> None:
         """Gives groups without a seed one.
 
@@ -109,7 +104,7 @@ class ProductStore(torch.nn.Module):
             self.portion, self.first_position, self.is_part = portion, portion.first, True
             self.seed_()
         first_words: Sequence[Tensor | None] = [None] * len(self.groups)
-        if isinstance(product, ProductLayout) and init is not None and not self.is_filled:
+        if isinstance(product, ProductLayout) and init is not None and not all(store.is_filled for store in self.stores):
             first_words = product.pack(given_levels(product.layout, init, self.num_states))
         groups: Sequence[Any] = product.groups
         for number, (store, group) in enumerate(zip(self.stores, groups, strict=True)):

@@ -119,7 +119,7 @@ def share_draws(call: Call, guide: Any, number: int) -> Iterator[None]:
         return
     store = parts[0].populations
     store.seed_()
-    if portion.is_part and not store.is_filled:
+    if portion.is_part and not all(own.is_filled for own in store.stores):
         store.seed = collectives.agree(store.seed)
     with spare_random_numbers():
         torch.manual_seed(store.stream(number - _LISTS).seed)

@@ -131,9 +131,10 @@ def _say() -> None:
     )
 
 
-_SMALL = 2**14
 # The cost of kernels that are worth all threads on any arrays.
-HEAVY = _SMALL
+HEAVY = 2**14
+# Blocks of rows with sums of their own, which are added up in order: they do not depend on the number of threads.
+BLOCKS = 16
 # Numba's threads are as many as torch's, of which OMP_NUM_THREADS and torch.set_num_threads speak, unless their number is given.
 _AS_TORCH = "NUMBA_NUM_THREADS" not in os.environ
 
@@ -164,7 +165,7 @@ def parallel_kernel(*, cost: int = 1, has_plain: bool = False, **options: Any) -
                 return serial()(*arguments)
             size = sum(argument.size for argument in arguments if isinstance(argument, np.ndarray))
             num_threads = numba.get_num_threads()
-            at_most = 1 if size * cost < _SMALL else torch.get_num_threads() if _AS_TORCH else num_threads
+            at_most = 1 if size * cost < HEAVY else torch.get_num_threads() if _AS_TORCH else num_threads
             if at_most < num_threads:
                 numba.set_num_threads(at_most)
             try:

@@ -7,15 +7,12 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from pyro_truncated.ops.compiled.compilation import parallel_kernel
-
-# Every block has sums of its own, which are added up in their order: no more of them than the data make worth it.
-_BLOCKS = 16
+from pyro_truncated.ops.compiled.compilation import BLOCKS, parallel_kernel
 
 
 def component_sums(component: Tensor, weight: Tensor, rows: Tensor, number: int) -> Tensor:
     """See :func:`pyro_truncated.ops.components.component_sums`."""
-    num_blocks = max(1, min(_BLOCKS, component.numel() // (2 * number)))
+    num_blocks = max(1, min(BLOCKS, component.numel() // (2 * number)))
     total = torch.zeros(num_blocks, number, rows.shape[1], dtype=torch.float64, device="cpu")
     _add(component.contiguous().numpy(), weight.detach().contiguous().numpy(), rows.detach().contiguous().numpy(), total.numpy())
     return total.sum(0)
@@ -43,7 +40,7 @@ def square_distances(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, 
 @parallel_kernel(cost=64, fastmath={"reassoc", "contract", "nsz"})
 def _measure(rows, row, component, loc, whitening, out):
     num_entries, size = len(row), rows.shape[1]
-    num_blocks = min(num_entries, _BLOCKS)
+    num_blocks = min(num_entries, BLOCKS)
     for block in prange(num_blocks):
         white = np.empty(size, rows.dtype)
         for e in range(num_entries * block // num_blocks, num_entries * (block + 1) // num_blocks):

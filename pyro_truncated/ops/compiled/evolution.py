@@ -13,7 +13,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from pyro_truncated.ops.compiled.compilation import njit, parallel_kernel
+from pyro_truncated.ops.compiled.compilation import BLOCKS, njit, parallel_kernel
 from pyro_truncated.ops.compiled.iterate_active import count_ones, trailing_zeros
 from pyro_truncated.ops.compiled.random import STEP, below, mix, stream, uniform
 from pyro_truncated.ops.evolution import IMPOSSIBLE, UNFIT, SparseFlips
@@ -466,7 +466,6 @@ def initial_states(singletons: Tensor, others: Tensor, fields: Fields, num_state
     return out
 
 
-_BLOCKS = 16
 # A Poisson number with a mean of at most 2 exceeds this with probability below 1e-20.
 MOST_CHANGES = 24
 
@@ -563,7 +562,7 @@ def _fill(singletons, others, fields, order, state, out):
 @parallel_kernel(cost=4, has_plain=True)
 def _initial_states(singletons, others, fields, rows, seed, out):
     """Returns the zero state, singletons, and ``others`` or random sparse states."""
-    num_blocks = min(len(out), _BLOCKS)
+    num_blocks = min(len(out), BLOCKS)
     for block in prange(num_blocks):
         order = np.arange(max(len(singletons), len(others)))
         for n in range(len(out) * block // num_blocks, len(out) * (block + 1) // num_blocks):

@@ -10,10 +10,9 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from pyro_truncated.ops.compiled.compilation import njit, parallel_kernel
+from pyro_truncated.ops.compiled.compilation import BLOCKS, njit, parallel_kernel
 
 _MAX_PRODUCTS, _FEWEST_ROWS = 2**18, 64
-_BLOCKS = 16
 # Entries that are compared at a time.
 _LANES = 16
 
@@ -123,7 +122,7 @@ def _enter_row(products, names, best, index):
 def _enter_products(products, value, index):
     num_rows, num_functions = products.shape
     names = np.arange(num_functions)
-    num_blocks = min(num_rows, _BLOCKS)
+    num_blocks = min(num_rows, BLOCKS)
     for block in prange(num_blocks):
         for n in range(num_rows * block // num_blocks, num_rows * (block + 1) // num_blocks):
             _enter_row(products[n], names, value[n], index[n])
@@ -132,7 +131,7 @@ def _enter_products(products, value, index):
 @parallel_kernel(cost=64)
 def _enter_groups(features, coefficients, members, start, probes, value, index):
     num_rows = len(features)
-    num_blocks, widest = min(num_rows, _BLOCKS), np.diff(start).max()
+    num_blocks, widest = min(num_rows, BLOCKS), np.diff(start).max()
     for block in prange(num_blocks):
         products = np.empty(widest, features.dtype)
         for n in range(num_rows * block // num_blocks, num_rows * (block + 1) // num_blocks):
@@ -160,7 +159,7 @@ def _enter_others(others, features, coefficients, best, index):
 @parallel_kernel(cost=64)
 def _walk(features, coefficients, neighbours, also, depth, value, index):
     num_rows, number = index.shape
-    num_blocks = min(num_rows, _BLOCKS)
+    num_blocks = min(num_rows, BLOCKS)
     for block in prange(num_blocks):
         # The function at every place whose neighbours have been looked at.
         done = np.empty(number, np.int64)

@@ -11,10 +11,9 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from pyro_truncated.ops.compiled.compilation import HEAVY, njit, parallel_kernel
+from pyro_truncated.ops.compiled.compilation import BLOCKS, HEAVY, njit, parallel_kernel
 
 _STRIP = 64
-_MAX_BLOCKS = 16
 # Sums may be reordered, but NaN and infinity keep their meaning.
 _REORDER = {"reassoc", "contract", "nsz"}
 _LOG2E = 1.4426950408889634
@@ -27,7 +26,7 @@ def products(factors: tuple[Tensor, ...], num_sharp: int, sum_rows: bool) -> Ten
     """See :func:`pyro_truncated.ops.mixture_products.mixture_products`; float64 ``(N, P)``, or ``(P,)`` if ``sum_rows``."""
     arrays = _arrays(factors)
     num_rows, num_columns = arrays[0].shape[0], arrays[4].shape[1]
-    blocks = min(_MAX_BLOCKS, max(1, num_rows))
+    blocks = min(BLOCKS, max(1, num_rows))
     out = np.zeros((blocks if sum_rows else num_rows, num_columns))
     _forward(*arrays, num_sharp, sum_rows, blocks, out)
     parts = torch.from_numpy(out)[:, : factors[4].shape[1]]
@@ -38,7 +37,7 @@ def gradients(factors: tuple[Tensor, ...], num_sharp: int, weight: Tensor) -> tu
     """Returns gradients of ``sum(weight * products)`` in all seven factors."""
     arrays = _arrays(factors)
     num_rows, num_dims = arrays[0].shape
-    blocks = min(_MAX_BLOCKS, max(1, num_rows))
+    blocks = min(BLOCKS, max(1, num_rows))
     rows = np.zeros((4, num_rows, num_dims))
     columns = np.zeros((blocks, 3, num_dims, arrays[4].shape[1]))
     weights = _pad(weight.reshape(-1, weight.shape[-1]))

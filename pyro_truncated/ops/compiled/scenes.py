@@ -19,7 +19,7 @@ from numba import prange
 from torch import Tensor
 
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
-from pyro_truncated.ops.compiled.compilation import HEAVY, njit, parallel_kernel
+from pyro_truncated.ops.compiled.compilation import BLOCKS, HEAVY, njit, parallel_kernel
 from pyro_truncated.ops.compiled.iterate_active import as_array
 from pyro_truncated.ops.vectorised import scenes as vectorised
 
@@ -247,7 +247,6 @@ def mask_probabilities(over, nodes, weights, alpha, share, responsibility, on):
                     on[j] += responsibility[owner] * both / share[owner]
 
 
-_MAX_BLOCKS = 16
 _SMALL = 1e-200
 
 
@@ -271,7 +270,7 @@ def statistics(
     places: Tensor, rank: Tensor | None, weights: Tensor, images: Tensor, scene: SceneParameters, canvas: Canvas
 ) -> tuple[Tensor, ...]:
     """See :class:`pyro_truncated.ops.canvas.SceneStatistics`."""
-    (num_objects, num_entries, channels), num_blocks = scene.features.shape, min(max(1, len(places)), _MAX_BLOCKS)
+    (num_objects, num_entries, channels), num_blocks = scene.features.shape, min(max(1, len(places)), BLOCKS)
     shapes = (num_objects, num_entries, channels + 2), (num_objects, num_entries), (num_objects,), (channels + 2,)
     sums = [torch.zeros(num_blocks, *shape, dtype=torch.float64, device="cpu") for shape in shapes]
     states, model = _arguments(places, rank, scene, canvas)
@@ -308,7 +307,7 @@ def _room(places, model, num_pixels):
 def _log_prob(places, rank, images, features, masks, variance, background, background_variance, shape, nodes, weights, out):
     """Log densities ``(N, C)`` of images under states ``(N, C, H)`` and depth ranks."""
     num_data, num_candidates = places.shape[:2]
-    num_blocks = min(num_data, _MAX_BLOCKS)
+    num_blocks = min(num_data, BLOCKS)
     constant = 0.5 * images.shape[1] * images.shape[2] * np.log(2 * np.pi)
     for block in prange(num_blocks):
         low, high = num_data * block // num_blocks, num_data * (block + 1) // num_blocks
@@ -330,7 +329,7 @@ def _log_prob(places, rank, images, features, masks, variance, background, backg
 def _pixel_log_prob(places, rank, images, features, masks, variance, background, background_variance, shape, nodes, weights, out):
     """Log densities ``(N, C, D)`` of the pixels, which :func:`_log_prob` sums."""
     num_data, num_candidates = places.shape[:2]
-    num_blocks = min(num_data, _MAX_BLOCKS)
+    num_blocks = min(num_data, BLOCKS)
     constant = 0.5 * images.shape[2] * np.log(2 * np.pi)
     for block in prange(num_blocks):
         low, high = num_data * block // num_blocks, num_data * (block + 1) // num_blocks
