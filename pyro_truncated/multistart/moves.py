@@ -249,12 +249,17 @@ class Recombination:
         parameters = self.latents.replace_latents(member.parameters, here, member.parameters, there)
         return self._change(member, self.latents.perturb(parameters, here, _PERTURBATION_SCALE, generator))
 
-    def find_mostly_active(self, member: Solution) -> list[int]:
-        """Returns up to ten binary latents that are mostly active, by frequency."""
+    def find_unlikely(self, member: Solution) -> list[int]:
+        r"""Returns up to ten binary latents that their prior expects complemented.
+
+        The complement of a latent with the frequency :math:`q` and the prior probability :math:`p` adds
+        :math:`(1 - 2 q) \log(p / (1 - p))` nats per data point to the log prior. Those that gain are returned, the largest gain first.
+        """
         if self.latents.num_values or self.space.cardinalities[self.latents.latents.start] != 2:
             return []
-        often, latents = self._marginals(member).mean(0).sort(descending=True)
-        return latents[often > 0.5][:_MAX_COMPLEMENTED].tolist()
+        gain = (1 - 2 * self._marginals(member).mean(0)) * self._prior(member).logit()
+        value, latents = gain.sort(descending=True)
+        return latents[value > 0][:_MAX_COMPLEMENTED].tolist()
 
     def complement(self, member: Solution, latent: int) -> Solution:
         """Returns a model with a latent complemented in all states."""
@@ -291,6 +296,14 @@ class Recombination:
             losses, other_losses = self._losses(one).cpu()[here], self._losses(other).cpu()[partner[here]]
             partner[here[losses.argsort()]] = partner[here[other_losses.argsort(descending=True)]]
         return correlation, partner
+
+    def _prior(self, member: Solution) -> Tensor:
+        """Mean prior probabilities ``(H,)`` that binary latents are on."""
+        scorer, layout = self._medians.scorer(member.parameters), self._guide.layout
+        starts = itertools.accumulate((site.num_latents for site in layout.sites.values()), initial=0)
+        name = next(name for name, start in zip(layout.sites, starts, strict=False) if start == self.latents.latents.start)
+        mean = layout.expand_to_rows(name, scorer.nodes[name]["fn"].mean, scorer.sizes).flatten(1)
+        return mean.mean(0).double().cpu()
 
     def _marginals(self, member: Solution) -> Tensor:
         return self.latents.probabilities(_population(member)).double().cpu()
@@ -381,7 +394,7 @@ class Crossover:
 
 
 class Complement:
-    """Complements of latents that are mostly active.
+    """Complements of latents that are on where the prior expects them off.
 
     A latent may have the negative of its dictionary element, with a constant added elsewhere. Then it is active for all data points
     without the cause. Gradients do not lead from there to the cause, but parameters fitted to complemented states do.
@@ -400,7 +413,7 @@ class Complement:
         """Yields a solution for each such latent."""
         first = best
         for group in self._groups:
-            for latent in group.find_mostly_active(first):
+            for latent in group.find_unlikely(first):
                 best = yield self._fit(group.complement(best, latent))
 
 
