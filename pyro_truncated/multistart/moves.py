@@ -16,8 +16,9 @@ from pyro_truncated.multistart.model_parameters import Medians, learned_paramete
 from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.multistart.pruning import deletion_losses, redundant_mask, value_deletion_losses
 from pyro_truncated.multistart.solution import ROUNDING, FreeEnergyEstimate, Solution, match_latents, shared_mask
-from pyro_truncated.multistart.trainer import Trainer, copy_population, fit_states, gradient_schedule, train
+from pyro_truncated.multistart.trainer import Trainer, copy_population, fit_likeliest_states, fit_states
 from pyro_truncated.program.log_joint import LogJoint
+from pyro_truncated.program.sites import family
 from pyro_truncated.search.base import Search
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.budget import rows_per_block
@@ -249,24 +250,6 @@ class Recombination:
         parameters = self.latents.replace_latents(member.parameters, here, member.parameters, there)
         return self._change(member, self.latents.perturb(parameters, here, _PERTURBATION_SCALE, generator))
 
-    def find_unlikely(self, member: Solution) -> list[int]:
-        r"""Returns up to ten binary latents that their prior expects complemented.
-
-        The complement of a latent with the frequency :math:`q` and the prior probability :math:`p` adds
-        :math:`(1 - 2 q) \log(p / (1 - p))` nats per data point to the log prior. Those that gain are returned, the largest gain first.
-        """
-        if self.latents.num_values or self.space.cardinalities[self.latents.latents.start] != 2:
-            return []
-        gain = (1 - 2 * self._marginals(member).mean(0)) * self._prior(member).logit()
-        value, latents = gain.sort(descending=True)
-        return latents[value > 0][:_MAX_COMPLEMENTED].tolist()
-
-    def complement(self, member: Solution, latent: int) -> Solution:
-        """Returns a model with a latent complemented in all states."""
-        states, place = member.states, self.latents.latents.start + latent
-        states[..., place] = 1 - states[..., place]
-        return member.replace(population=dataclasses.replace(_population(member), words=self.space.pack(states)))
-
     def deficits(self, member: Solution) -> Tensor:
         """Returns the mean deficit ``(H,)`` of data points with each latent."""
         share, each = self._marginals(member), _population(member).free_energy().cpu()
@@ -296,14 +279,6 @@ class Recombination:
             losses, other_losses = self._losses(one).cpu()[here], self._losses(other).cpu()[partner[here]]
             partner[here[losses.argsort()]] = partner[here[other_losses.argsort(descending=True)]]
         return correlation, partner
-
-    def _prior(self, member: Solution) -> Tensor:
-        """Mean prior probabilities ``(H,)`` that binary latents are on."""
-        scorer, layout = self._medians.scorer(member.parameters), self._guide.layout
-        starts = itertools.accumulate((site.num_latents for site in layout.sites.values()), initial=0)
-        name = next(name for name, start in zip(layout.sites, starts, strict=False) if start == self.latents.latents.start)
-        mean = layout.expand_to_rows(name, scorer.nodes[name]["fn"].mean, scorer.sizes).flatten(1)
-        return mean.mean(0).double().cpu()
 
     def _marginals(self, member: Solution) -> Tensor:
         return self.latents.probabilities(_population(member)).double().cpu()
@@ -400,21 +375,42 @@ class Complement:
     without the cause. Gradients do not lead from there to the cause, but parameters fitted to complemented states do.
 
     Args:
-        groups: of exchangeable latents.
-        fit: fits parameters to the likeliest states of a solution.
+        profile: of restarts, by gradients; the model is left somewhere else.
     """
 
     name = "complement"
 
-    def __init__(self, groups: Sequence[Recombination], fit: Callable[[Solution], Solution]) -> None:
-        self._groups, self._fit = groups, fit
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
 
     def propose(self, best: Solution) -> Proposals:
-        """Yields a solution for each such latent."""
-        first = best
-        for group in self._groups:
-            for latent in group.find_unlikely(first):
-                best = yield self._fit(group.complement(best, latent))
+        """Yields solutions fitted to states with one latent complemented."""
+        for latent in find_unlikely(self._profile, best):
+            population, states = _population(best), best.states
+            states[..., latent] = 1 - states[..., latent]
+            words = population.space.pack(states)
+            best = yield fit_likeliest_states(self._profile, best.replace(population=dataclasses.replace(population, words=words)))
+
+
+def find_unlikely(profile: Profile, solution: Solution) -> list[int]:
+    r"""Returns up to ten binary latents that their prior expects complemented.
+
+    The complement of a latent with the frequency :math:`q` and the prior probability :math:`p` adds :math:`(1 - 2 q) \log(p / (1 - p))`
+    nats per data point to the log prior. Those that gain are returned, the largest gain first.
+    """
+    if solution.population is None:
+        return []
+    with Trainer(profile, solution=solution) as trainer:
+        scorer = trainer.scorer()
+    prior = []
+    for name, site in scorer.layout.sites.items():
+        mean = torch.full((site.num_latents,), math.nan)
+        if family(fn := scorer.nodes[name]["fn"]) == "Bernoulli":
+            mean = scorer.layout.expand_to_rows(name, fn.mean.detach(), scorer.sizes).reshape(-1, site.num_latents).mean(0)
+        prior.append(mean.double().cpu())
+    gain = ((1 - 2 * solution.population.marginals().double().cpu().mean(0)) * torch.cat(prior).logit()).nan_to_num(0.0)
+    value, latents = gain.sort(descending=True)
+    return latents[value > 0][:_MAX_COMPLEMENTED].tolist()
 
 
 class RedundantLatents:
@@ -470,13 +466,6 @@ class DeadLatents:
             before, best = best, (yield self._fit_alive(best, dead))
             if best is before:
                 return
-
-    def search_and_train(self, child: Solution) -> Solution:
-        """Trains what is proposed, from where the model is."""
-        with Trainer(self._profile) as trainer:
-            trainer.insert_states(child.states)
-            trainer.find_states()
-            return trainer.record(train(trainer, gradient_schedule(trainer, self._profile.config.restart_steps)))
 
     def _fit_alive(self, solution: Solution, dead: Tensor) -> Solution:
         """Fits parameters to the likeliest states, with dead latents added in turn."""

@@ -44,7 +44,7 @@ from pyro_truncated.multistart.solution import (
     shared_mask,
     vary,
 )
-from pyro_truncated.multistart.trainer import LAST_RATE, Trainer, converge, finish, fit_likeliest_states, run_restart, settle
+from pyro_truncated.multistart.trainer import LAST_RATE, Trainer, converge, finish, run_restart, search_and_train, settle
 from pyro_truncated.multistart.warm_start import LinearCauses, decoder_targets, likeliest_states, shuffle, teach
 from pyro_truncated.search.base import Search
 from pyro_truncated.utils.arguments import check_count, check_kinds
@@ -62,7 +62,6 @@ class SolutionPool:
     Args:
         profile: of restarts.
         refine: trains what a move proposes.
-        fit: fits parameters to the likeliest states of a solution.
 
     Attributes:
         best: the one with the highest free energy, with what others have added to it.
@@ -74,8 +73,8 @@ class SolutionPool:
         moves: what was tried beyond restarts.
     """
 
-    def __init__(self, profile: Profile, refine: Refine = settle, fit: Refine = fit_likeliest_states) -> None:
-        self._profile, self._refine, self._fit = profile, refine, fit
+    def __init__(self, profile: Profile, refine: Refine = settle) -> None:
+        self._profile, self._refine = profile, refine
         self.best, self.solutions = NOTHING, list[Solution]()
         self.groups: list[Recombination] = []
         self.is_network = profile.initialization == "draw_start"
@@ -112,7 +111,6 @@ class SolutionPool:
         """Lets restarts exchange latents, from the best one on."""
         self.groups = groups
         if groups:
-            self._complement = Complement(groups, lambda solution: self._populate(self._fit(self._profile, solution), solution))
             self._redundant = RedundantLatents(groups, self._profile.config.max_candidates, self._profile.generator)
             first, self.best = self.best, NOTHING
             if first.parameters:
@@ -160,8 +158,7 @@ class SolutionPool:
         queue = [self._members[-1]]
         while queue:
             other = queue.pop()
-            has_gained = self._cross(other)
-            if self._improve(self._complement) or has_gained:
+            if self._cross(other):
                 queue = [member for member in self._members if member is not other]
         if self.best is before:
             self._improve(self._redundant)
@@ -241,9 +238,9 @@ class MultiStart:
             name = self._initialize(number)
             solution = self._restart()
             steps = self._num_steps - before
-            if profile.shares_latents:
-                revival = DeadLatents(profile)
-                solution = improve(solution, revival, revival.search_and_train, profile.tolerance, counts)
+            if profile.optimizer == "gradients" and not profile.is_product and not profile.is_conditional:
+                move = DeadLatents(profile) if profile.shares_latents else Complement(profile)
+                solution = improve(solution, move, partial(search_and_train, profile), profile.tolerance, counts)
             for move in profile.config.moves:
                 solution = improve(solution, move, partial(converge, profile), profile.tolerance, counts)
             self.pool.add(solution, Restart(name, steps, solution.free_energy))

@@ -247,10 +247,21 @@ class Trainer:
         profile, truncated_guide = self.profile, self.truncated_guide
         population = None if truncated_guide is None or profile.is_product else copy_population(truncated_guide.population())
         if truncated_guide is None or not profile.has_companion:
-            return Solution(estimate, snapshot(profile.model, profile.y), population)
+            return Solution(estimate, snapshot(profile.model, profile.y), population, probabilities=self._probabilities())
         companion = self.companion
         parameters = Medians(profile.model, profile.y, truncated_guide).state(companion)
         return Solution(estimate, parameters, population, {name: value.clone() for name, value in companion.items()})
+
+    def _probabilities(self) -> Tensor | None:
+        """What :class:`Solution` compares networks and chains by."""
+        profile, guide = self.profile, self.truncated_guide
+        if guide is None or not (profile.is_chain or (profile.has_decoder and guide.space.is_binary)):
+            return None
+        if profile.is_chain:
+            (chains,) = guide.marginals().values()
+            return chains.flatten(0, -2).float().cpu()
+        probabilities = guide.population().marginals().double().cpu()
+        return probabilities if bool(vary(probabilities).any()) else None
 
 
 def _guides(profile: Profile, is_start: bool) -> tuple[Any, AutoTruncated, StateSpace]:
@@ -519,23 +530,22 @@ def run_restart(profile: Profile, temperature: Temperature, states: Tensor | Non
         trainer.approach()
         if states is not None:
             trainer.insert_states(states.unsqueeze(1))
-        solution = trainer.record(train(trainer, restart_schedule(trainer, temperature, profile.config.restart_steps)))
-    if profile.is_chain and not profile.has_companion:
-        assert trainer.truncated_guide is not None
-        (probabilities,) = trainer.truncated_guide.marginals().values()
-        return solution.replace(probabilities=probabilities.flatten(0, -2).float().cpu())
-    if not profile.has_decoder or solution.population is None or not solution.population.space.is_binary:
-        return solution
-    probabilities = solution.population.marginals().double().cpu()
-    return solution.replace(probabilities=probabilities if bool(vary(probabilities).any()) else None)
+        return trainer.record(train(trainer, restart_schedule(trainer, temperature, profile.config.restart_steps)))
 
 
-def retrain(profile: Profile, solution: Solution, schedule: Callable[[Trainer], Schedule]) -> Solution:
-    """Trains from a solution and its states."""
+def retrain(profile: Profile, solution: Solution, schedule: Callable[[Trainer], Schedule], *, searches: bool = False) -> Solution:
+    """Trains from a solution and its states, searched before if wanted."""
     with Trainer(profile, solution=solution) as trainer:
         if solution.population is not None:
             trainer.insert_states(solution.states)
+        if searches:
+            trainer.find_states()
         return trainer.record(train(trainer, schedule(trainer)))
+
+
+def search_and_train(profile: Profile, solution: Solution) -> Solution:
+    """Searches for states of a solution and trains it by gradients."""
+    return retrain(profile, solution, lambda trainer: gradient_schedule(trainer, profile.config.restart_steps), searches=True)
 
 
 def converge(profile: Profile, solution: Solution) -> Solution:

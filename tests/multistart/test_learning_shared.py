@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pyro
 import pyro.distributions as dist
@@ -15,6 +16,7 @@ from pyro_truncated.multistart.model_parameters import snapshot
 from pyro_truncated.multistart.moves import DeadLatents, dead_latents, improve
 from pyro_truncated.multistart.profile import Profile, profile_model
 from pyro_truncated.multistart.solution import FreeEnergyEstimate, Solution
+from pyro_truncated.multistart.trainer import search_and_train
 from pyro_truncated.states.population import Population
 
 
@@ -106,8 +108,7 @@ def test_latents_that_no_state_has_on_are_woken(weight: Tensor):
 
 
 def revived(profile: Profile, found: Solution) -> Solution:
-    move = DeadLatents(profile)
-    return improve(found, move, move.search_and_train, profile.tolerance, {})
+    return improve(found, DeadLatents(profile), partial(search_and_train, profile), profile.tolerance, {})
 
 
 def in_states(model: Callable[[Tensor], None], y: Tensor, states: Tensor, free_energy: float = 0.0) -> Solution:

@@ -23,12 +23,20 @@ from pyro_truncated.datasets import Bars, linear_bars, matched_bars
 from pyro_truncated.multistart import DisagreeingStartsWarning
 from pyro_truncated.multistart.learn_report import Restart
 from pyro_truncated.multistart.model_parameters import Medians, prior_draw, snapshot
-from pyro_truncated.multistart.moves import Exchangeable, Recombination, build_recombinations, exchangeable_latents
+from pyro_truncated.multistart.moves import (
+    Complement,
+    Exchangeable,
+    Recombination,
+    build_recombinations,
+    exchangeable_latents,
+    find_unlikely,
+    improve,
+)
 from pyro_truncated.multistart.multi_start import SolutionPool
 from pyro_truncated.multistart.profile import Profile, profile_model
 from pyro_truncated.multistart.pruning import value_deletion_losses
 from pyro_truncated.multistart.solution import FreeEnergyEstimate, Solution
-from pyro_truncated.multistart.trainer import FixedStates
+from pyro_truncated.multistart.trainer import FixedStates, search_and_train
 from pyro_truncated.search.base import Search
 from pyro_truncated.states.population import Population
 
@@ -319,10 +327,10 @@ def populated(group: Recombination, parameters: dict[str, Tensor]) -> Solution:
     return group.populate(Solution(FreeEnergyEstimate(0.0), parameters))
 
 
-def pool_of(groups: list[Recombination], refine: Any = None, fit: Any = None, **arguments: Any) -> SolutionPool:
+def pool_of(groups: list[Recombination], refine: Any = None, **arguments: Any) -> SolutionPool:
     """Restarts that exchange latents of these groups; what moves propose is left as it is unless said otherwise."""
     arguments = {"model": bars_model, "y": torch.zeros(4, 9), "config": LearnConfig(tolerance=0.01), **arguments}
-    pool = SolutionPool(profile_model(**arguments), refine or as_it_is, fit or as_it_is)
+    pool = SolutionPool(profile_model(**arguments), refine or as_it_is)
     pool.exchange(groups)
     return pool
 
@@ -524,15 +532,13 @@ def test_a_latent_that_is_on_where_its_cause_is_missing_is_turned() -> None:
     profile = profile_model(
         above_an_offset, bars.data, EvolutionarySearch(), num_states=16, config=LearnConfig(tolerance=0.05, restart_steps=40)
     )
-    groups = build_recombinations(profile, 0.05, {"weight": torch.randn(9, 6), "offset": torch.randn(9)})
-    (group,), assembly = groups, SolutionPool(profile)
-    assembly.exchange(groups)
-    add(assembly, Solution(FreeEnergyEstimate(0.0), turned))
+    (group,) = build_recombinations(profile, 0.05, {"weight": torch.randn(9, 6), "offset": torch.randn(9)})
+    best = improve(populated(group, turned), Complement(profile), partial(search_and_train, profile), profile.tolerance, {})
     # Of six latents with a probability of 0.2 one that is turned is on in 0.8 of the data points.
     assert populated(group, turned).free_energy < populated(group, right).free_energy - 0.5
-    assert assembly.best.free_energy > populated(group, right).free_energy
-    assert matched_bars(assembly.best.parameters["weight"], bars.components) == 6
-    torch.testing.assert_close(assembly.best.parameters["offset"], torch.zeros(9), rtol=0, atol=1.0)
+    assert best.free_energy > populated(group, right).free_energy
+    assert matched_bars(best.parameters["weight"], bars.components) == 6
+    torch.testing.assert_close(best.parameters["offset"], torch.zeros(9), rtol=0, atol=1.0)
 
 
 def mostly_on(y: Tensor) -> None:
@@ -546,10 +552,10 @@ def test_latents_on_the_other_side_of_a_half_than_their_prior_are_found_the_larg
     torch.manual_seed(0)
     weight, states = 3 * torch.randn(9, 6), torch.bernoulli(torch.tensor([0.2, 0.9, 0.7, 0.3, 0.95, 0.6]).expand(100, 6))
     profile = profile_model(mostly_on, states @ weight.mT, EvolutionarySearch(), num_states=16)
-    (group,) = build_recombinations(profile, 0.05, {"weight": torch.randn(9, 6)})
-    population = Population(group.space, group.space.pack(states.unsqueeze(1)), torch.zeros(100, 1))
+    space = profile.space
+    population = Population(space, space.pack(states.unsqueeze(1)), torch.zeros(100, 1))
     # The prior says 0.75: what is rarely on stands for the opposite.
-    assert group.find_unlikely(Solution(FreeEnergyEstimate(0.0), {"weight": weight}, population)) == [
+    assert find_unlikely(profile, Solution(FreeEnergyEstimate(0.0), {"weight": weight}, population)) == [
         latent for latent in states.mean(0).argsort().tolist() if states.mean(0)[latent] < 0.5
     ]
 
