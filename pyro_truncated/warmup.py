@@ -162,12 +162,18 @@ def _mixtures(dtype: torch.dtype) -> None:
 
 
 def _chains(dtype: torch.dtype) -> None:
-    """Sums, sweeps, draws and searches of sets of states along chains."""
+    """Sums, sweeps, draws and searches of sets of states along chains.
+
+    Of two and three chains the sets are full.
+    """
     y = _data(dtype).unsqueeze(0)
-    model = models.FactorialHMM(9, 5, dtype=dtype).initialize(y)
-    SVI(model, AutoTruncated(model, num_states=4), ClosedForm(model), Truncated_ELBO()).step(y)
-    posterior = model.posterior(y, 4)
-    posterior.search_(BlockSearch(2)).search_(EvolutionarySearch()).sample(1)
+    for num_chains in (5, 2, 3):
+        model = models.FactorialHMM(9, num_chains, dtype=dtype).initialize(y)
+        num_states = min(2**num_chains, 8)
+        SVI(model, AutoTruncated(model, num_states), ClosedForm(model), Truncated_ELBO()).step(y)
+        posterior = model.posterior(y, num_states)
+        posterior.search_(BlockSearch(2)).search_(EvolutionarySearch()).sample(1)
+    posterior.mode()
 
 
 _TASKS: dict[str, Task] = {

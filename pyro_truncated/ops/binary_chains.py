@@ -290,7 +290,11 @@ def _check(words: Tensor, unary: Tensor, transitions: Transitions) -> None:
         )
     if kind.shape != words.shape[:2] or kind.dtype != torch.int64:
         raise ValueError(f"kind must be int64 of shape (N, T) = {tuple(words.shape[:2])}; got {kind.dtype} of shape {tuple(kind.shape)}")
-    if bool((kind >= len(log_prob)).any()) or bool(((kind[:, 1:] >= 0) & (kind[:, :-1] < 0)).any()):
-        raise ValueError(f"kind must be below {len(log_prob)}, and negative only beyond the end of a sequence; got up to {int(kind.max())}")
-    if bool(unary.isnan().any()) or bool((unary == torch.inf).any()):
+    if not unary.numel():
+        return
+    lowest, highest = kind.aminmax()
+    if highest >= len(log_prob) or (lowest < 0 and bool(((kind[:, 1:] >= 0) & (kind[:, :-1] < 0)).any())):
+        raise ValueError(f"kind must be below {len(log_prob)}, and negative only beyond the end of a sequence; got up to {int(highest)}")
+    # The largest of numbers with NaN is NaN.
+    if not unary.amax() < torch.inf:
         raise ValueError(f"unary must be log likelihoods, finite or minus infinity; got {describe(unary)}")

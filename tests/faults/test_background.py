@@ -51,7 +51,7 @@ from pyro.infer import SVI
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Truncated_ELBO
 from pyro_truncated.models import {model}
 pyro.set_rng_seed(0)
-y = (torch.rand(60, 9) > 0.5).float()
+y = (torch.rand({shape}, 9) > 0.5).float()
 model = {model}(9, 12).initialize(y)
 svi = SVI(model, AutoTruncated(model, 16), ClosedForm(model), Truncated_ELBO(EvolutionarySearch(crossover=True)))
 print([svi.step(y).hex() for _ in range(3)])
@@ -109,8 +109,9 @@ def test_a_background_that_cannot_compile_is_done_without(tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("model", ["BinarySparseCoding", "NoisyOr", "SpikeSlabSparseCoding", "MaximalCauses"])
+@pytest.mark.parametrize("model", ["BinarySparseCoding", "NoisyOr", "SpikeSlabSparseCoding", "MaximalCauses", "FactorialHMM"])
 def test_the_first_steps_have_the_same_free_energies_to_the_last_digit(model, tmp_path):
-    found = [run(STEPS.format(model=model), tmp_path, background) for background in "01"]
+    script = STEPS.format(model=model, shape="3, 20" if model == "FactorialHMM" else "60")
+    found = [run(script, tmp_path, background) for background in "01"]
     assert [done.returncode for done in found] == [0, 0], found[1].stderr
     assert found[0].stdout == found[1].stdout

@@ -128,13 +128,19 @@ def test_compiled_kernels_equal_vectorised_ones(num_latents: int) -> None:
         torch.testing.assert_close(compiled, vectorised, rtol=1e-10, atol=1e-10)
 
 
-def test_all_states_by_kronecker_products_equal_sums_over_pairs() -> None:
-    """Of all states in their order transitions are Kronecker products; in another order pairs of states are summed."""
-    num_latents, lengths = 4, [9, 5, 1, 9]
+@pytest.mark.parametrize("num_latents", [1, 2, 4])
+@pytest.mark.parametrize("rarity", [0.0, 320.0])
+def test_all_states_by_kronecker_products_equal_sums_over_pairs(num_latents: int, rarity: float) -> None:
+    """Of all states in their order transitions are Kronecker products; in another order pairs of states are summed.
+
+    The rarest transition of all chains together is less likely by so many nats.
+    """
+    lengths = [9, 5, 1, 9]
     words = StateSpace([2] * num_latents).enumerate().expand(len(lengths), 9, -1, -1)
     moves = transitions(num_latents, lengths, 9)
+    moves.log_prob[1, :, 0, 1] -= rarity / num_latents
     unary = torch.randn(words.shape[:3], dtype=torch.float64) * 40
-    unary[0, 3, 2:], unary[3, 6] = -math.inf, -math.inf
+    unary[0, 3, 2**num_latents // 2 :], unary[3, 6] = -math.inf, -math.inf
     order = torch.argsort(torch.rand(words.shape[:3]), -1)
     shuffled = words.gather(2, order.unsqueeze(-1)), unary.gather(2, order)
     sums, others = chains.messages(words, unary, moves), chains.messages(*shuffled, moves)
@@ -370,6 +376,8 @@ def test_arguments_are_checked() -> None:
         chains.messages(words, unary[:, 1:], moves)
     with pytest.raises(ValueError, match="NaN"):
         chains.messages(words, unary * math.nan, moves)
+    with pytest.raises(ValueError, match="infinite"):
+        chains.messages(words, unary.masked_fill(unary > 0, math.inf), moves)
     with pytest.raises(ValueError, match="kind"):
         chains.messages(words, unary, Transitions(moves.log_prob, moves.kind + 5))
     with pytest.raises(ValueError, match="kind"):

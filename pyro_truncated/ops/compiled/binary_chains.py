@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyro_truncated.ops.binary_chains import pair_terms
 from pyro_truncated.ops.compiled.compilation import HEAVY, njit, parallel_kernel
-from pyro_truncated.ops.compiled.iterate_active import as_array, trailing_zeros
+from pyro_truncated.ops.compiled.iterate_active import as_array, copy, trailing_zeros
 
 # Terms that are so much smaller than the largest one, in nats, are lost in a sum of float64.
 _LOST_NATS = 45.0
@@ -34,7 +34,7 @@ class _Tables(NamedTuple):
     previous: np.ndarray  # (K, octets, 256)
     current: np.ndarray
     both: np.ndarray  # (K, 2, octets, 256): terms, and their exponentials
-    forbidden: np.ndarray  # (K, 4, W): from 0 to 0, 0 to 1, 1 to 0, 1 to 1
+    forbidden: np.ndarray  # (2, K, 4, W): from 0 to 0, 0 to 1, 1 to 0, 1 to 1; and to the first from the second
 
 
 def _tables(log_prob: Tensor, num_words: int) -> _Tables:
@@ -51,8 +51,8 @@ def _tables(log_prob: Tensor, num_words: int) -> _Tables:
     flags = np.zeros((num_kinds, 4, 64 * num_words), np.uint8)
     flags[:, :, :num_latents] = terms.forbidden.flatten(2).mT.numpy()
     forbidden = np.packbits(flags, axis=-1, bitorder="little").view(np.int64)
-    if not forbidden.any():
-        forbidden = np.zeros((num_kinds, 0, num_words), np.int64)
+    # Where nothing is forbidden there is nothing to look up.
+    forbidden = np.stack([forbidden, forbidden[:, [0, 2, 1, 3]]])[:, :, : 4 * forbidden.any()]
     both = by_octet(terms.both)
     with np.errstate(over="ignore"):
         smallest, factor = np.exp(both.max(-1).sum(-1) - _SAFE_NATS), np.exp(both)
@@ -73,10 +73,15 @@ def messages(words: Tensor, unary: Tensor, log_prob: Tensor, kind: Tensor, direc
             _messages(*arguments, forward, out.numpy(), log_norm.numpy())
         return found
     likelihood, best = _likelihood(unary)
+    kernel = _full_messages
+    if words.shape[2] <= 4:
+        # A second chain that stays off.
+        stays = torch.eye(2, dtype=torch.float64).expand(len(chances), 2 - chances.shape[1], 2, 2)
+        chances, kernel = torch.cat([chances, stays], 1), _messages_of_few
     for forward, (out, norm) in zip(directions, found, strict=True):
-        _full_messages(*_arrays(likelihood, kind, chances if forward else chances.mT), forward, out.numpy(), norm.fill_(1.0).numpy())
+        kernel(*_arrays(likelihood, kind, chances if forward else chances.mT), forward, out.numpy(), norm.fill_(1.0).numpy())
     best = torch.where(kind < 0, 0.0, best)
-    return [(out.log_(), norm.log_() + best) for out, norm in found]
+    return [(out.log_(), norm.log_().add_(best) if forward else norm) for forward, (out, norm) in zip(directions, found, strict=True)]
 
 
 def _chances_if_full(words: Tensor, log_prob: Tensor) -> Tensor | None:
@@ -86,7 +91,8 @@ def _chances_if_full(words: Tensor, log_prob: Tensor) -> Tensor | None:
         return None
     # Messages backward are normalised before a step, and what the next step multiplies must not vanish, either.
     is_safe = bool(log_prob.amin((-2, -1)).sum(-1).amin() > -_SAFE_NATS / 2)
-    return log_prob.double().exp() if is_safe and bool((words[..., 0] == torch.arange(size)).all()) else None
+    shared = words[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in words.stride())]
+    return log_prob.double().exp() if is_safe and bool((shared[..., 0] == torch.arange(size)).all()) else None
 
 
 def select(
@@ -138,8 +144,8 @@ def flips(
     member, latent = torch.zeros(2, last - first, size, dtype=torch.int64)
     score = torch.full((last - first, size), -torch.inf, dtype=torch.float64)
     arguments = _arrays(words, log_weight, gain, forward, onward, kind)
-    tables, chances = _tables(log_prob, words.shape[-1]), as_array(log_prob.double().exp())
-    _flips(*arguments, *tables, chances, first, member.numpy(), latent.numpy(), score.numpy())
+    chances = as_array(torch.stack([log_prob, log_prob.mT]).double().exp())
+    _flips(*arguments, *_tables(log_prob, words.shape[-1]), chances, first, member.numpy(), latent.numpy(), score.numpy())
     return member, latent, score
 
 
@@ -168,11 +174,11 @@ def draw_blocks(unary: Tensor, log_prob: Tensor, kind: Tensor, block: Tensor, un
 def _likelihood(unary: Tensor) -> tuple[Tensor, Tensor]:
     """Likelihoods relative to the largest of their step, and its logarithm."""
     best = unary.amax(-1, keepdim=True)
-    likelihood = (unary - torch.where(best > -torch.inf, best, 0.0)).exp_()
+    likelihood = (unary - best.clamp(min=torch.finfo(unary.dtype).min)).exp_()
     return likelihood, best.squeeze(-1)
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _by_octets(table, state):
     """The sum of a table's entries over the octets of a state."""
     total = 0.0
@@ -181,25 +187,25 @@ def _by_octets(table, state):
     return total
 
 
-@njit(cache=True, nogil=True)
-def _is_forbidden(masks, other, state, forward):
-    """Whether the transition is impossible, from ``other`` if forward."""
+@njit
+def _is_forbidden(masks, other, state):
+    """Whether the transition between two states is impossible."""
     for w in range(masks.shape[1] if masks.shape[0] > 0 else 0):
-        a, b = (other[w], state[w]) if forward else (state[w], other[w])
+        a, b = other[w], state[w]
         if (~a & ~b & masks[0, w]) | (~a & b & masks[1, w]) | (a & ~b & masks[2, w]) | (a & b & masks[3, w]):
             return True
     return False
 
 
-@njit(cache=True, nogil=True)
-def _weigh_pairs(both, masks, forward, near, others, state, out):
+@njit
+def _weigh_pairs(both, masks, near, others, state, out):
     """Writes weights of the others times transition factors; returns their sum."""
     total = 0.0
     num_words, num_octets = others.shape[1], both.shape[1]
     for j in range(others.shape[0]):
         x = near[1, j]
         if x > 0.0:
-            if _is_forbidden(masks, others[j], state, forward):
+            if _is_forbidden(masks, others[j], state):
                 x = 0.0
             else:
                 for w in range(num_words):
@@ -212,15 +218,15 @@ def _weigh_pairs(both, masks, forward, near, others, state, out):
     return total
 
 
-@njit(cache=True, nogil=True)
-def _log_pairs(both, masks, forward, near, others, state, out):
+@njit
+def _log_pairs(both, masks, near, others, state, out):
     """Writes the logarithms of the same, and returns the largest."""
     best = -np.inf
     num_words, num_octets = others.shape[1], both.shape[1]
     for j in range(others.shape[0]):
         x = near[0, j]
         if x > -np.inf:
-            if _is_forbidden(masks, others[j], state, forward):
+            if _is_forbidden(masks, others[j], state):
                 x = -np.inf
             else:
                 for w in range(num_words):
@@ -233,7 +239,7 @@ def _log_pairs(both, masks, forward, near, others, state, out):
     return best
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _log_sum(values, best):
     if best == -np.inf:
         return best
@@ -245,22 +251,22 @@ def _log_sum(values, best):
     return best + np.log(total)
 
 
-@njit(cache=True, nogil=True)
-def _log_factor(smallest, both, masks, forward, near, others, state, scratch):
+@njit
+def _log_factor(smallest, both, masks, near, others, state, scratch):
     """Log sum over weights times transitions, but for ``state``'s own terms."""
-    total = _weigh_pairs(both, masks, forward, near, others, state, scratch)
+    total = _weigh_pairs(both, masks, near, others, state, scratch)
     if smallest <= total < np.inf:
         return np.log(total)
-    best = _log_pairs(both, masks, forward, near, others, state, scratch)
+    best = _log_pairs(both, masks, near, others, state, scratch)
     return _log_sum(scratch[: others.shape[0]], best)
 
 
-@njit(cache=True, nogil=True)
-def _share_pairs(smallest, both, masks, forward, near, others, state, shares):
+@njit
+def _share_pairs(smallest, both, masks, near, others, state, shares):
     """Writes the share of each of the others in that sum."""
-    total = _weigh_pairs(both, masks, forward, near, others, state, shares)
+    total = _weigh_pairs(both, masks, near, others, state, shares)
     if not smallest <= total < np.inf:
-        best = _log_pairs(both, masks, forward, near, others, state, shares)
+        best = _log_pairs(both, masks, near, others, state, shares)
         total = 0.0
         for j in range(others.shape[0]):
             below = shares[j] - best
@@ -271,7 +277,7 @@ def _share_pairs(smallest, both, masks, forward, near, others, state, shares):
             shares[j] /= total
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _normalize(values):
     """Subtracts the log sum from values and returns it; impossible ones stay."""
     best = -np.inf
@@ -284,13 +290,13 @@ def _normalize(values):
     return total
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _set_first(values):
     values[:] = -np.inf
     values[0] = 0.0
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _near(others, message, terms, constant, near):
     """Writes (log) weights of a neighbouring step's members; returns the largest.
 
@@ -308,13 +314,13 @@ def _near(others, message, terms, constant, near):
     return best
 
 
-@njit(cache=True, nogil=True)
-def _message(states, own, terms, smallest, both, masks, forward, near, best, others, scratch, out):
+@njit
+def _message(states, own, terms, smallest, both, masks, near, best, others, scratch, out):
     """Adds what a neighbouring step's members send to states to ``own``."""
     for i in range(states.shape[0]):
         out[i] = own[i]
         if out[i] > -np.inf:
-            out[i] += _by_octets(terms, states[i]) + best + _log_factor(smallest, both, masks, forward, near, others, states[i], scratch)
+            out[i] += _by_octets(terms, states[i]) + best + _log_factor(smallest, both, masks, near, others, states[i], scratch)
 
 
 @parallel_kernel(cost=HEAVY)
@@ -337,8 +343,7 @@ def _messages(words, unary, kind, constant, smallest, previous, current, both, f
                     current[k],
                     smallest[k],
                     both[k],
-                    forbidden[k],
-                    True,
+                    forbidden[0, k],
                     near,
                     best,
                     others,
@@ -353,11 +358,11 @@ def _messages(words, unary, kind, constant, smallest, previous, current, both, f
                 for j in range(size):
                     onward[j] = unary[n, t + 1, j] + out[n, t + 1, j]
                 best = _near(others, onward, current[k], constant[k], near)
-                _message(words[n, t], zero, previous[k], smallest[k], both[k], forbidden[k], False, near, best, others, scratch, out[n, t])
+                _message(words[n, t], zero, previous[k], smallest[k], both[k], forbidden[1, k], near, best, others, scratch, out[n, t])
                 log_norm[n, t] = _normalize(out[n, t])
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(inline="always")
 def _step_one(vector, bit, off_off, off_on, on_off, on_on):
     """Takes one chain a step on, in place."""
     for first in range(0, vector.shape[0], 2 * bit):
@@ -367,7 +372,7 @@ def _step_one(vector, bit, off_off, off_on, on_off, on_on):
             vector[c + bit] = off * off_on + on * on_on
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _step(vector, chances, block):
     """Takes all chains of a block one step on, in place."""
     for i in range(block.shape[0]):
@@ -375,7 +380,7 @@ def _step(vector, chances, block):
         _step_one(vector, 1 << i, chances[m, 0, 0], chances[m, 0, 1], chances[m, 1, 0], chances[m, 1, 1])
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _multiply(vector, likelihood):
     """Multiplies a vector by likelihoods to sum one; returns the sum."""
     total = 0.0
@@ -413,6 +418,54 @@ def _full_messages(likelihood, kind, chances, forward, out, norm):
                 out[n, t, c] = vector[c]
 
 
+@njit(inline="always")
+def _step_two(off, first, second, both, chances):
+    """Takes two chains a step on.
+
+    The four numbers are of states in which both are off, only the first or only the second is on, or both are.
+    """
+    a, b, c, d = chances[0, 0, 0], chances[0, 0, 1], chances[0, 1, 0], chances[0, 1, 1]
+    off, first, second, both = off * a + first * c, off * b + first * d, second * a + both * c, second * b + both * d
+    a, b, c, d = chances[1, 0, 0], chances[1, 0, 1], chances[1, 1, 0], chances[1, 1, 1]
+    return off * a + second * c, first * a + both * c, off * b + second * d, first * b + both * d
+
+
+@parallel_kernel(cost=HEAVY)
+def _messages_of_few(likelihood, kind, chances, forward, out, norm):
+    """Like :func:`_full_messages`, of two chains, without arrays between steps.
+
+    Where there are two states only, the second chain stays off.
+    """
+    num_data, num_steps, size = likelihood.shape
+    for n in prange(num_data):
+        off, first, second, both, scale = 1.0, 0.0, 0.0, 0.0, 1.0
+        for step in range(num_steps):
+            t = step if forward else num_steps - 1 - step
+            if kind[n, t] < 0:
+                out[n, t] = 0.0
+                out[n, t, 0] = 1.0
+                continue
+            at = t if forward else t + 1
+            if at == num_steps or kind[n, at] < 0:
+                off = first = second = both = scale = 1.0
+            else:
+                if forward:
+                    off, first, second, both = _step_two(off, first, second, both, chances[kind[n, at]])
+                own = likelihood[n, at]
+                off, first = off * (own[0] * scale), first * (own[1] * scale)
+                second, both = (second * (own[2] * scale), both * (own[3] * scale)) if size == 4 else (0.0, 0.0)
+                total = (off + first) + (second + both)
+                # The next product is scaled, as the division takes as long as a step.
+                scale = 1.0 / total if total > 0.0 else 0.0
+                if forward:
+                    norm[n, t] = total
+                else:
+                    off, first, second, both = _step_two(off, first, second, both, chances[kind[n, at]])
+            out[n, t, 0], out[n, t, 1] = off * scale, first * scale
+            if size == 4:
+                out[n, t, 2], out[n, t, 3] = second * scale, both * scale
+
+
 @parallel_kernel(cost=HEAVY)
 def _full_expected_pairs(forward, onward, kind, weight, chances, number, previous, current, both):
     num_data, num_steps, size = forward.shape
@@ -424,14 +477,14 @@ def _full_expected_pairs(forward, onward, kind, weight, chances, number, previou
             if k < 0 or weight[n] == 0.0:
                 continue
             # To the right of each chain all later ones have made their step backward, to its left all earlier ones theirs forward.
-            rights[num_latents - 1] = onward[n, t]
+            copy(onward[n, t], rights[num_latents - 1])
             for m in range(num_latents - 1, 0, -1):
-                rights[m - 1] = rights[m]
+                copy(rights[m], rights[m - 1])
                 _step_one(rights[m - 1], 1 << m, chances[k, m, 0, 0], chances[k, m, 1, 0], chances[k, m, 0, 1], chances[k, m, 1, 1])
             left[:] = 0.0
             left[0] = 1.0
             if t > 0:
-                left[:] = forward[n, t - 1]
+                copy(forward[n, t - 1], left)
             for m in range(num_latents):
                 bit, off_on, on_off, on_on = 1 << m, chances[k, m, 0, 1], chances[k, m, 1, 0], chances[k, m, 1, 1]
                 neither, after, before, twice = _pair_sums(left, rights[m], bit)
@@ -448,7 +501,7 @@ def _full_expected_pairs(forward, onward, kind, weight, chances, number, previou
                 _step_one(left, bit, chances[k, m, 0, 0], off_on, on_off, on_on)
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _pair_sums(left, right, bit):
     """Weights of a chain's values (00, 01, 10, 11) around a step, without chances."""
     off_off = off_on = on_off = on_on = 0.0
@@ -461,7 +514,7 @@ def _pair_sums(left, right, bit):
     return off_off, off_on, on_off, on_on
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _equal(a, b):
     difference = 0
     for w in range(a.shape[0]):
@@ -469,7 +522,7 @@ def _equal(a, b):
     return difference == 0
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _best_distinct(score, states, index, best_states):
     """Writes the positions of the best distinct states, the best first.
 
@@ -489,15 +542,17 @@ def _best_distinct(score, states, index, best_states):
         for i in range(count):
             is_new = is_new and not _equal(best_states[i], states[best])
         if is_new:
-            index[count], best_states[count] = best, states[best]
+            index[count] = best
+            copy(states[best], best_states[count])
             count += 1
         score[best] = -np.inf
     if count == 0:
         for i in range(min(size, score.shape[0])):
-            index[i], best_states[i] = i, states[i]
+            index[i] = i
+            copy(states[i], best_states[i])
         count = min(size, score.shape[0])
     for i in range(count, size):
-        best_states[i] = states[index[0]]
+        copy(states[index[0]], best_states[i])
 
 
 @parallel_kernel(cost=HEAVY)
@@ -526,18 +581,19 @@ def _select(words, unary, kind, ahead, constant, smallest, previous, current, bo
                 own[0] = 0.0
             elif forward:
                 others = before
-                own[:size] = out[n, t - 1]
+                copy(out[n, t - 1], own[:size])
             else:
                 others = words[n, t - 1, :width]
-                own[:width] = ahead[n, t - 1]
+                copy(ahead[n, t - 1], own[:width])
             best = _near(others, own, previous[k], constant[k], near)
-            _message(words[n, t], unary[n, t], current[k], smallest[k], both[k], forbidden[k], True, near, best, others, scratch, left)
+            _message(words[n, t], unary[n, t], current[k], smallest[k], both[k], forbidden[0, k], near, best, others, scratch, left)
             right[:] = 0.0
             if t + 1 < num_steps and kind[n, t + 1] >= 0:
                 k = kind[n, t + 1]
                 if forward:
                     others = words[n, t + 1, :width]
-                    own[:width] = unary[n, t + 1, :width] + ahead[n, t + 1]
+                    for i in range(width):
+                        own[i] = unary[n, t + 1, i] + ahead[n, t + 1, i]
                 else:
                     others = before
                     for i in range(size):
@@ -545,8 +601,9 @@ def _select(words, unary, kind, ahead, constant, smallest, previous, current, bo
                         own[i] = unary[n, t + 1, c] + out[n, t + 1, i] if c >= 0 else -np.inf
                 best = _near(others, own, current[k], constant[k], near)
                 score[:] = 0.0
-                _message(words[n, t], score, previous[k], smallest[k], both[k], forbidden[k], False, near, best, others, scratch, right)
-            score[:] = left + right
+                _message(words[n, t], score, previous[k], smallest[k], both[k], forbidden[1, k], near, best, others, scratch, right)
+            for c in range(num_candidates):
+                score[c] = left[c] + right[c]
             _best_distinct(score, words[n, t], index[n, t], best_states)
             message = left if forward else right
             for i in range(size):
@@ -556,31 +613,35 @@ def _select(words, unary, kind, ahead, constant, smallest, previous, current, bo
             best_states, before = before, best_states
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _posterior_pairs(others, near, states, alone, smallest, both, masks, pairs):
     """Writes the posterior of states and previous ones, ``(S, S')``, if possible."""
-    num, highest, total = others.shape[0], alone.max(), 0.0
+    num, highest, total = others.shape[0], -np.inf, 0.0
+    for value in alone:
+        highest = max(highest, value)
     if highest == -np.inf:
         return False
     for i in range(states.shape[0]):
         weight = np.exp(alone[i] - highest)
         if weight > 0.0:
-            total += weight * _weigh_pairs(both, masks, True, near, others, states[i], pairs[i])
+            total += weight * _weigh_pairs(both, masks, near, others, states[i], pairs[i])
         for j in range(num):
             pairs[i, j] = weight * pairs[i, j] if weight > 0.0 else 0.0
     if not smallest <= total < np.inf:
         total = _log_posterior_pairs(others, near, states, alone, both, masks, pairs)
     if total > 0.0:
-        pairs[:, :num] /= total
+        for i in range(states.shape[0]):
+            for j in range(num):
+                pairs[i, j] /= total
     return total > 0.0
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _log_posterior_pairs(others, near, states, alone, both, masks, pairs):
     """The same by logarithms, which never vanish; returns the sum."""
     num, best, total = others.shape[0], -np.inf, 0.0
     for i in range(states.shape[0]):
-        best = max(best, alone[i] + _log_pairs(both, masks, True, near, others, states[i], pairs[i]))
+        best = max(best, alone[i] + _log_pairs(both, masks, near, others, states[i], pairs[i]))
     if best == -np.inf:
         return 0.0
     for i in range(states.shape[0]):
@@ -621,14 +682,14 @@ def _expected_pairs(
             _near(others, message, previous_terms[k], constant[k], near)
             for i in range(size):
                 alone[i] = onward[n, t, i] + _by_octets(current_terms[k], words[n, t, i])
-            if not _posterior_pairs(others, near, words[n, t], alone, smallest[k], both_terms[k], forbidden[k], pairs):
+            if not _posterior_pairs(others, near, words[n, t], alone, smallest[k], both_terms[k], forbidden[0, k], pairs):
                 continue
             number[n, k] += weight[n]
             for i in range(size):
                 _add_pairs(others, words[n, t, i], pairs[i], weight[n], previous[n, k], current[n, k], both[n, k])
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _add_pairs(others, state, shares, weight, previous, current, both):
     """Adds the bits of pairs of neighbouring states to sums over them."""
     for j in range(others.shape[0]):
@@ -640,7 +701,7 @@ def _add_pairs(others, state, shares, weight, previous, current, both):
                 _add_bits(both, w, others[j, w] & state[w], share)
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _add_bits(sums, w, word, share):
     """Adds to the sums of the latents that are on."""
     while word != 0:
@@ -665,7 +726,7 @@ def _best_path(words, unary, kind, constant, smallest, previous, current, both, 
             num = others.shape[0]
             highest = _near(others, weights, previous[k], constant[k], near)
             for i in range(size):
-                best = _log_pairs(both[k], forbidden[k], True, near, others, words[n, t, i], scratch)
+                best = _log_pairs(both[k], forbidden[0, k], near, others, words[n, t, i], scratch)
                 for j in range(num):
                     if scratch[j] == best:
                         origin[t, i] = j
@@ -683,11 +744,13 @@ def _best_path(words, unary, kind, constant, smallest, previous, current, both, 
             path[n, t - 1] = origin[t, path[n, t]]
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _place(weights, uniform):
     """The position that a uniform number falls on, in proportion to weights."""
-    left = uniform * weights.sum()
-    place = 0
+    left, place = 0.0, 0
+    for weight in weights:
+        left += weight
+    left *= uniform
     for c in range(weights.shape[0]):
         if weights[c] > 0.0:
             place = c
@@ -709,11 +772,12 @@ def _draw_paths(words, forward, kind, uniform, constant, smallest, previous, cur
                 if kind[n, t] < 0:
                     continue
                 if following < 0:
-                    chances[:] = np.exp(forward[n, t])
+                    for i in range(size):
+                        chances[i] = np.exp(forward[n, t, i])
                 else:
                     k = kind[n, t + 1]
                     _near(words[n, t], forward[n, t], previous[k], constant[k], near)
-                    _share_pairs(smallest[k], both[k], forbidden[k], True, near, words[n, t], words[n, t + 1, following], chances)
+                    _share_pairs(smallest[k], both[k], forbidden[0, k], near, words[n, t], words[n, t + 1, following], chances)
                 following = _place(chances, uniform[r, n, t])
                 path[r, n, t] = following
 
@@ -733,16 +797,17 @@ def _masses(words, unary, members, forward, onward, kind, constant, smallest, pr
         zero_state = np.zeros((1, num_words), np.int64)
         others, message = (members[n, t - 1], forward[n, t - 1]) if t > 0 else (zero_state, zero)
         best = _near(others, message, previous[k], constant[k], near)
-        _message(words[n, t], unary[n, t], current[k], smallest[k], both[k], forbidden[k], True, near, best, others, scratch, out[n, t])
+        _message(words[n, t], unary[n, t], current[k], smallest[k], both[k], forbidden[0, k], near, best, others, scratch, out[n, t])
         k = kind[n, t + 1] if t + 1 < num_steps else -1
         if k >= 0:
             others = members[n, t + 1]
             best = _near(others, onward[n, t + 1], current[k], constant[k], near)
-            _message(words[n, t], zero, previous[k], smallest[k], both[k], forbidden[k], False, near, best, others, scratch, right)
-            out[n, t] += right
+            _message(words[n, t], zero, previous[k], smallest[k], both[k], forbidden[1, k], near, best, others, scratch, right)
+            for c in range(num_candidates):
+                out[n, t, c] += right[c]
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _chance_on(others, shares, on):
     """Writes the probability that each latent of a neighbouring step is on."""
     on[:] = 0.0
@@ -752,45 +817,42 @@ def _chance_on(others, shares, on):
                 _add_bits(on, w, others[j, w], shares[j])
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _ratio(on, from_off, from_on, value):
     """By how much a sum over neighbours grows where one changes."""
     ratio = (1.0 - on) * from_off[1 - value] / from_off[value] if from_off[value] > 0.0 else 0.0
     return ratio + on * from_on[1 - value] / from_on[value] if from_on[value] > 0.0 else ratio
 
 
-@njit(cache=True, nogil=True)
-def _times_ratios(near, others, state, smallest, both, masks, forward, chances, scratch, on, ratio):
+@njit
+def _times_ratios(near, others, state, smallest, both, masks, chances, scratch, on, ratio):
     """Multiplies ratios ``(M,)`` by what each flip changes at a neighbouring step."""
-    _share_pairs(smallest, both, masks, forward, near, others, state, scratch)
+    _share_pairs(smallest, both, masks, near, others, state, scratch)
     _chance_on(others, scratch, on)
     for m in range(ratio.shape[0]):
         value = (state[m >> 6] >> (m & 63)) & 1
-        if forward:
-            ratio[m] *= _ratio(on[m], chances[m, 0], chances[m, 1], value)
-        else:
-            ratio[m] *= _ratio(on[m], chances[m, :, 0], chances[m, :, 1], value)
+        ratio[m] *= _ratio(on[m], chances[m, 0], chances[m, 1], value)
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _insert(log_mass, i, m, state, score, member, latent, best_states):
     """Puts a candidate into the sorted list of the best."""
     j = score.shape[0] - 1
     while j > 0 and score[j - 1] < log_mass:
         score[j], member[j], latent[j] = score[j - 1], member[j - 1], latent[j - 1]
-        best_states[j] = best_states[j - 1]
+        copy(best_states[j - 1], best_states[j])
         j -= 1
     score[j], member[j], latent[j] = log_mass, i, m
-    best_states[j] = state
+    copy(state, best_states[j])
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _insert_flips(i, states, weights, gain, ratio, score, member, latent, best_states, state):
     """Puts member ``i``'s best flips that are no members into the list."""
     for m in range(ratio.shape[0]):
         log_mass = weights[i] + gain[m] + np.log(ratio[m]) if ratio[m] > 0.0 else -np.inf
         if log_mass > score[score.shape[0] - 1]:
-            state[:] = states[i]
+            copy(states[i], state)
             state[m >> 6] ^= np.int64(1) << (m & 63)
             is_new = True
             for j in range(states.shape[0]):
@@ -841,7 +903,7 @@ def _flips(
                 continue
             one = words[n, t, i]
             ratio[:] = 1.0
-            _times_ratios(left, before, one, smallest[k], both[k], forbidden[k], True, chances[k], scratch, on, ratio)
+            _times_ratios(left, before, one, smallest[k], both[k], forbidden[0, k], chances[0, k], scratch, on, ratio)
             if following >= 0:
                 after = words[n, t + 1]
                 _times_ratios(
@@ -850,9 +912,8 @@ def _flips(
                     one,
                     smallest[following],
                     both[following],
-                    forbidden[following],
-                    False,
-                    chances[following],
+                    forbidden[1, following],
+                    chances[1, following],
                     scratch,
                     on,
                     ratio,
@@ -860,7 +921,7 @@ def _flips(
             _insert_flips(i, words[n, t], log_weight[n, t], gain[row, i], ratio, score[row], member[row], latent[row], kept, state)
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _times(vector, likelihood, out):
     """Writes the normalised product of a vector and likelihoods, or these alone."""
     total = 0.0
@@ -868,17 +929,18 @@ def _times(vector, likelihood, out):
         out[c] = vector[c] * likelihood[c]
         total += out[c]
     if total == 0.0:
-        out[:] = likelihood
-        total = out.sum()
+        copy(likelihood, out)
+        for value in out:
+            total += value
     if total == 0.0:
         out[:] = 1.0
-        total = out.sum()
+        total = np.float64(out.shape[0])
     scale = 1.0 / total
     for c in range(vector.shape[0]):
         out[c] *= scale
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _filter_block(likelihood, kind, block, chances, vector, out):
     """Writes a block's filtered posterior at every step; returns the last."""
     vector[:] = 0.0
@@ -891,7 +953,7 @@ def _filter_block(likelihood, kind, block, chances, vector, out):
         last = t
         _step(vector, chances[kind[t]], block)
         _times(vector, likelihood[t], out[t])
-        vector[:] = out[t]
+        copy(out[t], vector)
     return last
 
 
@@ -911,7 +973,8 @@ def _draw_blocks(likelihood, kind, block, chances, uniform, out):
                     for c in range(bit):
                         vector[c | bit] = vector[c] * chance[1, value]
                         vector[c] *= chance[0, value]
-                filtered[t] *= vector
+                for c in range(size):
+                    filtered[t, c] *= vector[c]
             out[n, t] = _place(filtered[t], uniform[n, t])
 
 

@@ -18,6 +18,7 @@ import numba
 import numpy as np
 import torch
 from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.registry import CPUDispatcher
 
 from pyro_truncated.ops import backend
 from pyro_truncated.ops.backend import NoKernelError
@@ -38,19 +39,30 @@ def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, lat
 
     Args:
         function: the function. Without it, a decorator is returned.
-        cache: whether to keep the compiled code on disk.
+        cache: whether Python calls the function, whose compiled code is kept on disk. Others are helpers of compiled functions.
         later: whether another process may compile it. A call raises ``NoKernelError`` until then.
         **options: for :func:`numba.njit`.
     """
     if function is None:
         return functools.partial(njit, cache=cache, later=later, **options)
+    options |= {"no_cpython_wrapper": not cache, "no_cfunc_wrapper": True}
     compiled = numba.njit(**options)(function)
+    if not cache and isinstance(compiled, CPUDispatcher):
+        compiled.__class__ = _Helper
     if cache:
         try:
             compiled._cache = _Cache(function, later)
         except RuntimeError as error:  # numba's, if it finds no folder
             _say_once(error)
     return compiled
+
+
+class _Helper(CPUDispatcher):
+    """A function within the code of those that call it."""
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Refuses a call from Python, which would end the process."""
+        raise TypeError(f"{self.py_func.__name__} is called by compiled functions only; with cache=True it can be called from Python")
 
 
 class _Cache(FunctionCache):

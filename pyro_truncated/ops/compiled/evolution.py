@@ -41,7 +41,7 @@ def select_top(words: Tensor, log_joint: Tensor, extra_words: Tensor, extra_log_
     return out_words, out_log_joint, int(fewest.min()) if too_few else -1
 
 
-@njit(cache=True, nogil=True)
+@njit
 def new_table(capacity):
     """An empty open-addressing table for ``capacity`` states, a quarter full at most."""
     size = 8
@@ -52,14 +52,14 @@ def new_table(capacity):
     return table
 
 
-@njit(cache=True, nogil=True)
+@njit
 def clear(table):
     """Frees all places."""
     for slot in range(len(table)):
         table[slot] = -1
 
 
-@njit(cache=True, nogil=True)
+@njit
 def insert(table, pool, first, last, fresh):
     """Enters the states ``pool[first:last]`` and notes which were new.
 
@@ -85,7 +85,7 @@ def insert(table, pool, first, last, fresh):
         fresh[index] = not found
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _kth_largest(values, count, k):
     """The k-th largest of the first values by quickselect, which reorders them."""
     left, right, goal = 0, count, k - 1
@@ -114,7 +114,7 @@ def _kth_largest(values, count, k):
     return values[left]
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _gather(words, log_joint, extra_words, extra_log_joint, size, pool, keys, fresh, table):
     """Collects distinct states that can be among the best; returns their number."""
     num_first, num_words = words.shape
@@ -145,7 +145,7 @@ def _gather(words, log_joint, extra_words, extra_log_joint, size, pool, keys, fr
     return count
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _keep_best(pool, keys, count, size, scratch):
     """Moves the ``size`` largest of ``count`` keys to the front, in order."""
     if count == size:
@@ -167,7 +167,7 @@ def _keep_best(pool, keys, count, size, scratch):
         position += (key > cut) | tied
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _select_rows(words, log_joint, extra_words, extra_log_joint, first, last, out_words, out_log_joint):
     """Fills rows ``first .. last - 1``; returns the fewest distinct states if too few."""
     num_words = words.shape[2]
@@ -203,7 +203,7 @@ def _select_tasks(words, log_joint, extra_words, extra_log_joint, out_words, out
         fewest[task] = _select_rows(words, log_joint, extra_words, extra_log_joint, first, last, out_words, out_log_joint)
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _distinct_rows(words, first, last, out):
     num_states = words.shape[1]
     table = new_table(num_states)
@@ -252,7 +252,7 @@ def flip_sparse(words: Tensor, fields: Fields, flips: SparseFlips, rows: Tensor,
     return out
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+@njit(fastmath={"reassoc", "contract"})
 def _total(weights):
     """Sum of finite weights; reassociation lets the compiler use vector instructions."""
     total = 0.0
@@ -261,7 +261,7 @@ def _total(weights):
     return total
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _fitness(log_joint, by_fitness, weights):
     """Selection weights of one data point: the offset fitness, or one.
 
@@ -284,7 +284,7 @@ def _fitness(log_joint, by_fitness, weights):
             weights[s] = 1.0
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _draw(weights, threshold):
     """Where the running sum of weights reaches the threshold."""
     running = 0.0
@@ -338,7 +338,7 @@ def _cross(parents, word, shift, rows, seed, out):
                 child += 2
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(inline="always")
 def change_latent(state_words, word, shift, cardinality, draw):
     """Moves one latent to another of its equally probable values."""
     if cardinality == 2:
@@ -367,7 +367,7 @@ def _flip_random(words, fields, rows, seed, out):
             change_latent(out[n, c], fields[0, h], fields[1, h], fields[2, h], state)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(inline="always")
 def _switch_off(words, mask, threshold, state, out):
     """Switches active binary latents off; returns whether anything changed.
 
@@ -388,7 +388,7 @@ def _switch_off(words, mask, threshold, state, out):
     return changed
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(inline="always")
 def _switch_on(words, fields, log_stay, num_draws, state, out):
     """Switches idle binary latents on; returns whether any changed.
 
@@ -412,7 +412,7 @@ def _switch_on(words, fields, log_stay, num_draws, state, out):
     return changed
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(inline="always")
 def _move(fields, log_stay, num_draws, state, out):
     """Moves latents of several values with probability ``1 - exp(log_stay)``."""
     changed = False
@@ -470,7 +470,7 @@ def initial_states(singletons: Tensor, others: Tensor, fields: Fields, num_state
 MOST_CHANGES = 24
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _fill_subset(choices, first, last, order, state, out):
     """Fills places with random distinct rows of ``choices``, or all in order.
 
@@ -492,7 +492,7 @@ def _fill_subset(choices, first, last, order, state, out):
     return state
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _change_any(state_words, fields, state, step):
     """Moves one uniformly chosen latent to another value."""
     state += np.uint64(2 * step + 2) * STEP
@@ -500,7 +500,7 @@ def _change_any(state_words, fields, state, step):
     change_latent(state_words, fields[0, h], fields[1, h], fields[2, h], state + STEP)
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _poisson(uniform_number, mean):
     """A Poisson number by inversion, for means up to 2."""
     count = 0
@@ -513,7 +513,7 @@ def _poisson(uniform_number, mean):
     return count
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _fill_sparse(fields, first, state, out):
     """Adds new states of two and more active latents from ``first``.
 
@@ -545,7 +545,7 @@ def _fill_sparse(fields, first, state, out):
         clear(table)
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _fill(singletons, others, fields, order, state, out):
     """The states of one data point."""
     num_states, num_words = out.shape

@@ -57,7 +57,7 @@ def count_ones(typing_context, word):
     return types.int64(types.int64), generate
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@njit(forceinline=True)
 def active_latents(words, n, c, active):
     """Writes a state's active latents, in ascending order; returns their number."""
     count = 0
@@ -70,7 +70,7 @@ def active_latents(words, n, c, active):
     return count
 
 
-@njit(cache=True, nogil=True)
+@njit
 def least_weight(weights):
     """The largest weight that rounding loses beside the largest finite one.
 
@@ -96,7 +96,7 @@ def most_active(words):
     return most
 
 
-@njit(cache=True, nogil=True)
+@njit
 def ever_active(words, n, union, active):
     """Like :func:`active_latents` for the union of a row's states."""
     union[:] = 0
@@ -106,13 +106,13 @@ def ever_active(words, n, union, active):
     return active_latents(union, 0, 0, active)
 
 
-@njit(cache=True, nogil=True)
+@njit
 def round_up(count):
     """The number of entries of whole vectors that hold so many."""
     return (count + _LANES - 1) // _LANES * _LANES
 
 
-@njit(cache=True, nogil=True)
+@njit
 def gather(row, index, count, padding, out):
     """Copies ``row[index[:count]]`` to ``out`` and pads whole vectors."""
     for j in range(count):
@@ -121,7 +121,17 @@ def gather(row, index, count, padding, out):
         out[j] = padding
 
 
-@njit(cache=True, nogil=True)
+@njit
+def copy(source, target):
+    """Copies a vector.
+
+    An assignment to a slice compiles ten times as long, as its error message does, too.
+    """
+    for j in range(target.shape[0]):
+        target[j] = source[j]
+
+
+@njit
 def add_to_rows(table, rows, num_rows, addend, size):
     """Adds a vector to some rows of a table."""
     for a in range(num_rows):
@@ -130,7 +140,7 @@ def add_to_rows(table, rows, num_rows, addend, size):
             row[j] += addend[j]
 
 
-@njit(cache=True, nogil=True)
+@njit
 def find_observed_entries(row, index):
     """Writes positions of entries that are not NaN; returns their number."""
     count = 0

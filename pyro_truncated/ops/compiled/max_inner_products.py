@@ -60,7 +60,7 @@ def _empty(features: Tensor, number: int) -> tuple[Tensor, Tensor]:
     return value, torch.full((len(features), number), -1, device="cpu")
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+@njit(fastmath={"reassoc", "contract"})
 def _product(features, coefficients):
     """A product of vectors; reassociation lets the compiler use vector instructions."""
     total = features.dtype.type(0)
@@ -69,13 +69,13 @@ def _product(features, coefficients):
     return total
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _is_above(x, other):
     """Whether a value is larger; NaN is the largest, as for ``topk``."""
     return x > other or (x != x and other == other)
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _insert(x, name, best, index):
     """Enters a value into the sorted best."""
     s = len(best) - 1
@@ -103,7 +103,7 @@ def _fill(index):
                 other += 1
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _enter_row(products, names, best, index):
     """Enters functions that are among the largest of a data point."""
     size, last = len(products), len(best) - 1
@@ -142,7 +142,7 @@ def _enter_groups(features, coefficients, members, start, probes, value, index):
                 _enter_row(products[: last - first], members[first:last], value[n], index[n])
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _enter_others(others, features, coefficients, best, index):
     """Enters new functions that are above the least of the best ones."""
     number = len(best)

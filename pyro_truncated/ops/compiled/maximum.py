@@ -16,6 +16,7 @@ from pyro_truncated.ops.compiled.iterate_active import (
     active_latents,
     as_array,
     as_words,
+    copy,
     count_blocks,
     ever_active,
     find_observed_entries,
@@ -35,7 +36,7 @@ _NARROW = 1e-5
 _NEWTON_STEPS = 8
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _log_ndtr(x):
     """Logarithm of the standard normal distribution function."""
     if x > _FAR:
@@ -46,7 +47,7 @@ def _log_ndtr(x):
     return -0.5 * x * x - math.log(-x) - 0.5 * LOG_2PI + math.log1p(-r * (1.0 - r * (3.0 - r * (15.0 - 105.0 * r))))
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def log_interval(lower, upper):
     """The log of the standard normal mass between two ascending numbers."""
     low, high = (-upper, -lower) if lower + upper > 0.0 else (lower, upper)
@@ -64,7 +65,7 @@ def log_interval(lower, upper):
     return top + math.log(-math.expm1(_log_ndtr(low) - top))
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _inverse_log_ndtr(log_p):
     """Newton's method from the left, for probabilities up to one half."""
     x = -math.sqrt(-2.0 * log_p)
@@ -77,13 +78,13 @@ def _inverse_log_ndtr(log_p):
     return x
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _log_add(a, b):
     top = max(a, b)
     return top if top == -np.inf else top + math.log(math.exp(a - top) + math.exp(b - top))
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def truncated_standard_normal(lower, upper, u):
     """The truncated standard normal quantile at ``u``, in the log domain."""
     is_flipped = lower + upper > 0.0
@@ -121,7 +122,7 @@ def maximum_statistics(words: Tensor, weights: Tensor, value: Tensor, weight: Te
     return active, prediction, wins.sum(0).mT, sums.sum(0).mT
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _maximum(weight, active, count, size, out):
     for j in range(size):
         out[j] = 0.0
@@ -160,7 +161,7 @@ def _maximum_error(words, value, weight, precision, out):
                 out[n, c] = weighted_square(residual, near_precision, size)
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _winner(weight, active, count, size, out, winner):
     """The maxima, and the first latent of each, or ``len(weight)``."""
     for j in range(size):
@@ -207,7 +208,7 @@ def maximum_score(words: Tensor, value: Tensor, natural: Tensor, partition: Tens
     return out
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _largest(rows, active, count, size, out):
     """The largest of the active rows and the last one."""
     for j in range(size):
@@ -218,7 +219,7 @@ def _largest(rows, active, count, size, out):
             out[j] = row[j] if row[j] > out[j] else out[j]
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+@njit(fastmath={"reassoc", "contract"})
 def _difference(value, natural, partition, size):
     total = 0.0
     for j in range(size):
@@ -293,11 +294,11 @@ def slab_statistics(value: Tensor, selected: Tensor, draws: Tensor, weight: Tens
     return products.sum(0).mT, squares.sum(0).mT, errors.sum(0)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def _sort(keys, count, order):
     """Sorts the positions of the first ``count`` keys by insertion."""
     if count > 64:
-        order[:count] = np.argsort(keys[:count])
+        copy(np.argsort(keys[:count]), order[:count])
         return
     for i in range(count):
         j = i
@@ -307,7 +308,7 @@ def _sort(keys, count, order):
         order[j] = i
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def _win_terms(value, others, element, precision, terms):
     """Computes what winning a dimension adds to the log density; returns places.
 
@@ -336,7 +337,7 @@ def _win_terms(value, others, element, precision, terms):
     return count
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def _masses(terms, order, count, log_odds, mean, inverse_variance, segments):
     """Computes log masses of the slab's segments relative to the spike.
 
@@ -367,7 +368,7 @@ def _masses(terms, order, count, log_odds, mean, inverse_variance, segments):
     return best
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _draw(segments, count, best, first, second):
     """Draws a coefficient (zero for the spike) and the slab's probability."""
     spike, slab = math.exp(-best), 0.0
@@ -391,7 +392,7 @@ def _draw(segments, count, best, first, second):
     return (z if z != 0.0 else _SMALLEST), slab / (spike + slab)
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _offers(weight, selected, coefficients, without, others):
     """Computes the other causes' maximum in every dimension."""
     others[:] = 0.0
@@ -416,7 +417,7 @@ def _gibbs(value, weight, precision, log_odds, mean, deviation, selected, start,
         places, chain = np.arange(num_selected), np.empty(num_selected)
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             state = stream(seed, rows[n])
-            chain[:] = start[n]
+            copy(start[n], chain)
             for k in range(num_selected):
                 places[k] = k
             for sweep in range(burn_in + sweeps):

@@ -12,6 +12,7 @@ from numba import prange
 from torch import Tensor
 
 from pyro_truncated.ops.compiled.compilation import BLOCKS, HEAVY, njit, parallel_kernel
+from pyro_truncated.ops.compiled.iterate_active import copy
 
 _STRIP = 64
 # Sums may be reordered, but NaN and infinity keep their meaning.
@@ -205,7 +206,7 @@ def _backward(height, center, rate, share, point, decay, base, weight, num_sharp
         for start in range(0, num_columns, _STRIP):
             for n in range(first, last):
                 _products_up_to(n, start, num_sharp, height, center, rate, share, point, decay, base, bump, before)
-                behind[:] = weight[n if weight.shape[0] > 1 else 0, start : start + _STRIP]
+                copy(weight[n if weight.shape[0] > 1 else 0, start : start + _STRIP], behind)
                 _mixed_gradients(n, start, num_sharp, height, center, rate, share, point, base, bump, before, behind, rows, own)
                 for p in range(_STRIP):
                     behind[p] *= before[0, p]

@@ -50,7 +50,7 @@ def noisy_or_statistics(
     return first, ratio[:, :-1], ratio[:, -1]
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _where(row, target, index):
     """Positions at which ``row`` equals ``target``; returns how many."""
     count = 0
@@ -60,7 +60,7 @@ def _where(row, target, index):
     return count
 
 
-@njit(cache=True, nogil=True, fastmath={"contract"})
+@njit(fastmath={"contract"})
 def _noisy_or(leak, weight, active, count, size, probability):
     """``1 - (1 - leak) prod_h (1 - weight[h])`` over active latents, from positive terms."""
     for j in range(size):
@@ -71,7 +71,7 @@ def _noisy_or(leak, weight, active, count, size, probability):
             probability[j] += row[j] * (1.0 - probability[j])
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc"})
+@njit(fastmath={"reassoc"})
 def _sum_log(factors, size):
     total = 0.0
     for start in range(0, size, _GROUP):

@@ -139,7 +139,7 @@ def square_error_gradients(words: Tensor, grad: Tensor, value: Tensor, weight: T
     return grad_value, sums[:, :-1], sums[:, -1]
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _residual(start, weight, active, count, size, residual):
     for j in range(size):
         residual[j] = start[j]
@@ -149,7 +149,7 @@ def _residual(start, weight, active, count, size, residual):
             residual[j] -= row[j]
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+@njit(fastmath={"reassoc", "contract"})
 def weighted_square(residual, precision, size):
     """Sum of weighted squares."""
     total = 0.0

@@ -15,7 +15,7 @@ _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(inline="always")
 def mix(x):
     """Scrambles 64 bits by a bijection that behaves like a random one."""
     x = (x ^ (x >> np.uint64(30))) * _FIRST
@@ -23,19 +23,19 @@ def mix(x):
     return x ^ (x >> np.uint64(31))
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(inline="always")
 def stream(seed, row):
     """The first state of a data point's stream, which advances by ``STEP``."""
     return mix(np.uint64(seed) + mix(np.uint64(row + 1) * STEP))
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(inline="always")
 def uniform(state):
     """Uniform number in [0, 1) with 53 random bits."""
     return np.float64(mix(state) >> np.uint64(11)) * 2.0**-53
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(inline="always")
 def below(state, bound):
     """Uniform integer in 0 .. bound - 1, for bounds far below 2**32."""
     return np.int64(((mix(state) >> np.uint64(32)) * np.uint64(bound)) >> np.uint64(32))

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
 from pyro_truncated.ops.compiled.compilation import BLOCKS, HEAVY, njit, parallel_kernel
-from pyro_truncated.ops.compiled.iterate_active import as_array
+from pyro_truncated.ops.compiled.iterate_active import as_array, copy
 from pyro_truncated.ops.vectorised import scenes as vectorised
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(error_model="numpy")
 def background_energy(image, background, variance, energy):
     """Writes ``-log p_B(y_p)`` up to ``F / 2 log(2 pi)`` for every pixel; returns minus its sum."""
     total = 0.0
@@ -38,14 +38,14 @@ def background_energy(image, background, variance, energy):
     return total
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+@njit(error_model="numpy", inline="always")
 def pixel_under(shape, top, left, i):
     """The pixel under an entry of a template."""
     row, column = top + i // shape[3], left + i % shape[3]
     return (row - shape[0] * (row >= shape[0])) * shape[1] + column - shape[1] * (column >= shape[1])
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(error_model="numpy")
 def _add_place(image, energy, h, top, left, model, memory, slot):
     """Fills a slot with log density and likelihood ratios, entry by entry."""
     features, masks, variance, shape = model[0][h], model[1][h], model[2], model[3]
@@ -66,7 +66,7 @@ def _add_place(image, energy, h, top, left, model, memory, slot):
         total[slot] += single[i]
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(error_model="numpy")
 def lay_out(places, rank, image, energy, model, memory, state):
     """Lists a state's objects, front to back, and fills missing slots."""
     shape, in_depth = model[3], len(model[4]) == 0
@@ -94,7 +94,7 @@ def lay_out(places, rank, image, energy, model, memory, state):
     return count
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(error_model="numpy")
 def forget(memory):
     """Empties the slots, for the next image."""
     slot_of, used = memory[0], memory[1]
@@ -103,7 +103,7 @@ def forget(memory):
     used[0] = 0
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(error_model="numpy")
 def make_memory(places, num_objects, num_entries, shape):
     """Allocates memory for images with states ``(n, C, H)`` and one state."""
     size, most = 1, 1
@@ -130,7 +130,7 @@ def make_memory(places, num_objects, num_entries, shape):
 _LOST = -60.0
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(error_model="numpy")
 def list_shared_pixels(count, shape, state, space):
     """Lists pixels that several objects cover, with their bits; returns their number.
 
@@ -165,7 +165,7 @@ def list_shared_pixels(count, shape, state, space):
     return found
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+@njit(error_model="numpy", inline="always")
 def list_covering(pixel, bits, count, masks, ratios, height, width, extent, objects, top, left, slots, member, entry, alpha, ratio):
     """Lists slot, entry, mask probability and ratio of objects over a pixel."""
     row, column = pixel // width, pixel % width
@@ -180,7 +180,7 @@ def list_covering(pixel, bits, count, masks, ratios, height, width, extent, obje
     return over
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+@njit(error_model="numpy", inline="always")
 def own_pixel(over, nodes, weights, alpha, ratio, share, responsibility, factor):
     """Returns the log of a factor of a pixel's density ratio.
 
@@ -213,7 +213,7 @@ def own_pixel(over, nodes, weights, alpha, ratio, share, responsibility, factor)
     return peak
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+@njit(error_model="numpy", inline="always")
 def _exp(x):
     """The exponential of a non-positive number, without a call where trivial."""
     if x == 0.0:
@@ -221,7 +221,7 @@ def _exp(x):
     return np.exp(x) if x > _LOST else 0.0
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+@njit(error_model="numpy", inline="always")
 def mask_probabilities(over, nodes, weights, alpha, share, responsibility, on):
     """Computes posterior mask probabilities over a pixel, after :func:`own_pixel`."""
     if over == 2 and len(nodes) > 0:
@@ -295,7 +295,7 @@ def _quadrature(most: int) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([(nodes + 1) / 2 for nodes, _ in rules]), np.concatenate([weights / 2 for _, weights in rules])
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(error_model="numpy")
 def _room(places, model, num_pixels):
     """Allocates memory, one state and pixel lists for a block of images."""
     memory, state, local = make_memory(places, model[1].shape[0], model[1].shape[1], model[3])
@@ -345,7 +345,7 @@ def _pixel_log_prob(places, rank, images, features, masks, variance, background,
             forget(memory)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(error_model="numpy")
 def _add_ratios(count, model, memory, state, local, space, out):
     """Adds a state's log density ratios over the background to its pixels."""
     masks, shape, nodes, weights = model[1], model[3], model[4], model[5]
@@ -365,7 +365,7 @@ def _add_ratios(count, model, memory, state, local, space, out):
             out[pixel] -= memory[3][member[m], entry[m]]
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(error_model="numpy")
 def _correction(count, model, memory, state, local, space):
     """A state's log density beyond that of its single objects."""
     # Arrays are taken out of their tuples here, once: doing so costs more than the work on a pixel.
@@ -391,7 +391,7 @@ def _correction(count, model, memory, state, local, space):
     return value + np.log(product)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(error_model="numpy")
 def _collect(weight, count, model, memory, state, local, space, mass, owner_mass, mask_mass):
     """Adds a state's weight to its slots, with corrections at overlaps."""
     masks, nodes, weights = model[1], model[4], model[5]
@@ -415,7 +415,7 @@ def _collect(weight, count, model, memory, state, local, space, mass, owner_mass
             mask_mass[slot, i] += weight * (on[m] - alone)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(error_model="numpy")
 def _add_image(image, model, memory, mass, owner_mass, mask_mass, own, sums, bits, counts):
     """Adds the slots of one image to object sums and empties them."""
     masks, shape = model[1], model[3]
@@ -435,7 +435,7 @@ def _add_image(image, model, memory, mass, owner_mass, mask_mass, own, sums, bit
         mass[s] = 0.0
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+@njit(error_model="numpy", inline="always")
 def _add_pixel(pixel, share, sums):
     """Adds a pixel's weight, weighted colours, and weighted square."""
     sums[0] += share
@@ -516,7 +516,7 @@ def _arrays(images: Tensor, scene: SceneParameters, canvas: Canvas, energy: Tens
     return *(t.contiguous().numpy() for t in tensors), (canvas.template_width, full[1]), is_used.contiguous().numpy()
 
 
-@njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nnan", "nsz", "arcp"})
+@njit(error_model="numpy", fastmath={"reassoc", "contract", "nnan", "nsz", "arcp"})
 def _add_entry(first, second, third, energy, colour, logit, floor, out):
     """Adds one template entry's log likelihood ratio ``log(1 - a + a exp(g))`` over all places."""
     red, green, blue = colour[0], colour[1], colour[2]
@@ -550,7 +550,7 @@ def _scan(planes, energy, colours, logits, floors, shape, is_used, out):
                     first, second, third = planes[n, 0, low:high], planes[n, 1, low:high], planes[n, 2, low:high]
                     _add_entry(first, second, third, energy[n, low:high], colours[h, i], logits[h, i], floors[h, i], total)
             for r in range(rows):
-                out[n, h, r] = total[r * shape[1] : r * shape[1] + columns]
+                copy(total[r * shape[1] : r * shape[1] + columns], out[n, h, r])
 
 
 @parallel_kernel(cost=HEAVY, error_model="numpy", fastmath={"reassoc", "contract", "nnan", "nsz", "arcp"})

@@ -75,21 +75,21 @@ def _clear_lanes(typing_context, matrix, row, column):
     return types.void(matrix, types.int64, types.int64), generate
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@njit(forceinline=True)
 def add_row(factor, source, row, target, other, first, size, start=0):
     """Adds a multiple of a row to a row of another matrix."""
     for column in range(first // _LANES * _LANES, size, _LANES):
         _add_lanes(factor, source, row, start, target, other, column)
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@njit(forceinline=True)
 def add_square(factor, source, row, start, count, target):
     """Adds a multiple of a row's outer product to a lower triangle."""
     for a in range(count):
         add_row(factor * source[row, start + a], source, row, target, a, 0, round_up(a + 1), start)
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+@njit(fastmath={"reassoc", "contract"})
 def row_square(matrix, row, first, last):
     """The sum of the squares of some entries of a row."""
     total = 0.0
@@ -98,14 +98,14 @@ def row_square(matrix, row, first, last):
     return total
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@njit(forceinline=True)
 def clear_row(matrix, row, first, size):
     """Sets entries of a row to zero, in whole registers."""
     for column in range(first // _LANES * _LANES, size, _LANES):
         _clear_lanes(matrix, row, column)
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@njit(forceinline=True)
 def gather_square(table, active, count, size, out):
     """Copies a table's padded rows and columns of the active latents."""
     for a in range(count):
@@ -115,7 +115,7 @@ def gather_square(table, active, count, size, out):
             out[a, b] = table[h, active[b]]
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@njit(forceinline=True)
 def gather_above(table, active, count, size, out):
     """As :func:`gather_square`, with zeros below the diagonal."""
     for a in range(count):
@@ -133,7 +133,7 @@ def gram_matrix(elements: Tensor, is_observed: Tensor | None) -> tuple[np.ndarra
     return as_array(elements.mT), is_observed.contiguous().numpy(), np.empty((0, 0))
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+@njit(fastmath={"reassoc", "contract"})
 def _dot(one, other, size):
     total = 0.0
     for j in range(size):
@@ -141,7 +141,7 @@ def _dot(one, other, size):
     return total
 
 
-@njit(cache=True, nogil=True)
+@njit
 def row_gram_matrix(elements, is_observed, active, count, near, table):
     """Computes the Gram matrix over observed entries, for the latents in use."""
     for a in range(count):
@@ -154,7 +154,7 @@ def row_gram_matrix(elements, is_observed, active, count, near, table):
             table[active[b], active[a]] = product
 
 
-@njit(cache=True, nogil=True)
+@njit
 def invert(factor, count):
     """Replaces a lower triangular matrix by its inverse."""
     for b in range(count):
@@ -202,7 +202,7 @@ def moments(
     return active, first, second + second.tril(-1).mT
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _factorize(linear, table, mean, deviation, active, count, factor, solution):
     """Collapses the slabs ``mean + deviation * e`` of the active latents.
 
@@ -267,7 +267,7 @@ def _log_prob(words, linear, elements, is_observed, gram, mean, deviation, out):
                 out[n, c] = _factorize(field, own, mean, deviation, active, count, factor, solution)
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _add_moments(weight, mean, deviation, active, count, factor, solution, first, table):
     """Adds a state's weighted moments of the slabs, a lower triangle."""
     invert(factor, count)
@@ -328,7 +328,7 @@ def row_sizes(most):
     return round_up(most + 1)
 
 
-@njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
+@njit(forceinline=True, error_model="numpy")
 def _factorize_prior(covariance, active, count, size, prior, lower, vectors):
     """Computes ``R'`` and ``D`` of the active latents' covariance."""
     gather_above(covariance, active, count, size, prior)
@@ -345,7 +345,7 @@ def _factorize_prior(covariance, active, count, size, prior, lower, vectors):
             prior[p, a], lower[a, p] = factor, factor
 
 
-@njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
+@njit(forceinline=True, error_model="numpy")
 def collapse(linear, table, mean, covariance, active, count, prior, joint, lower, vectors):
     """Writes the slabs of the active latents as ``mean + R c``, given the data.
 
@@ -378,7 +378,7 @@ def collapse(linear, table, mean, covariance, active, count, prior, joint, lower
     return energy
 
 
-@njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
+@njit(forceinline=True, error_model="numpy")
 def eliminate(joint, count, size, vectors):
     """Eliminates what is below the pivots; returns the log density's rest."""
     energy, product = 0.0, 1.0
@@ -397,7 +397,7 @@ def eliminate(joint, count, size, vectors):
     return energy - 0.5 * np.log(product)
 
 
-@njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
+@njit(forceinline=True, error_model="numpy")
 def posterior_roots(mean, active, prior, joint, count, size, vectors):
     """Computes the slabs' posterior after :func:`collapse`.
 
@@ -418,7 +418,7 @@ def posterior_roots(mean, active, prior, joint, count, size, vectors):
         add_row(joint[p, count] / joint[p, p], joint, p, vectors, SLABS, 0, size, size)
 
 
-@njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
+@njit(forceinline=True, error_model="numpy")
 def posterior(mean, active, prior, joint, count, size, vectors, covariance):
     """As :func:`posterior_roots`, with the lower triangle of the covariance."""
     posterior_roots(mean, active, prior, joint, count, size, vectors)
@@ -428,7 +428,7 @@ def posterior(mean, active, prior, joint, count, size, vectors, covariance):
         add_square(1.0 / joint[p, p], joint, p, size, count, covariance)
 
 
-@njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
+@njit(forceinline=True, error_model="numpy")
 def gradients(prior, joint, count, size, vectors, spare, products):
     """Computes gradients of the log density after :func:`posterior`.
 
@@ -462,7 +462,7 @@ def gradients(prior, joint, count, size, vectors, spare, products):
         add_row(vectors[FIELD, a], vectors, FIELD, products, a, 0, round_up(a + 1))
 
 
-@njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
+@njit(forceinline=True, error_model="numpy")
 def transpose_roots(joint, count, size, roots):
     """The columns of ``T' F^-1/2``, whose outer products sum to the covariance."""
     for p in range(count):
@@ -471,7 +471,7 @@ def transpose_roots(joint, count, size, roots):
             roots[a, p] = scale * joint[p, size + a]
 
 
-@njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
+@njit(forceinline=True, error_model="numpy")
 def log_prior(mean, covariance, active, count, size, roots, vectors, rows):
     """Expected log densities of slabs under another prior, without constants.
 
