@@ -56,7 +56,7 @@ class KnownLevels:
             if name in observed:
                 levels = layout.encode_site(name, observed[name], sizes)
             elif name in idle:
-                off = idle[name].reshape(*idle[name].shape, *(1,) * site.event_dim)
+                off = idle[name].reshape(idle[name].shape + (1,) * site.event_dim)
                 levels = torch.where(layout.expand_to_rows(name, off, sizes).reshape(levels.shape), 0, levels)
             parts.append(levels)
         return cls(layout, torch.cat(parts, -1).unsqueeze(1))
@@ -104,7 +104,7 @@ def find_idle(call: Call, trace: Any, layout: Layout) -> frozenset[str]:
             levels = torch.zeros(node["value"].shape, dtype=torch.int64, device=node["value"].device)
         other = (levels + 1) % torch.tensor(max(site.cardinalities))
         mask = torch.as_tensor(node["mask"]).expand(node["fn"].batch_shape)
-        mask = mask.reshape(*mask.shape, *(1,) * site.event_dim)
+        mask = mask.reshape(mask.shape + (1,) * site.event_dim)
         alternative[name] = torch.where(mask, node["value"], site.to_values(other, node["value"].dtype))
     with torch.no_grad(), spare_random_numbers(), pyro.validation_enabled(False):
         before, after = (sample_nodes(call.run(setting)) for setting in (values, alternative))
