@@ -8,9 +8,10 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
+import sys
 import types
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,11 @@ from pyro_truncated.program.discovery import refuse_wider_support
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.product_scorer import NUM_TRIED, ProductScorer
 from pyro_truncated.program.sites import density_nodes, is_subsampled
+from pyro_truncated.utils.parameter_store import read_variables
 
+# How deep programs are looked into, and what holds none of a user's switches.
+_DEPTH = 8
+_LIBRARIES = sys.stdlib_module_names - {"types", "argparse"} | {"torch", "pyro", "pyro_truncated", "numpy", "pandas", "scipy"}
 _NUMBERS = (bool, int, float, str, bytes, enum.Enum, np.generic)
 
 
@@ -43,9 +48,7 @@ class KnownStructures:
     def __contains__(self, run: tuple[Call, Mapping[str, Any]]) -> bool:
         call, nodes = run
         leaves = _leaves(call)
-        known = self._numbers.get(_kinds(leaves), set())
-        # Where several numbers have told nothing, such as numbers of steps, others will not either.
-        return nodes.keys() <= self._sites and (len(known) >= NUM_TRIED or _numbers(leaves, nodes) in known)
+        return nodes.keys() <= self._sites and _are_known(_numbers(leaves, nodes), self._numbers.get(_kinds(leaves), set()))
 
     def add(self, call: Call, nodes: Mapping[str, Any]) -> None:
         """Notes that the structure of a call is known.
@@ -62,6 +65,20 @@ class KnownStructures:
 def _kinds(leaves: Iterable[Any]) -> Any:
     # However many there are: lists may have any length.
     return tuple(dict.fromkeys(map(_kind, leaves)))
+
+
+def _are_known(numbers: tuple[Any, ...], known: Collection[tuple[Any, ...]]) -> bool:
+    """Whether numbers are like some that are known.
+
+    A place where several have told nothing, such as a number of steps, will not tell more.
+    """
+    if numbers in known:
+        return True
+    alike = [others for others in known if len(others) == len(numbers)]
+    if not alike:
+        return len({len(others) for others in known}) >= NUM_TRIED
+    places = [place for place, values in enumerate(zip(*alike, strict=True)) if len(set(values)) < NUM_TRIED]
+    return any(all(numbers[place] == others[place] for place in places) for others in alike)
 
 
 def _numbers(leaves: Iterable[Any], nodes: Mapping[str, Any]) -> Any:
@@ -186,42 +203,70 @@ def _kind(value: Any) -> Any:
 
 
 def _number(value: Any, observed: set[int]) -> Any:
-    """Shapes, and integers such as edges, but for observed ones."""
+    """Shapes, integers such as edges, and which weights are zero.
+
+    Of observed tensors it is shapes alone.
+    """
     if isinstance(value, Tensor):
         is_plain = value.layout == torch.strided and not value.is_nested and value.device.type == "cpu"
-        has_edges = is_plain and not value.is_floating_point() and not value.is_complex()
-        is_data = has_edges and value.untyped_storage().data_ptr() in observed
-        return value.shape, _hash(value.detach().numpy()) if has_edges and not is_data else None
+        is_data = not is_plain or value.is_complex() or value.untyped_storage().data_ptr() in observed
+        return value.shape, None if is_data else _hash((value.double() if value.dtype is torch.bfloat16 else value).detach().numpy())
     if isinstance(value, np.ndarray):
-        return value.shape, _hash(value) if value.dtype.kind in "biu" else None
+        return value.shape, _hash(value) if value.dtype.kind in "biuf" else None
     value = value.item() if isinstance(value, np.generic) else value
-    return value if isinstance(value, (int, str, bytes)) else None
+    if isinstance(value, float):
+        return value != 0
+    return value if isinstance(value, (int, str, bytes, enum.Enum)) else None
 
 
-def _hash(integers: np.ndarray) -> int:
-    return hash(integers.reshape(-1)[:: 1 + integers.size // 2**16].tobytes())
+def _hash(values: np.ndarray) -> int:
+    some = values.reshape(-1)[:: 1 + values.size // 2**16]
+    return hash((some == 0 if values.dtype.kind == "f" else some).tobytes())
 
 
-def _held_values(program: Any, seen: set[int], depth: int = 3) -> Iterator[Any]:
+def _held_values(program: Any, seen: set[int], depth: int = _DEPTH) -> Iterator[Any]:
     """Values that a program reads beside its arguments.
 
-    They are attributes, closures and globals, those of functions that it calls by these among them. Its arguments may be such programs.
+    They are attributes, closures and globals, and what these hold in turn. Its arguments may be such programs.
     """
-    if program is None or isinstance(program, (Tensor, np.ndarray, types.ModuleType, *_NUMBERS)) or id(program) in seen:
+    if id(program) in seen:
         return
     seen.add(id(program))
-    if isinstance(program, functools.partial):
-        held = [program.func, *pytree.tree_leaves((program.args, program.keywords))]
-    elif inspect.isfunction(program):
-        try:
-            names = inspect.getclosurevars(program)
-        except ValueError:  # a variable of the closure that has no value yet
-            return
-        held = [*names.nonlocals.values(), *names.globals.values()]
-    else:
-        held = list(getattr(program.__self__ if inspect.ismethod(program) else program, "__dict__", {}).values())
-    for value in held:
-        if value is None or isinstance(value, _NUMBERS):
-            yield value
-        elif depth and (isinstance(value, functools.partial) or inspect.isfunction(value) or inspect.ismethod(value)):
+    for value in _held(program):
+        if value is None or isinstance(value, (Tensor, np.ndarray, *_NUMBERS)):
+            # What is learned is no switch.
+            if not isinstance(value, torch.nn.Parameter):
+                yield value
+        elif depth and _may_hold(value):
             yield from _held_values(value, seen, depth - 1)
+
+
+def _held(program: Any) -> Iterable[Any]:
+    """What a program, a container or an object holds."""
+    if isinstance(program, Mapping):
+        return [*program.keys(), *program.values()]
+    if isinstance(program, (tuple, list, set, frozenset)):
+        return program
+    if isinstance(program, functools.partial):
+        return program.func, program.args, program.keywords
+    if inspect.ismethod(program):
+        return program.__self__, program.__func__
+    if inspect.isfunction(program):
+        return read_variables(program)
+    if isinstance(program, torch.nn.Module) and _library(type(program)) == "torch":
+        return program.training, *program.children()
+    return getattr(program, "__dict__", {}).values()
+
+
+def _may_hold(value: Any) -> bool:
+    """Whether a value is a container, or of the user's own code."""
+    if isinstance(value, (Mapping, tuple, list, set, frozenset)):
+        return len(value) > 0
+    if isinstance(value, (torch.nn.Module, functools.partial)) or inspect.ismethod(value):
+        return True
+    kind = value if inspect.isfunction(value) else type(value)
+    return not isinstance(value, (type, types.ModuleType)) and _library(kind) not in _LIBRARIES
+
+
+def _library(kind: Any) -> str:
+    return (kind.__module__ or "").partition(".")[0]
