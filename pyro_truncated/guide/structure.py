@@ -121,8 +121,9 @@ def find_product(
                 warn_of_shared_subsamples(scorer)
                 return product
     note_once(
-        f"the model's factor graph has {len(graph.nodes)} nodes, but the model takes no sets of states in dimensions left of its "
-        "plates: populations hold whole states. Index shapes from the right (x.sum(-1, keepdim=True), x[..., 0], Vindex)."
+        f"the model's factor graph has {len(graph.nodes)} nodes, but its densities on sets of states, in dimensions left of its plates, "
+        "are others than on single states: populations hold whole states. Index shapes from the right (x.sum(-1, keepdim=True), x[..., 0], "
+        "Vindex), and compute within the members of plates."
     )
     return None
 

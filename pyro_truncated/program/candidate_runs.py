@@ -83,7 +83,7 @@ class CandidateRuns:
         reaches its density, whatever their values. ``None`` stands for no such site.
         """
         values = self._stack_candidates(words)
-        operations = Operations(values.values(), [words.shape[1], max(1, len(words))])
+        operations = Operations(values.values(), [(size, values.values()) for size in (words.shape[1], max(1, len(words)))])
         with operations:
             nodes = sample_nodes(self._trace({**self.probe.values, **values}))
         return operations.reduced_site(nodes, 0), operations.reduced_site(nodes, 1)

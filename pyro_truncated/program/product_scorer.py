@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -45,13 +47,18 @@ class Tables:
         scopes: by table, the nodes that it is of.
         shapes: by table, its shape.
         entries: those of all tables, one table after the other, in float64. Impossible ones are finite.
-        dtype: the type that the model computes them in.
+        dtypes: by table, the type that the model computes it in.
     """
 
     scopes: Sequence[tuple[int, ...]]
     shapes: Sequence[torch.Size]
     entries: Tensor
-    dtype: torch.dtype
+    dtypes: Sequence[torch.dtype]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of all tables together."""
+        return functools.reduce(torch.promote_types, self.dtypes)
 
     @cached_property
     def parts(self) -> list[tuple[tuple[int, ...], Tensor]]:
@@ -315,14 +322,13 @@ class ProductScorer(Probe):
         with pyro.validation_enabled(False):
             log_probs = self._log_probs([nodes[name] for name in names])
             tables = [self._table(nodes[name], factors[name], log_prob) for name, log_prob in zip(names, log_probs, strict=True)]
-        flat = torch.cat([table.flatten() for table in tables])
-        entries = flat.double()
+        entries = torch.cat([table.flatten() for table in tables]).double()
         lowest, highest = entries.detach().aminmax()
         if not bool(highest < math.inf):
             self._refuse_infinite(dict(zip(names, tables, strict=True)))
         if bool(lowest < IMPOSSIBLE):
             entries = entries.clamp(min=IMPOSSIBLE)
-        return Tables([factors[name] for name in names], [table.shape for table in tables], entries, flat.dtype)
+        return Tables([factors[name] for name in names], [table.shape for table in tables], entries, [table.dtype for table in tables])
 
     @staticmethod
     def _refuse_infinite(tables: Mapping[str, Tensor]) -> None:
@@ -463,8 +469,10 @@ class ProductScorer(Probe):
             together = self._build_tables(nodes)
             observed = (node for node in density_nodes(nodes).values() if node["is_observed"])
             beyond = (node for node in observed if not self.is_inside(node))
-            return all(len(node["fn"].batch_shape) <= product.layout.depth for node in beyond) and self._agrees_with_single_run(
-                together, sets, generator
+            # Few rows may have equal states by chance.
+            number = max(1, min(8, 32 // sum(map(len, sets))))
+            return all(len(node["fn"].batch_shape) <= product.layout.depth for node in beyond) and all(
+                self._agrees_with_single_run(together, sets, generator) for _ in range(number)
             )
         except (RuntimeError, IndexError, ValueError):
             return False
@@ -472,7 +480,8 @@ class ProductScorer(Probe):
     def _reduced_site(self, generator: torch.Generator) -> str | None:
         """Returns a site that depends on several states of a set.
 
-        A sum, maximum or the like over them reaches it, whatever their values.
+        A sum, maximum or the like over them reaches it, whatever their values. So does one over the members of a plate that the graph
+        takes to be independent.
         """
         number, product = recognisable_size(self.nodes), self.product
         if number is None:
@@ -481,10 +490,15 @@ class ProductScorer(Probe):
             group.space.random((self.num_rows(place), number), 0.5, generator).to(self.device) for place, group in enumerate(product.groups)
         ]
         values = self._values(sets, [self.plate_sizes(group.nodes[0]) for group in product.groups], self.dtypes)
-        operations = Operations(values.values(), [number])
+        in_plates: dict[str, list[Tensor]] = defaultdict(list)
+        for node in product.graph.nodes:
+            for plate, _, _ in node.plates:
+                in_plates[plate] += (values[site] for site in node.sites)
+        dimensions = [(number, values.values()), *((int(self._frames[plate].size), own) for plate, own in in_plates.items())]
+        operations = Operations(values.values(), dimensions)
         with pyro.validation_enabled(False), operations:
             nodes = sample_nodes(self.run({**self.values, **values}))
-        return operations.reduced_site(nodes, 0)
+        return next(filter(None, (operations.reduced_site(nodes, place) for place in range(len(dimensions)))), None)
 
     def _agrees_with_single_run(self, together: Tables, sets: Sets, generator: torch.Generator) -> bool:
         """Whether tables agree with a run of random states of the sets."""
@@ -498,12 +512,16 @@ class ProductScorer(Probe):
                 single = own.gather(1, index.unsqueeze(-1).expand(-1, -1, own.shape[-1])).squeeze(1)
                 levels |= product.node_layouts[node].site_values(group.space.unpack(single), self.plate_sizes(node), self.dtypes)
         singly = self._run_tables({**self.values, **levels})
+        # One state, without dimensions, adapts to the type of other tensors; sets do not.
+        dtypes = zip(together.dtypes, singly.dtypes, strict=True)
         return all(
-            self._agree(scope, table, expected[1], places, singly.dtype)
-            for (scope, table), expected in zip(together.parts, singly.parts, strict=True)
+            self._agree(scope, table, expected[1], places, own)
+            for (scope, table), expected, own in zip(together.parts, singly.parts, dtypes, strict=True)
         )
 
-    def _agree(self, scope: tuple[int, ...], table: Tensor, expected: Tensor, places: Mapping[int, Tensor], dtype: torch.dtype) -> bool:
+    def _agree(
+        self, scope: tuple[int, ...], table: Tensor, expected: Tensor, places: Mapping[int, Tensor], dtypes: tuple[torch.dtype, torch.dtype]
+    ) -> bool:
         tree = self.product.tree
         others = set(range(-tree.num_dims, -tree.depth)) - {tree.dim(node) for node in scope}
         if table.dim() != tree.num_dims or any(table.shape[dim] != 1 for dim in others):
@@ -511,4 +529,4 @@ class ProductScorer(Probe):
         for node in scope:
             if table.shape[tree.dim(node)] > 1:
                 table = torch.take_along_dim(table, places[node], dim=tree.dim(node))
-        return bool(((table - expected).abs() <= rounding_tolerance(expected, dtype)).all())
+        return bool(((table - expected).abs() <= rounding_tolerance(expected, *dtypes)).all())

@@ -250,7 +250,9 @@ def _difference(actual: Mapping[str, Tensor] | Exception, expected: Mapping[str,
 def _agree(actual: Tensor, expected: Tensor) -> bool:
     if actual.dim() != expected.dim() or any(one not in (1, size) for one, size in zip(actual.shape, expected.shape, strict=True)):
         return False
-    return torch.allclose(actual.expand(expected.shape), expected, rtol=0.0, atol=rounding_tolerance(expected), equal_nan=True)
+    # One state, without dimensions, adapts to the type of other tensors; many states do not.
+    tolerance = rounding_tolerance(expected, actual.dtype, expected.dtype)
+    return torch.allclose(actual.expand(expected.shape).double(), expected.double(), rtol=0.0, atol=tolerance, equal_nan=True)
 
 
 # --- saying where ---
