@@ -113,6 +113,7 @@ def refuse_other_structure(scorer: LogJoint | ProductScorer | ChainScorer, max_c
         refuse_wider_support(scorer.nodes, layout.sites, name, layout.limits.get(name), dependencies)
     layout.dependents |= dependencies.dependents(latents)
     layout.read |= dependencies.read & latents
+    layout.note_readers(dependencies)
     layout.conditional_sites |= conditional
     layout.sites_to_check |= conditional
     if isinstance(scorer, ChainScorer):
