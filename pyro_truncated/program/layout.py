@@ -196,7 +196,7 @@ class Layout(SiteLayout):
         sites_to_check: names of the sites that give probability zero to some states outside of a support.
         dependents: names of the sites whose densities depend on discrete latents.
         read: names of the sites whose values the model's Python code looks at.
-        clamped_sites: names of the sites that give something probability zero, as torch clamps it.
+        clamped_sites: on a device, names of the sites that give something probability zero, as torch clamps it.
         is_linear: whether all observations are normal around a linear function of the discrete site.
         coupled_site: a site whose density at a data point depends on the states of others, so that their posteriors are not independent.
         takes_shared_states: whether the model takes states of size one at the data plates.

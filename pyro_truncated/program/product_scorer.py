@@ -30,7 +30,7 @@ from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.product_layout import NodeGroup, ProductLayout
 from pyro_truncated.program.sites import density_nodes, is_subsampled, sample_nodes
 from pyro_truncated.program.supports import log_prob_on_support
-from pyro_truncated.program.zero_probabilities import exact_log_prob
+from pyro_truncated.program.zero_probabilities import exact_log_prob, without_impossible
 from pyro_truncated.utils.arrays import rounding_tolerance
 
 # How many states of each set, and different arguments of one kind, are tried.
@@ -361,7 +361,8 @@ class ProductScorer(Probe):
             node["name"]: log_prob_on_support(node["fn"], node["value"]) for node in nodes if node["name"] in layout.sites_to_check
         }
         log_probs |= _log_densities_by_name(latents, lambda fn, value: exact_log_prob(fn, value, lambda: log_density(fn, value)))
-        log_probs |= _log_densities_by_name([node for node in others if node["name"] not in log_probs], log_density)
+        rest = [node for node in others if node["name"] not in log_probs]
+        log_probs |= _log_densities_by_name(rest, lambda fn, value: without_impossible(fn, value, log_density(fn, value)))
         return [log_probs[node["name"]] for node in nodes]
 
     def evidence_scale(self, node: int) -> float | Tensor:
