@@ -8,6 +8,8 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
+import itertools
+import math
 import sys
 import types
 import warnings
@@ -18,6 +20,7 @@ import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.chain_scorer import ChainScorer
@@ -28,8 +31,8 @@ from pyro_truncated.program.product_scorer import NUM_TRIED, ProductScorer
 from pyro_truncated.program.sites import density_nodes, is_subsampled
 from pyro_truncated.utils.parameter_store import read_variables
 
-# How deep programs are looked into, and what holds none of a user's switches.
-_DEPTH = 8
+# How deep programs are looked into, how many values are taken, and what holds none of a user's switches.
+_DEPTH, _MOST_HELD = 8, 4096
 _LIBRARIES = sys.stdlib_module_names - {"types", "argparse"} | {"torch", "pyro", "pyro_truncated", "numpy", "pandas", "scipy"}
 _NUMBERS = (bool, int, float, str, bytes, enum.Enum, np.generic)
 
@@ -187,7 +190,8 @@ def _leaves(call: Call) -> list[Any]:
     """All arguments, and what the program and they hold."""
     leaves = pytree.tree_leaves((call.args, dict(call.kwargs)))
     seen: set[int] = set()
-    return [*leaves, *(value for owner in [call.model, *leaves] for value in _held_values(owner, seen))]
+    held = (value for owner in [call.model, *leaves] for value in _held_values(owner, seen))
+    return [*leaves, *itertools.islice(held, _MOST_HELD)]
 
 
 def _kind(value: Any) -> Any:
@@ -209,9 +213,8 @@ def _number(value: Any, observed: set[int]) -> Any:
     Of observed tensors it is shapes alone.
     """
     if isinstance(value, Tensor):
-        is_plain = value.layout == torch.strided and not value.is_nested and value.device.type == "cpu"
-        is_data = not is_plain or value.is_complex() or value.untyped_storage().data_ptr() in observed
-        return value.shape, None if is_data else _hash((value.double() if value.dtype is torch.bfloat16 else value).detach().numpy())
+        is_data = not _is_readable(value) or value.untyped_storage().data_ptr() in observed
+        return value.shape, None if is_data else _hash(value.detach())
     if isinstance(value, np.ndarray):
         return value.shape, _hash(value) if value.dtype.kind in "biuf" else None
     value = value.item() if isinstance(value, np.generic) else value
@@ -220,9 +223,23 @@ def _number(value: Any, observed: set[int]) -> Any:
     return value if isinstance(value, (int, str, bytes, enum.Enum)) else None
 
 
-def _hash(values: np.ndarray) -> int:
-    some = values.reshape(-1)[:: 1 + values.size // 2**16]
-    return hash((some == 0 if values.dtype.kind == "f" else some).tobytes())
+def _is_readable(tensor: Tensor) -> bool:
+    """Whether a look at a tensor's entries waits for no device."""
+    if is_lazy(tensor) or tensor.device.type != "cpu" or tensor.is_nested or tensor.is_quantized or tensor.is_complex():
+        return False
+    try:
+        tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        # Sparse tensors, and those inside of `vmap` or left behind by it, have no memory to be seen.
+        return False
+    return True
+
+
+def _hash(values: Tensor | np.ndarray) -> int:
+    some = values.reshape(-1)[:: 1 + math.prod(values.shape) // 2**16]
+    if isinstance(some, Tensor):
+        some = (some.double() == 0 if some.is_floating_point() else some).numpy()
+    return hash((some == 0 if some.dtype.kind == "f" else some).tobytes())
 
 
 def _held_values(program: Any, seen: set[int], depth: int = _DEPTH) -> Iterator[Any]:
@@ -236,7 +253,7 @@ def _held_values(program: Any, seen: set[int], depth: int = _DEPTH) -> Iterator[
     for value in _held(program):
         if value is None or isinstance(value, (Tensor, np.ndarray, *_NUMBERS)):
             # What is learned is no switch.
-            if not isinstance(value, torch.nn.Parameter):
+            if not isinstance(value, Tensor) or (_is_readable(value) and not isinstance(value, torch.nn.Parameter)):
                 yield value
         elif depth and _may_hold(value):
             yield from _held_values(value, seen, depth - 1)
@@ -244,8 +261,8 @@ def _held_values(program: Any, seen: set[int], depth: int = _DEPTH) -> Iterator[
 
 def _held(program: Any) -> Iterable[Any]:
     """What a program, a container or an object holds."""
-    if isinstance(program, Mapping):
-        return [*program.keys(), *program.values()]
+    if isinstance(program, dict):
+        return itertools.chain(program.keys(), program.values())
     if isinstance(program, (tuple, list, set, frozenset)):
         return program
     if isinstance(program, functools.partial):
@@ -261,7 +278,7 @@ def _held(program: Any) -> Iterable[Any]:
 
 def _may_hold(value: Any) -> bool:
     """Whether a value is a container, or of the user's own code."""
-    if isinstance(value, (Mapping, tuple, list, set, frozenset)):
+    if isinstance(value, (dict, tuple, list, set, frozenset)):
         return len(value) > 0
     if isinstance(value, (torch.nn.Module, functools.partial)) or inspect.ismethod(value):
         return True
