@@ -67,6 +67,20 @@ class Tables:
         return [(scope, part.view(shape)) for scope, shape, part in zip(self.scopes, self.shapes, parts, strict=True)]
 
 
+def other_structure(problem: str, *, has_sets: bool = True) -> str:
+    """What to say of a call with another structure.
+
+    Args:
+        problem: what is other, in words.
+        has_sets: whether nodes have sets, so that whole states would help.
+    """
+    advice = ", or make the guide with AutoTruncated(..., whole_states=True)" if has_sets else ""
+    return (
+        f"the model has another structure than when the guide was set up: {problem}. Make a new guide and first call "
+        f"guide.setup(*args) with the arguments of the largest structure{advice}."
+    )
+
+
 class _GivenGradient(torch.autograd.Function):
     """A number whose gradient with respect to a tensor is known."""
 
@@ -309,8 +323,15 @@ class ProductScorer(Probe):
     def _run_sets(self, sets: Sets) -> dict[str, Any]:
         """The sample sites of a run on sets."""
         states = self._values(sets, [self.plate_sizes(group.nodes[0]) for group in self.product.groups], self.dtypes)
-        with pyro.validation_enabled(False):
-            return sample_nodes(self.run({**self.values, **states}))
+        try:
+            with pyro.validation_enabled(False):
+                return sample_nodes(self.run({**self.values, **states}))
+        except (RuntimeError, IndexError, ValueError) as error:
+            error.add_note(
+                "This happened when the model ran on sets of states, each in one of some dimensions left of its plates. It may be that "
+                + other_structure("densities depend on other discrete latents")
+            )
+            raise
 
     def _run_tables(self, values: Mapping[str, Any]) -> Tables:
         with pyro.validation_enabled(False):
@@ -350,6 +371,9 @@ class ProductScorer(Probe):
         table: Tensor = log_prob.reshape((1,) * (product.tree.num_dims - log_prob.dim()) + tuple(log_prob.shape))
         plates = product.inner_plates[node["name"]]
         inner = [frame.dim for frame in node["cond_indep_stack"] if frame.vectorized and frame.dim not in plates]
+        others = set(range(-product.tree.num_dims, -product.tree.depth)) - {product.tree.dim(node) for node in scope}
+        if any(table.shape[dim] > 1 for dim in others):
+            raise ValueError(other_structure(f"the sites ['{node['name']}'] depend on other discrete latents"))
         # Where all members of a plate have the same density it is held once.
         return once(table.sum(inner, keepdim=True) if inner else table, start=product.tree.num_dims - product.tree.depth)
 
@@ -524,9 +548,6 @@ class ProductScorer(Probe):
         self, scope: tuple[int, ...], table: Tensor, expected: Tensor, places: Mapping[int, Tensor], dtypes: tuple[torch.dtype, torch.dtype]
     ) -> bool:
         tree = self.product.tree
-        others = set(range(-tree.num_dims, -tree.depth)) - {tree.dim(node) for node in scope}
-        if table.dim() != tree.num_dims or any(table.shape[dim] != 1 for dim in others):
-            return False
         for node in scope:
             if table.shape[tree.dim(node)] > 1:
                 table = torch.take_along_dim(table, places[node], dim=tree.dim(node))

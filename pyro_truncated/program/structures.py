@@ -13,7 +13,7 @@ import math
 import sys
 import types
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,12 +27,14 @@ from pyro_truncated.program.chain_scorer import ChainScorer
 from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.discovery import refuse_wider_support
 from pyro_truncated.program.log_joint import LogJoint
-from pyro_truncated.program.product_scorer import NUM_TRIED, ProductScorer
+from pyro_truncated.program.product_scorer import NUM_TRIED, ProductScorer, other_structure
 from pyro_truncated.program.sites import density_nodes, is_subsampled
 from pyro_truncated.utils.parameter_store import read_variables
 
 # How deep programs are looked into, how many values are taken, and what holds none of a user's switches.
 _DEPTH, _MOST_HELD = 8, 4096
+# Of larger arrays some entries are looked at.
+_MOST_ENTRIES = 2**16
 _LIBRARIES = sys.stdlib_module_names - {"types", "argparse"} | {"torch", "pyro", "pyro_truncated", "numpy", "pandas", "scipy"}
 _NUMBERS = (bool, int, float, str, bytes, enum.Enum, np.generic)
 
@@ -40,7 +42,7 @@ _NUMBERS = (bool, int, float, str, bytes, enum.Enum, np.generic)
 class KnownStructures:
     """The calls of a program whose structure is known.
 
-    Of arguments they are told apart by kinds: types, switches and whether numbers are zero; and by numbers: shapes, and integers.
+    Of arguments they are told apart by kinds: types, switches and whether numbers are zero; and by numbers: shapes, integers, reals.
     What a program holds itself counts, too.
     """
 
@@ -87,7 +89,7 @@ def _are_known(numbers: tuple[Any, ...], known: Collection[tuple[Any, ...]]) -> 
 def _numbers(leaves: Iterable[Any], nodes: Mapping[str, Any]) -> Any:
     values = (node["value"] for node in nodes.values() if node["is_observed"] and isinstance(node["value"], Tensor))
     observed = {value.untyped_storage().data_ptr() for value in values if value.layout == torch.strided}
-    return tuple(_number(leaf, observed) for leaf in leaves)
+    return tuple(number for leaf in leaves for number in _numbers_of(leaf, observed))
 
 
 def refuse_other_structure(scorer: LogJoint | ProductScorer | ChainScorer, max_count: int | Mapping[str, int] | None) -> None:
@@ -105,11 +107,7 @@ def refuse_other_structure(scorer: LogJoint | ProductScorer | ChainScorer, max_c
     layout = scorer.layout
     dependencies = Dependencies(scorer.call, max_count)
     if problem := _find_problem(scorer, dependencies):
-        advice = ", or make the guide with AutoTruncated(..., whole_states=True)" if isinstance(scorer, ProductScorer) else ""
-        raise ValueError(
-            f"the model has another structure than when the guide was set up: {problem}. Make a new guide and first call "
-            f"guide.setup(*args) with the arguments of the largest structure{advice}."
-        )
+        raise ValueError(other_structure(problem, has_sets=isinstance(scorer, ProductScorer)))
     latents = set(layout.sites)
     conditional = latents & dependencies.conditional(latents) - set(scorer.observed_sites)
     for name in conditional:
@@ -207,20 +205,25 @@ def _kind(value: Any) -> Any:
     return (name, str(value)) if isinstance(value, (bool, enum.Enum)) else name
 
 
-def _number(value: Any, observed: set[int]) -> Any:
-    """Shapes, integers such as edges, and which weights are zero.
+def _numbers_of(value: Any, observed: set[int]) -> Sequence[Any]:
+    """Shapes, integers such as edges, and real numbers.
 
-    Of observed tensors it is shapes alone.
+    Of these it is also told which are zero. Of observed tensors it is shapes alone.
     """
-    if isinstance(value, Tensor):
-        is_data = not _is_readable(value) or value.untyped_storage().data_ptr() in observed
-        return value.shape, None if is_data else _hash(value.detach())
-    if isinstance(value, np.ndarray):
-        return value.shape, _hash(value) if value.dtype.kind in "biuf" else None
+    if isinstance(value, (Tensor, np.ndarray)):
+        if isinstance(value, Tensor) and (not _is_readable(value) or value.untyped_storage().data_ptr() in observed):
+            return (value.shape,)
+        some: Any = value.reshape(-1)[:: 1 + math.prod(value.shape) // _MOST_ENTRIES]
+        if isinstance(some, Tensor):
+            # NumPy knows no shorter ones.
+            is_short = some.is_floating_point() and some.dtype.itemsize < 4
+            some = (some.float() if is_short else some).detach().resolve_neg().numpy()
+        parts = {"f": [some == 0, some], "b": [some], "i": [some], "u": [some]}.get(some.dtype.kind, [])
+        return (value.shape, *(hash(part.tobytes()) for part in parts))
     value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, float):
-        return value != 0
-    return value if isinstance(value, (int, str, bytes, enum.Enum)) else None
+        return value != 0, value
+    return (value if isinstance(value, (int, str, bytes, enum.Enum)) else None,)
 
 
 def _is_readable(tensor: Tensor) -> bool:
@@ -233,13 +236,6 @@ def _is_readable(tensor: Tensor) -> bool:
         # Sparse tensors, and those inside of `vmap` or left behind by it, have no memory to be seen.
         return False
     return True
-
-
-def _hash(values: Tensor | np.ndarray) -> int:
-    some = values.reshape(-1)[:: 1 + math.prod(values.shape) // 2**16]
-    if isinstance(some, Tensor):
-        some = (some.double() == 0 if some.is_floating_point() else some).numpy()
-    return hash((some == 0 if some.dtype.kind == "f" else some).tobytes())
 
 
 def _held_values(program: Any, seen: set[int], depth: int = _DEPTH) -> Iterator[Any]:

@@ -215,6 +215,44 @@ def test_edges_by_weights_that_are_not_zero_are_noticed_after_many_other_calls()
         loss(guide, weights(STAR), 8)
 
 
+def thresholds(weights: Tensor) -> None:
+    """Which weights are large tells which latents an observation depends on."""
+    z = [pyro.sample(f"z{i}", dist.Categorical(torch.ones(3, dtype=Y.dtype))) for i in range(3)]
+    for i in range(3):
+        mean = z[i] + sum((z[j] for j in range(i) if weights[i, j] > 0.5), torch.tensor(0))
+        pyro.sample(f"y{i}", dist.Normal(mean.to(Y.dtype), 1.0), obs=Y[i])
+
+
+def large(*edges: tuple[int, int]) -> Tensor:
+    """Weights that are large at some places."""
+    weights = torch.full((3, 3), 0.1)
+    weights[tuple(zip(*edges, strict=True))] = 0.9
+    return weights
+
+
+@pytest.mark.parametrize("before", [[(1, 2)], [(1, 0)]])
+def test_edges_by_real_numbers_are_noticed(before: list[tuple[int, int]]) -> None:
+    guide = AutoTruncated(thresholds, num_states=3)
+    guide.setup(large(*before))
+    with pytest.raises(ValueError, match=r"another structure .* the sites \['y2'\] depend on other"):
+        loss(guide, large(*before, (2, 0)))
+
+
+def test_edges_after_many_other_calls_are_refused_where_sets_have_no_room_for_them() -> None:
+    def chain(weights: Tensor) -> None:
+        z = [torch.tensor(0)]
+        for i, y in enumerate(Y):
+            z.append(pyro.sample(f"z{i}", dist.Categorical(logits=RATES[z[-1]])))
+            mean = z[-1] + sum((z[j] for j in range(1, i + 1) if weights[i, j - 1] > 0.5), torch.tensor(0))
+            pyro.sample(f"y{i}", dist.Normal(mean.to(Y.dtype), 1.0), obs=y)
+
+    guide = AutoTruncated(chain, num_states=3)
+    for number in range(5):
+        loss(guide, large((0, 1)) - 0.01 * number)
+    with pytest.raises(ValueError, match=r"another structure .* the sites \['y2'\] depend on other .*whole_states=True"):
+        loss(guide, large((0, 1), (2, 1)) - 0.07)
+
+
 def test_new_sites_that_depend_on_no_latent_are_taken() -> None:
     def model(y: Tensor, more: bool = False) -> None:
         labelled(y)
