@@ -64,8 +64,9 @@ class ScoredSets:
         dim = self.scorer.product.tree.dim(nodes[0])
         sets = list(self.sets)
         sets[number] = torch.cat([self.sets[number], others.sets[number]], 1)
+        sizes = self.sets[number].shape[1], others.sets[number].shape[1]
         tables = [
-            (scope, _concatenate(own, other, dim) if set(nodes).intersection(scope) else own)
+            (scope, _concatenate((own, other), sizes, dim) if set(nodes).intersection(scope) else own)
             for (scope, own), (_, other) in zip(self.tables, others.tables, strict=True)
         ]
         return dataclasses.replace(self, sets=sets, tables=tables)
@@ -104,13 +105,17 @@ class ScoredSets:
         return table[tuple(index.get(dim, own) for dim, own in zip(dims, every, strict=True))]
 
 
-def _concatenate(one: Tensor, other: Tensor, dim: int) -> Tensor:
-    """Concatenates two tables; one that no state changes stays as it is."""
+def _concatenate(tables: tuple[Tensor, Tensor], sizes: tuple[int, int], dim: int) -> Tensor:
+    """Concatenates tables over sets.
+
+    One that no state changes stays as it is.
+    """
+    one, other = tables
     if one.shape[dim] == 1 and other.shape[dim] == 1 and torch.equal(one, other):
         return one
     shape = list(torch.broadcast_shapes(one.select(dim, 0).shape, other.select(dim, 0).shape))
     place = dim % one.dim()
-    return torch.cat([own.expand(*shape[:place], own.shape[dim], *shape[place:]) for own in (one, other)], dim)
+    return torch.cat([own.expand(*shape[:place], size, *shape[place:]) for own, size in zip(tables, sizes, strict=True)], dim)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -336,7 +341,8 @@ class NodeScores:
             shape = [1] * tree.num_dims
             shape[tree.dim(node)] = len(is_member)
             weights[node] = torch.where(is_member.view(shape), weights[node], IMPOSSIBLE)
-        scores = current.rows(union.collect(weights).beliefs(), number)
+        # What this call observes has one belief for all states.
+        scores = union.rows(union.collect(weights).beliefs(), number).expand(union.sets[number].shape[:2])
         return scores[:, size:] + union.log_weights(number)[:, size:]
 
     def take(self, words: Tensor, places: Tensor) -> ScoredSets:

@@ -28,7 +28,6 @@ from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.discovery import refuse_partial_plates
 from pyro_truncated.program.factor_graph import CLIQUE_LIMIT, build_graph
 from pyro_truncated.program.inspection import refuse_hidden_latents, warn_about_running_statistics
-from pyro_truncated.program.known_levels import find_idle
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.product_layout import ProductLayout
 from pyro_truncated.program.product_scorer import ProductScorer
@@ -64,7 +63,8 @@ def find_layout(
     refuse_changing_sites(call, trace, dependencies)
     layout = Layout(trace, max_count, dependencies)
     # Where all states are kept the prior of what is masked adds up to one.
-    layout.idle_sites = frozenset() if layout.space.size <= num_states else find_idle(call, trace, layout)
+    layout.idle_sites = frozenset() if layout.space.size <= num_states else frozenset(layout.sites)
+    layout.note_readers(dependencies)
     if not any(node["is_observed"] for node in trace.nodes.values() if node["type"] == "sample"):
         warnings.warn(
             "AutoTruncated sees no observed site: its posterior would be the prior. "
@@ -121,8 +121,9 @@ def find_product(
                 warn_of_shared_subsamples(scorer)
                 return product
     note_once(
-        f"the model's factor graph has {len(graph.nodes)} nodes, but the model takes no sets of states in dimensions left of its "
-        "plates: populations hold whole states. Index shapes from the right (x.sum(-1, keepdim=True), x[..., 0], Vindex)."
+        f"the model's factor graph has {len(graph.nodes)} nodes, but its densities on sets of states, in dimensions left of its plates, "
+        "are others than on single states: populations hold whole states. Index shapes from the right (x.sum(-1, keepdim=True), x[..., 0], "
+        "Vindex), and compute within the members of plates."
     )
     return None
 

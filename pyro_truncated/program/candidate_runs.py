@@ -24,7 +24,7 @@ from pyro_truncated.program.operations import Operations
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.sites import is_masked, latent_nodes, sample_nodes
 from pyro_truncated.program.supports import log_prob_on_support
-from pyro_truncated.program.zero_probabilities import exact_log_prob, impossible_entries
+from pyro_truncated.program.zero_probabilities import exact_log_prob, impossible_entries, without_impossible
 from pyro_truncated.states.population import Moments
 from pyro_truncated.utils.parameter_store import Assign, isolate
 
@@ -83,7 +83,7 @@ class CandidateRuns:
         reaches its density, whatever their values. ``None`` stands for no such site.
         """
         values = self._stack_candidates(words)
-        operations = Operations(values.values(), [words.shape[1], max(1, len(words))])
+        operations = Operations(values.values(), [(size, values.values()) for size in (words.shape[1], max(1, len(words)))])
         with operations:
             nodes = sample_nodes(self._trace({**self.probe.values, **values}))
         return operations.reduced_site(nodes, 0), operations.reduced_site(nodes, 1)
@@ -221,15 +221,11 @@ class CandidateRuns:
         if node["name"] in self.probe.layout.sites_to_check:
             return log_prob_on_support(node["fn"], node["value"])
         is_latent = node["name"] in self.probe.layout.sites and not node["is_observed"]
-        if is_latent and (self.probe.device.type == "cpu" or node["name"] in self.probe.layout.clamped_sites):
+        is_looked_at = self.probe.device.type == "cpu" or node["name"] in self.probe.layout.clamped_sites
+        if is_latent and is_looked_at:
             return exact_log_prob(node["fn"], node["value"], lambda: self._usual_log_prob(node))
         log_prob = self._usual_log_prob(node)
-        if node["name"] in self.probe.layout.clamped_sites and node["is_observed"]:
-            impossible = impossible_entries(node["fn"], node["value"])
-            # What an observation of probability zero costs: no evidence outweighs it, and yet a
-            # search sees which states explain more of the data.
-            log_prob = log_prob if impossible is None else log_prob - 1e5 * impossible
-        return log_prob
+        return without_impossible(node["fn"], node["value"], log_prob) if node["is_observed"] and is_looked_at else log_prob
 
     def _usual_log_prob(self, node: Any) -> Tensor:
         if self.run_mode == "vmap":

@@ -17,7 +17,7 @@ from torch.distributions import constraints
 
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.provenance import PythonReads
-from pyro_truncated.program.sites import family
+from pyro_truncated.program.sites import family, unwrap
 from pyro_truncated.program.supports import HUGE, Bounds, elementwise, get_support, is_discrete, value_bounds
 from pyro_truncated.utils.parameter_store import Assign, isolate, spare_random_numbers
 
@@ -31,6 +31,7 @@ class Dependencies:
         parents: by site, the latents that the bounds of its support are computed from.
         leaked: by site, the latents whose values Python code has read before (``if z == 1``, ``range(k)``); shapes may depend on these.
         observed: by site, the latents that its observed value is computed from.
+        masked: by site, the latents that its mask is computed from.
         read: the latents whose values Python code reads anywhere.
         scopes: by sample site, the latents that its log density is computed from; ``None`` where the model cannot be followed.
 
@@ -44,6 +45,7 @@ class Dependencies:
         self.parents: dict[str, frozenset[str]] = {}
         self.leaked: dict[str, frozenset[str]] = {}
         self.observed: dict[str, frozenset[str]] = {}
+        self.masked: dict[str, frozenset[str]] = {}
         self.lower_varies: set[str] = set()
         self.read: frozenset[str] = frozenset()
         self.scopes: dict[str, frozenset[str]] | None = None
@@ -66,6 +68,7 @@ class Dependencies:
         for name, leaked in marks.seen.items():
             node: Any = trace.nodes[name]
             self.observed[name] = reader.sources(node["value"]) & latents if node["is_observed"] else frozenset()
+            self.masked[name] = reader.sources([node["mask"], *(mask for mask, _ in unwrap(node["fn"])[1])]) & latents
             support = get_support(node["fn"])
             self.parents[name] = constraint_sites(support) & latents
             self.leaked[name] = leaked & latents

@@ -10,17 +10,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import pyro
 import torch
-from pyro.distributions.util import scale_and_mask
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_truncated.ops import find_duplicates, gather_states
-from pyro_truncated.program.call import Call
 from pyro_truncated.program.layout import Layout, SiteLayout
-from pyro_truncated.program.sites import family, sample_nodes
-from pyro_truncated.utils.parameter_store import spare_random_numbers
+from pyro_truncated.program.sites import density_nodes, recorded_names, unwrap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +51,7 @@ class KnownLevels:
             if name in observed:
                 levels = layout.encode_site(name, observed[name], sizes)
             elif name in idle:
-                off = idle[name].reshape(*idle[name].shape, *(1,) * site.event_dim)
+                off = idle[name].reshape(idle[name].shape + (1,) * site.event_dim)
                 levels = torch.where(layout.expand_to_rows(name, off, sizes).reshape(levels.shape), 0, levels)
             parts.append(levels)
         return cls(layout, torch.cat(parts, -1).unsqueeze(1))
@@ -78,40 +73,48 @@ class KnownLevels:
         return torch.where(repeats.unsqueeze(-1), words, replacement)
 
 
-def find_idle(call: Call, trace: Any, layout: Layout) -> frozenset[str]:
-    """Returns the discrete sites that are idle where masked.
+def find_idle(nodes: Mapping[str, Any], masks: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+    """Returns, by discrete site, the entries that masks switch off.
 
-    Their entries change no other density where masks switch them off: missing entries, ends of sequences.
+    Sites are left out where such entries change another density: missing entries and ends of sequences do not.
 
     Args:
-        call: the model and its arguments.
-        trace: a run of it.
-        layout: its discrete sites.
+        nodes: the sample sites of a run.
+        masks: of latent discrete sites, in the order of the program.
+        layout: the discrete sites, and which densities depend on them.
     """
-    nodes = sample_nodes(trace)
-    names = {name for name in layout.sites if nodes[name]["mask"] is not None}
-    if not names:
-        return frozenset()
-    values = {name: node["value"] for name, node in nodes.items() if not node["is_observed"] and family(node["fn"]) != "Delta"}
-    values |= {name: node["value"] for name, node in trace.nodes.items() if node["type"] == "sample" and site_is_subsample(node)}
-    alternative = dict(values)
-    for name in names:
-        site, node = layout.sites[name], nodes[name]
-        try:
-            levels = site.to_levels(node["value"])
-        except ValueError:
-            # A draw of a count beyond its bound.
-            levels = torch.zeros(node["value"].shape, dtype=torch.int64, device=node["value"].device)
-        other = (levels + 1) % torch.tensor(max(site.cardinalities))
-        mask = torch.as_tensor(node["mask"]).expand(node["fn"].batch_shape)
-        mask = mask.reshape(*mask.shape, *(1,) * site.event_dim)
-        alternative[name] = torch.where(mask, node["value"], site.to_values(other, node["value"].dtype))
-    with torch.no_grad(), spare_random_numbers(), pyro.validation_enabled(False):
-        before, after = (sample_nodes(call.run(setting)) for setting in (values, alternative))
-        is_same = before.keys() == after.keys() and all(torch.equal(_density(before[name]), _density(after[name])) for name in before)
-    return frozenset(names) if is_same else frozenset()
+    idle: dict[str, Tensor] = {}
+    densities = density_nodes(nodes)
+    for name in reversed(list(masks)):
+        if name not in layout.idle_sites:
+            continue
+        off = ~masks[name]
+        # What Pyro observes of a site by `obs_mask` takes the place of what it does not.
+        base = name.removesuffix("_unobserved")
+        twin = nodes.get(f"{base}_observed") if base in recorded_names(nodes) else None
+        rest = off if twin is None or twin["mask"] is None else off & ~torch.as_tensor(twin["mask"])
+        plates = {frame.name for frame in nodes[name]["cond_indep_stack"]}
+        readers = [densities[reader] for reader in layout.readers[name] if reader in densities]
+        if not any(_is_changed(node, rest, plates, layout, idle) for node in readers):
+            idle[name] = off
+    return idle
 
 
-def _density(node: Any) -> Tensor:
-    density: Any = scale_and_mask(node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"]), node["scale"], node["mask"])
-    return torch.as_tensor(density)
+def _is_changed(node: Any, off: Tensor, plates: set[str], layout: Layout, idle: Mapping[str, Tensor]) -> bool:
+    """Whether a density counts where a site is off.
+
+    It depends on the site, which lies in the given plates.
+    """
+    name = node["name"]
+    is_summed_out = name in layout.sites and not node["is_observed"] and name not in idle
+    if is_summed_out or name in layout.varying_masks:
+        return bool(off.any())
+    fn, on = node["fn"], torch.ones((), dtype=torch.bool, device=off.device)
+    for mask, event_dim in [(node["mask"], fn.event_dim), *unwrap(fn)[1]]:
+        if mask is not None:
+            mask = torch.as_tensor(mask, device=off.device)
+            inner = min(fn.event_dim - event_dim, mask.dim())
+            on = on & (mask.flatten(-inner).any(-1) if inner else mask)
+    if plates <= {frame.name for frame in node["cond_indep_stack"]}:
+        return bool((off & on).any())
+    return bool(off.any()) and bool(on.any())

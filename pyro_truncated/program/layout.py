@@ -196,11 +196,13 @@ class Layout(SiteLayout):
         sites_to_check: names of the sites that give probability zero to some states outside of a support.
         dependents: names of the sites whose densities depend on discrete latents.
         read: names of the sites whose values the model's Python code looks at.
-        clamped_sites: names of the sites that give something probability zero, as torch clamps it.
+        clamped_sites: on a device, names of the sites that give something probability zero, as torch clamps it.
         is_linear: whether all observations are normal around a linear function of the discrete site.
         coupled_site: a site whose density at a data point depends on the states of others, so that their posteriors are not independent.
         takes_shared_states: whether the model takes states of size one at the data plates.
-        idle_sites: names of the sites whose entries change nothing where masks switch them off.
+        idle_sites: names of the sites whose entries have one value where masks switch them off, if they change no density there.
+        readers: by discrete site, the other sites whose densities depend on it.
+        varying_masks: names of the sites whose masks depend on discrete latents.
 
     Raises:
         ValueError: if there is no discrete latent site, or a site has infinite support and no valid bound. Also if the batch of a site
@@ -256,11 +258,27 @@ class Layout(SiteLayout):
         rest = (node for node in latent_nodes(trace) if node["name"] not in self.sites)
         self.other_latents = [node["name"] for node in rest if family(node["fn"]) != "Delta"]
         self.idle_sites: frozenset[str] = frozenset()
+        self.readers: dict[str, frozenset[str]] = dict.fromkeys(self.sites, frozenset())
+        self.varying_masks: frozenset[str] = frozenset()
         self.clamped_sites: frozenset[str] = frozenset()
         self.is_linear = False
         self.coupled_site: str | None = None
         self.takes_shared_states = False
         self.nesting: int = sufficient_nesting(latent_nodes(trace), self.depth)
+
+    def note_readers(self, dependencies: Dependencies) -> None:
+        """Notes which densities and masks of a call depend on which sites.
+
+        Where that is not known, no site is idle.
+        """
+        scopes = dependencies.scopes
+        if scopes is None or dependencies.read & self.sites.keys():
+            self.idle_sites = frozenset()
+            return
+        self.varying_masks |= {name for name, latents in dependencies.masked.items() if latents & self.sites.keys()}
+        self.idle_sites -= self.varying_masks
+        for name, readers in self.readers.items():
+            self.readers[name] = readers | {reader for reader, scope in scopes.items() if name in scope and reader != name}
 
     @property
     def left_out(self) -> str:

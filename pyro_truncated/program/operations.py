@@ -25,21 +25,21 @@ class Operations(TorchDispatchMode):
     over the dimension. Some entries of it are not, nor is what has a size that depends on values.
 
     Args:
-        sources: the tensors; all have these dimensions.
-        sizes: sizes of dimensions that are followed.
+        sources: the tensors.
+        dimensions: sizes of dimensions that are followed, each with the sources that have it.
 
     Attributes:
         results: what is computed from the sources, and these, by identity.
         reduced: for each size, what has lost its dimension, and what is computed from that.
     """
 
-    def __init__(self, sources: Iterable[Tensor], sizes: Sequence[int] = ()) -> None:
+    def __init__(self, sources: Iterable[Tensor], dimensions: Sequence[tuple[int, Iterable[Tensor]]] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # Tensors stay alive with their numbers.
         self.results: dict[int, Tensor] = {id(tensor): tensor for tensor in sources}
-        self.reduced: list[dict[int, Tensor]] = [{} for _ in sizes]
-        self._whole = [dict(self.results) for _ in sizes]
-        self._sizes = sizes
+        self.reduced: list[dict[int, Tensor]] = [{} for _ in dimensions]
+        self._whole = [{id(tensor): tensor for tensor in own if tensor.numel() % size == 0} for size, own in dimensions]
+        self._sizes = [size for size, _ in dimensions]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -18,7 +18,7 @@ from torch import Tensor
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.changing_sites import ChangingSitesError, changing_sites
 from pyro_truncated.program.discovery import refuse_other_values
-from pyro_truncated.program.known_levels import KnownLevels
+from pyro_truncated.program.known_levels import KnownLevels, find_idle
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.sites import family, log_density, sample_nodes
 
@@ -98,7 +98,7 @@ class Probe:
         self.depth: int = max([layout.depth, *extra])
         self.is_vectorized = self.depth > layout.depth
         masks = self._masks()
-        self.idle = {name: ~mask for name, mask in masks.items() if name in layout.idle_sites}
+        self.idle = find_idle(self.nodes, masks, layout)
         self.masked_sites = [name for name in masks if name not in self.idle]
         labels = {name: self.nodes[name]["value"] for name in self.observed_sites}
         self.known_levels = KnownLevels.from_run(layout, self.sizes, labels, self.idle, self.device)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -28,7 +30,7 @@ from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.product_layout import NodeGroup, ProductLayout
 from pyro_truncated.program.sites import density_nodes, is_subsampled, sample_nodes
 from pyro_truncated.program.supports import log_prob_on_support
-from pyro_truncated.program.zero_probabilities import exact_log_prob
+from pyro_truncated.program.zero_probabilities import exact_log_prob, without_impossible
 from pyro_truncated.utils.arrays import rounding_tolerance
 
 # How many states of each set, and different arguments of one kind, are tried.
@@ -45,19 +47,38 @@ class Tables:
         scopes: by table, the nodes that it is of.
         shapes: by table, its shape.
         entries: those of all tables, one table after the other, in float64. Impossible ones are finite.
-        dtype: the type that the model computes them in.
+        dtypes: by table, the type that the model computes it in.
     """
 
     scopes: Sequence[tuple[int, ...]]
     shapes: Sequence[torch.Size]
     entries: Tensor
-    dtype: torch.dtype
+    dtypes: Sequence[torch.dtype]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of all tables together."""
+        return functools.reduce(torch.promote_types, self.dtypes)
 
     @cached_property
     def parts(self) -> list[tuple[tuple[int, ...], Tensor]]:
         """The tables with their nodes, without gradients."""
         parts = self.entries.detach().split([shape.numel() for shape in self.shapes])
         return [(scope, part.view(shape)) for scope, shape, part in zip(self.scopes, self.shapes, parts, strict=True)]
+
+
+def other_structure(problem: str, *, has_sets: bool = True) -> str:
+    """What to say of a call with another structure.
+
+    Args:
+        problem: what is other, in words.
+        has_sets: whether nodes have sets, so that whole states would help.
+    """
+    advice = ", or make the guide with AutoTruncated(..., whole_states=True)" if has_sets else ""
+    return (
+        f"the model has another structure than when the guide was set up: {problem}. Make a new guide and first call "
+        f"guide.setup(*args) with the arguments of the largest structure{advice}."
+    )
 
 
 class _GivenGradient(torch.autograd.Function):
@@ -302,8 +323,15 @@ class ProductScorer(Probe):
     def _run_sets(self, sets: Sets) -> dict[str, Any]:
         """The sample sites of a run on sets."""
         states = self._values(sets, [self.plate_sizes(group.nodes[0]) for group in self.product.groups], self.dtypes)
-        with pyro.validation_enabled(False):
-            return sample_nodes(self.run({**self.values, **states}))
+        try:
+            with pyro.validation_enabled(False):
+                return sample_nodes(self.run({**self.values, **states}))
+        except (RuntimeError, IndexError, ValueError) as error:
+            error.add_note(
+                "This happened when the model ran on sets of states, each in one of some dimensions left of its plates. It may be that "
+                + other_structure("densities depend on other discrete latents")
+            )
+            raise
 
     def _run_tables(self, values: Mapping[str, Any]) -> Tables:
         with pyro.validation_enabled(False):
@@ -315,14 +343,13 @@ class ProductScorer(Probe):
         with pyro.validation_enabled(False):
             log_probs = self._log_probs([nodes[name] for name in names])
             tables = [self._table(nodes[name], factors[name], log_prob) for name, log_prob in zip(names, log_probs, strict=True)]
-        flat = torch.cat([table.flatten() for table in tables])
-        entries = flat.double()
+        entries = torch.cat([table.flatten() for table in tables]).double()
         lowest, highest = entries.detach().aminmax()
         if not bool(highest < math.inf):
             self._refuse_infinite(dict(zip(names, tables, strict=True)))
         if bool(lowest < IMPOSSIBLE):
             entries = entries.clamp(min=IMPOSSIBLE)
-        return Tables([factors[name] for name in names], [table.shape for table in tables], entries, flat.dtype)
+        return Tables([factors[name] for name in names], [table.shape for table in tables], entries, [table.dtype for table in tables])
 
     @staticmethod
     def _refuse_infinite(tables: Mapping[str, Tensor]) -> None:
@@ -344,6 +371,9 @@ class ProductScorer(Probe):
         table: Tensor = log_prob.reshape((1,) * (product.tree.num_dims - log_prob.dim()) + tuple(log_prob.shape))
         plates = product.inner_plates[node["name"]]
         inner = [frame.dim for frame in node["cond_indep_stack"] if frame.vectorized and frame.dim not in plates]
+        others = set(range(-product.tree.num_dims, -product.tree.depth)) - {product.tree.dim(node) for node in scope}
+        if any(table.shape[dim] > 1 for dim in others):
+            raise ValueError(other_structure(f"the sites ['{node['name']}'] depend on other discrete latents"))
         # Where all members of a plate have the same density it is held once.
         return once(table.sum(inner, keepdim=True) if inner else table, start=product.tree.num_dims - product.tree.depth)
 
@@ -355,7 +385,8 @@ class ProductScorer(Probe):
             node["name"]: log_prob_on_support(node["fn"], node["value"]) for node in nodes if node["name"] in layout.sites_to_check
         }
         log_probs |= _log_densities_by_name(latents, lambda fn, value: exact_log_prob(fn, value, lambda: log_density(fn, value)))
-        log_probs |= _log_densities_by_name([node for node in others if node["name"] not in log_probs], log_density)
+        rest = [node for node in others if node["name"] not in log_probs]
+        log_probs |= _log_densities_by_name(rest, lambda fn, value: without_impossible(fn, value, log_density(fn, value)))
         return [log_probs[node["name"]] for node in nodes]
 
     def evidence_scale(self, node: int) -> float | Tensor:
@@ -463,8 +494,10 @@ class ProductScorer(Probe):
             together = self._build_tables(nodes)
             observed = (node for node in density_nodes(nodes).values() if node["is_observed"])
             beyond = (node for node in observed if not self.is_inside(node))
-            return all(len(node["fn"].batch_shape) <= product.layout.depth for node in beyond) and self._agrees_with_single_run(
-                together, sets, generator
+            # Few rows may have equal states by chance.
+            number = max(1, min(8, 32 // sum(map(len, sets))))
+            return all(len(node["fn"].batch_shape) <= product.layout.depth for node in beyond) and all(
+                self._agrees_with_single_run(together, sets, generator) for _ in range(number)
             )
         except (RuntimeError, IndexError, ValueError):
             return False
@@ -472,7 +505,8 @@ class ProductScorer(Probe):
     def _reduced_site(self, generator: torch.Generator) -> str | None:
         """Returns a site that depends on several states of a set.
 
-        A sum, maximum or the like over them reaches it, whatever their values.
+        A sum, maximum or the like over them reaches it, whatever their values. So does one over the members of a plate that the graph
+        takes to be independent.
         """
         number, product = recognisable_size(self.nodes), self.product
         if number is None:
@@ -481,10 +515,15 @@ class ProductScorer(Probe):
             group.space.random((self.num_rows(place), number), 0.5, generator).to(self.device) for place, group in enumerate(product.groups)
         ]
         values = self._values(sets, [self.plate_sizes(group.nodes[0]) for group in product.groups], self.dtypes)
-        operations = Operations(values.values(), [number])
+        in_plates: dict[str, list[Tensor]] = defaultdict(list)
+        for node in product.graph.nodes:
+            for plate, _, _ in node.plates:
+                in_plates[plate] += (values[site] for site in node.sites)
+        dimensions = [(number, values.values()), *((int(self._frames[plate].size), own) for plate, own in in_plates.items())]
+        operations = Operations(values.values(), dimensions)
         with pyro.validation_enabled(False), operations:
             nodes = sample_nodes(self.run({**self.values, **values}))
-        return operations.reduced_site(nodes, 0)
+        return next(filter(None, (operations.reduced_site(nodes, place) for place in range(len(dimensions)))), None)
 
     def _agrees_with_single_run(self, together: Tables, sets: Sets, generator: torch.Generator) -> bool:
         """Whether tables agree with a run of random states of the sets."""
@@ -498,17 +537,18 @@ class ProductScorer(Probe):
                 single = own.gather(1, index.unsqueeze(-1).expand(-1, -1, own.shape[-1])).squeeze(1)
                 levels |= product.node_layouts[node].site_values(group.space.unpack(single), self.plate_sizes(node), self.dtypes)
         singly = self._run_tables({**self.values, **levels})
+        # One state, without dimensions, adapts to the type of other tensors; sets do not.
+        dtypes = zip(together.dtypes, singly.dtypes, strict=True)
         return all(
-            self._agree(scope, table, expected[1], places, singly.dtype)
-            for (scope, table), expected in zip(together.parts, singly.parts, strict=True)
+            self._agree(scope, table, expected[1], places, own)
+            for (scope, table), expected, own in zip(together.parts, singly.parts, dtypes, strict=True)
         )
 
-    def _agree(self, scope: tuple[int, ...], table: Tensor, expected: Tensor, places: Mapping[int, Tensor], dtype: torch.dtype) -> bool:
+    def _agree(
+        self, scope: tuple[int, ...], table: Tensor, expected: Tensor, places: Mapping[int, Tensor], dtypes: tuple[torch.dtype, torch.dtype]
+    ) -> bool:
         tree = self.product.tree
-        others = set(range(-tree.num_dims, -tree.depth)) - {tree.dim(node) for node in scope}
-        if table.dim() != tree.num_dims or any(table.shape[dim] != 1 for dim in others):
-            return False
         for node in scope:
             if table.shape[tree.dim(node)] > 1:
                 table = torch.take_along_dim(table, places[node], dim=tree.dim(node))
-        return bool(((table - expected).abs() <= rounding_tolerance(expected, dtype)).all())
+        return bool(((table - expected).abs() <= rounding_tolerance(expected, *dtypes)).all())

@@ -8,31 +8,41 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
+import itertools
+import math
+import sys
 import types
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.chain_scorer import ChainScorer
 from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.discovery import refuse_wider_support
 from pyro_truncated.program.log_joint import LogJoint
-from pyro_truncated.program.product_scorer import NUM_TRIED, ProductScorer
+from pyro_truncated.program.product_scorer import NUM_TRIED, ProductScorer, other_structure
 from pyro_truncated.program.sites import density_nodes, is_subsampled
+from pyro_truncated.utils.parameter_store import read_variables
 
+# How deep programs are looked into, how many values are taken, and what holds none of a user's switches.
+_DEPTH, _MOST_HELD = 8, 4096
+# Of larger arrays some entries are looked at.
+_MOST_ENTRIES = 2**16
+_LIBRARIES = sys.stdlib_module_names - {"types", "argparse"} | {"torch", "pyro", "pyro_truncated", "numpy", "pandas", "scipy"}
 _NUMBERS = (bool, int, float, str, bytes, enum.Enum, np.generic)
 
 
 class KnownStructures:
     """The calls of a program whose structure is known.
 
-    Of arguments they are told apart by kinds: types, switches and whether numbers are zero; and by numbers: shapes, and integers.
+    Of arguments they are told apart by kinds: types, switches and whether numbers are zero; and by numbers: shapes, integers, reals.
     What a program holds itself counts, too.
     """
 
@@ -43,9 +53,7 @@ class KnownStructures:
     def __contains__(self, run: tuple[Call, Mapping[str, Any]]) -> bool:
         call, nodes = run
         leaves = _leaves(call)
-        known = self._numbers.get(_kinds(leaves), set())
-        # Where several numbers have told nothing, such as numbers of steps, others will not either.
-        return nodes.keys() <= self._sites and (len(known) >= NUM_TRIED or _numbers(leaves, nodes) in known)
+        return nodes.keys() <= self._sites and _are_known(_numbers(leaves, nodes), self._numbers.get(_kinds(leaves), set()))
 
     def add(self, call: Call, nodes: Mapping[str, Any]) -> None:
         """Notes that the structure of a call is known.
@@ -64,10 +72,24 @@ def _kinds(leaves: Iterable[Any]) -> Any:
     return tuple(dict.fromkeys(map(_kind, leaves)))
 
 
+def _are_known(numbers: tuple[Any, ...], known: Collection[tuple[Any, ...]]) -> bool:
+    """Whether numbers are like some that are known.
+
+    A place where several have told nothing, such as a number of steps, will not tell more.
+    """
+    if numbers in known:
+        return True
+    alike = [others for others in known if len(others) == len(numbers)]
+    if not alike:
+        return len({len(others) for others in known}) >= NUM_TRIED
+    places = [place for place, values in enumerate(zip(*alike, strict=True)) if len(set(values)) < NUM_TRIED]
+    return any(all(numbers[place] == others[place] for place in places) for others in alike)
+
+
 def _numbers(leaves: Iterable[Any], nodes: Mapping[str, Any]) -> Any:
     values = (node["value"] for node in nodes.values() if node["is_observed"] and isinstance(node["value"], Tensor))
     observed = {value.untyped_storage().data_ptr() for value in values if value.layout == torch.strided}
-    return tuple(_number(leaf, observed) for leaf in leaves)
+    return tuple(number for leaf in leaves for number in _numbers_of(leaf, observed))
 
 
 def refuse_other_structure(scorer: LogJoint | ProductScorer | ChainScorer, max_count: int | Mapping[str, int] | None) -> None:
@@ -85,17 +107,14 @@ def refuse_other_structure(scorer: LogJoint | ProductScorer | ChainScorer, max_c
     layout = scorer.layout
     dependencies = Dependencies(scorer.call, max_count)
     if problem := _find_problem(scorer, dependencies):
-        advice = ", or make the guide with AutoTruncated(..., whole_states=True)" if isinstance(scorer, ProductScorer) else ""
-        raise ValueError(
-            f"the model has another structure than when the guide was set up: {problem}. Make a new guide and first call "
-            f"guide.setup(*args) with the arguments of the largest structure{advice}."
-        )
+        raise ValueError(other_structure(problem, has_sets=isinstance(scorer, ProductScorer)))
     latents = set(layout.sites)
     conditional = latents & dependencies.conditional(latents) - set(scorer.observed_sites)
     for name in conditional:
         refuse_wider_support(scorer.nodes, layout.sites, name, layout.limits.get(name), dependencies)
     layout.dependents |= dependencies.dependents(latents)
     layout.read |= dependencies.read & latents
+    layout.note_readers(dependencies)
     layout.conditional_sites |= conditional
     layout.sites_to_check |= conditional
     if isinstance(scorer, ChainScorer):
@@ -169,7 +188,8 @@ def _leaves(call: Call) -> list[Any]:
     """All arguments, and what the program and they hold."""
     leaves = pytree.tree_leaves((call.args, dict(call.kwargs)))
     seen: set[int] = set()
-    return [*leaves, *(value for owner in [call.model, *leaves] for value in _held_values(owner, seen))]
+    held = (value for owner in [call.model, *leaves] for value in _held_values(owner, seen))
+    return [*leaves, *itertools.islice(held, _MOST_HELD)]
 
 
 def _kind(value: Any) -> Any:
@@ -185,43 +205,82 @@ def _kind(value: Any) -> Any:
     return (name, str(value)) if isinstance(value, (bool, enum.Enum)) else name
 
 
-def _number(value: Any, observed: set[int]) -> Any:
-    """Shapes, and integers such as edges, but for observed ones."""
-    if isinstance(value, Tensor):
-        is_plain = value.layout == torch.strided and not value.is_nested and value.device.type == "cpu"
-        has_edges = is_plain and not value.is_floating_point() and not value.is_complex()
-        is_data = has_edges and value.untyped_storage().data_ptr() in observed
-        return value.shape, _hash(value.detach().numpy()) if has_edges and not is_data else None
-    if isinstance(value, np.ndarray):
-        return value.shape, _hash(value) if value.dtype.kind in "biu" else None
+def _numbers_of(value: Any, observed: set[int]) -> Sequence[Any]:
+    """Shapes, integers such as edges, and real numbers.
+
+    Of these it is also told which are zero. Of observed tensors it is shapes alone.
+    """
+    if isinstance(value, (Tensor, np.ndarray)):
+        if isinstance(value, Tensor) and (not _is_readable(value) or value.untyped_storage().data_ptr() in observed):
+            return (value.shape,)
+        some: Any = value.reshape(-1)[:: 1 + math.prod(value.shape) // _MOST_ENTRIES]
+        if isinstance(some, Tensor):
+            # NumPy knows no shorter ones.
+            is_short = some.is_floating_point() and some.dtype.itemsize < 4
+            some = (some.float() if is_short else some).detach().resolve_neg().numpy()
+        parts = {"f": [some == 0, some], "b": [some], "i": [some], "u": [some]}.get(some.dtype.kind, [])
+        return (value.shape, *(hash(part.tobytes()) for part in parts))
     value = value.item() if isinstance(value, np.generic) else value
-    return value if isinstance(value, (int, str, bytes)) else None
+    if isinstance(value, float):
+        return value != 0, value
+    return (value if isinstance(value, (int, str, bytes, enum.Enum)) else None,)
 
 
-def _hash(integers: np.ndarray) -> int:
-    return hash(integers.reshape(-1)[:: 1 + integers.size // 2**16].tobytes())
+def _is_readable(tensor: Tensor) -> bool:
+    """Whether a look at a tensor's entries waits for no device."""
+    if is_lazy(tensor) or tensor.device.type != "cpu" or tensor.is_nested or tensor.is_quantized or tensor.is_complex():
+        return False
+    try:
+        tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        # Sparse tensors, and those inside of `vmap` or left behind by it, have no memory to be seen.
+        return False
+    return True
 
 
-def _held_values(program: Any, seen: set[int], depth: int = 3) -> Iterator[Any]:
+def _held_values(program: Any, seen: set[int], depth: int = _DEPTH) -> Iterator[Any]:
     """Values that a program reads beside its arguments.
 
-    They are attributes, closures and globals, those of functions that it calls by these among them. Its arguments may be such programs.
+    They are attributes, closures and globals, and what these hold in turn. Its arguments may be such programs.
     """
-    if program is None or isinstance(program, (Tensor, np.ndarray, types.ModuleType, *_NUMBERS)) or id(program) in seen:
+    if id(program) in seen:
         return
     seen.add(id(program))
-    if isinstance(program, functools.partial):
-        held = [program.func, *pytree.tree_leaves((program.args, program.keywords))]
-    elif inspect.isfunction(program):
-        try:
-            names = inspect.getclosurevars(program)
-        except ValueError:  # a variable of the closure that has no value yet
-            return
-        held = [*names.nonlocals.values(), *names.globals.values()]
-    else:
-        held = list(getattr(program.__self__ if inspect.ismethod(program) else program, "__dict__", {}).values())
-    for value in held:
-        if value is None or isinstance(value, _NUMBERS):
-            yield value
-        elif depth and (isinstance(value, functools.partial) or inspect.isfunction(value) or inspect.ismethod(value)):
+    for value in _held(program):
+        if value is None or isinstance(value, (Tensor, np.ndarray, *_NUMBERS)):
+            # What is learned is no switch.
+            if not isinstance(value, Tensor) or (_is_readable(value) and not isinstance(value, torch.nn.Parameter)):
+                yield value
+        elif depth and _may_hold(value):
             yield from _held_values(value, seen, depth - 1)
+
+
+def _held(program: Any) -> Iterable[Any]:
+    """What a program, a container or an object holds."""
+    if isinstance(program, dict):
+        return itertools.chain(program.keys(), program.values())
+    if isinstance(program, (tuple, list, set, frozenset)):
+        return program
+    if isinstance(program, functools.partial):
+        return program.func, program.args, program.keywords
+    if inspect.ismethod(program):
+        return program.__self__, program.__func__
+    if inspect.isfunction(program):
+        return read_variables(program)
+    if isinstance(program, torch.nn.Module) and _library(type(program)) == "torch":
+        return program.training, *program.children()
+    return getattr(program, "__dict__", {}).values()
+
+
+def _may_hold(value: Any) -> bool:
+    """Whether a value is a container, or of the user's own code."""
+    if isinstance(value, (dict, tuple, list, set, frozenset)):
+        return len(value) > 0
+    if isinstance(value, (torch.nn.Module, functools.partial)) or inspect.ismethod(value):
+        return True
+    kind = value if inspect.isfunction(value) else type(value)
+    return not isinstance(value, (type, types.ModuleType)) and _library(kind) not in _LIBRARIES
+
+
+def _library(kind: Any) -> str:
+    return (kind.__module__ or "").partition(".")[0]

@@ -250,7 +250,9 @@ def _difference(actual: Mapping[str, Tensor] | Exception, expected: Mapping[str,
 def _agree(actual: Tensor, expected: Tensor) -> bool:
     if actual.dim() != expected.dim() or any(one not in (1, size) for one, size in zip(actual.shape, expected.shape, strict=True)):
         return False
-    return torch.allclose(actual.expand(expected.shape), expected, rtol=0.0, atol=rounding_tolerance(expected), equal_nan=True)
+    # One state, without dimensions, adapts to the type of other tensors; many states do not.
+    tolerance = rounding_tolerance(expected, actual.dtype, expected.dtype)
+    return torch.allclose(actual.expand(expected.shape).double(), expected.double(), rtol=0.0, atol=tolerance, equal_nan=True)
 
 
 # --- saying where ---
@@ -351,9 +353,9 @@ def _clamped_priors(log_joint: LogJoint) -> frozenset[str]:
 def _clamped_sites(log_joint: LogJoint) -> frozenset[str]:
     """Returns observed sites that have probability zero in some states.
 
-    It tests all states of a small space, and some of a large one.
+    They are looked for on a device: it tests all states of a small space, and some of a large one.
     """
-    space, nodes = log_joint.layout.space, log_joint.nodes.values()
+    space, nodes = log_joint.layout.space, () if log_joint.device.type == "cpu" else log_joint.nodes.values()
     # What is wrong with the data, their own check shall say.
     with torch.no_grad(), spare_random_numbers(), isolate(), contextlib.suppress(Exception):
         if not any(node["is_observed"] and impossible_entries(node["fn"], node["value"]) is not None for node in nodes):

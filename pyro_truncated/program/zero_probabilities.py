@@ -35,12 +35,30 @@ def exact_log_prob(fn: Any, value: Tensor, stock_log_prob: Callable[[], Tensor])
         exact = log_prob_with_zeros(fn, value)
         return stock_log_prob() if exact is None else exact
     log_prob = stock_log_prob()
-    # Torch clamps probabilities to the rounding error; 0.01 nats are room for that of the logarithm.
-    least = math.log(torch.finfo(log_prob.dtype).eps) + 0.01
-    if not _may_reach(log_prob, least, math.inf):
-        return log_prob
-    exact = log_prob_with_zeros(fn, value)
+    exact = log_prob_with_zeros(fn, value) if _may_be_clamped(fn, log_prob) else None
     return log_prob if exact is None else exact
+
+
+def without_impossible(fn: Any, value: Tensor, log_prob: Tensor) -> Tensor:
+    """Returns a log probability less what impossible entries cost.
+
+    No evidence outweighs it, and yet a search sees which states explain more of the data.
+
+    Args:
+        fn: a distribution.
+        value: the observation.
+        log_prob: what torch says.
+    """
+    impossible = impossible_entries(fn, value) if _may_be_clamped(fn, log_prob) else None
+    return log_prob if impossible is None else log_prob - 1e5 * impossible
+
+
+def _may_be_clamped(fn: Any, log_prob: Tensor) -> bool:
+    """Whether log probabilities are as low as those that torch clamps."""
+    if not isinstance(unwrap(fn)[0], _OF_ONE_TRIAL):
+        return True
+    # Torch clamps probabilities to the rounding error; 0.01 nats are room for that of the logarithm.
+    return _may_reach(log_prob, math.log(torch.finfo(log_prob.dtype).eps) + 0.01, math.inf)
 
 
 def log_prob_with_zeros(fn: Any, value: Tensor) -> Tensor | None:
@@ -105,7 +123,7 @@ def certain_values(fn: Any) -> tuple[Tensor, Tensor] | None:
 def impossible_entries(fn: Any, value: Tensor) -> Tensor | None:
     """Returns how many observed entries have probability zero.
 
-    They are counted by batch entry; it is ``None`` for families that torch does not clamp.
+    They are counted by batch entry. It is ``None`` for families that torch does not clamp, and where a CPU sees none.
     """
     return _apply_to_entries(fn, value, _impossible)
 
@@ -115,10 +133,14 @@ def _impossible(fn: Any, value: Tensor) -> Tensor | None:
         return None
     if isinstance(fn, _WITH_FORMULA):
         exact = _entry_log_prob(fn, value)
-        return torch.zeros((), dtype=torch.int64, device=value.device) if exact is None else (exact == -math.inf).long()
-    if isinstance(fn, (distributions.OneHotCategorical, distributions.Multinomial)):
-        return (_Probability.from_distribution(vars(fn)["_categorical"]).certain[0] & (value > 0)).sum(-1)
-    is_zero, is_one = _Probability.from_distribution(fn).certain
+        return None if exact is None else (exact == -math.inf).long()
+    is_one_hot = isinstance(fn, (distributions.OneHotCategorical, distributions.Multinomial))
+    parameter = _Probability.from_distribution(vars(fn)["_categorical"] if is_one_hot else fn)
+    if not parameter.may_be_certain:
+        return None
+    is_zero, is_one = parameter.certain
+    if is_one_hot:
+        return (is_zero & (value > 0)).sum(-1)
     if isinstance(fn, distributions.Categorical):
         shape = torch.broadcast_shapes(value.shape, fn.batch_shape)
         return is_zero.expand(*shape, fn.param_shape[-1]).gather(-1, value.long().unsqueeze(-1).expand(*shape, 1)).squeeze(-1).long()

@@ -248,10 +248,16 @@ def warn_if_rounded(data: Tensor, dtype: torch.dtype) -> None:
         )
 
 
-def rounding_tolerance(values: Tensor, dtype: torch.dtype | None = None) -> float:
-    """A thousand rounding errors of the largest finite value, or of one."""
+def rounding_tolerance(values: Tensor, *dtypes: torch.dtype) -> float:
+    """A thousand rounding errors of the largest finite value, or of one.
+
+    Args:
+        values: the values.
+        dtypes: the types that they were computed in, of which the coarsest counts; by default their own.
+    """
     finite = values[values.isfinite()].abs()
-    return 1e3 * torch.finfo(dtype or values.dtype).eps * (1.0 + (float(finite.max()) if finite.numel() else 0.0))
+    epsilon = max(torch.finfo(dtype).eps for dtype in dtypes or (values.dtype,))
+    return 1e3 * epsilon * (1.0 + (float(finite.max()) if finite.numel() else 0.0))
 
 
 def as_plain_array(value: Any, name: str | None = None) -> Any:

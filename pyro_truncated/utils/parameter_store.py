@@ -9,6 +9,7 @@ import inspect
 import itertools
 import logging
 import re
+import types
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -108,12 +109,12 @@ def program_modules(*programs: Any) -> list[torch.nn.Module]:
         elif inspect.ismethod(program):
             queue.append(program.__self__)
         elif inspect.isfunction(program):
-            found_here = ((value, value.__self__ if inspect.ismethod(value) else value) for value in _variables(program))
+            found_here = ((value, value.__self__ if inspect.ismethod(value) else value) for value in read_variables(program))
             queue += [value for value, owner in found_here if isinstance(owner, torch.nn.Module)]
     return list(modules.values())
 
 
-def _variables(function: Any) -> Iterator[Any]:
+def read_variables(function: Any) -> Iterator[Any]:
     """What a function reads from its closure and globals.
 
     ``inspect.getclosurevars`` would take names of attributes for those of globals.
@@ -121,8 +122,15 @@ def _variables(function: Any) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # of a variable that has no value yet
             yield cell.cell_contents
-    names = {instruction.argval for instruction in dis.get_instructions(function) if instruction.opname == "LOAD_GLOBAL"}
-    yield from (function.__globals__[name] for name in sorted(names & function.__globals__.keys()))
+    yield from (function.__globals__[name] for name in _global_names(function.__code__) if name in function.__globals__)
+
+
+@functools.lru_cache(maxsize=1024)
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    """The names of globals that code reads, and functions inside of it."""
+    names = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname == "LOAD_GLOBAL"}
+    inner = (_global_names(part) for part in code.co_consts if isinstance(part, types.CodeType))
+    return tuple(sorted(names.union(*inner)))
 
 
 def store_parameters(module: torch.nn.Module) -> Iterator[Parameter]:

@@ -184,7 +184,7 @@ def _bound(case: Foreign, reference: Reference, search: Search) -> tuple[float, 
             return (0.0 if bound == -math.inf else math.inf), 0.0
         excess = max(0.0, -loss - float(exact.evidence()))
         # What a mask switches off has one value, and loses no mass of its prior.
-        return (0.0 if guide.layout.idle_sites else abs(-loss - bound) / max(1.0, abs(bound))), excess
+        return (0.0 if guide.make_batch().scorer.idle else abs(-loss - bound) / max(1.0, abs(bound))), excess
 
 
 def _evidence_of(exact: Enumeration, kept: Mapping[str, Tensor]) -> Tensor:

@@ -17,6 +17,7 @@ from pyro.infer import SVI, JitTrace_ELBO, RenyiELBO, Trace_ELBO, TraceEnum_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoGuideList
 from pyro.ops.indexing import Vindex
 from pyro.optim import Adam
+from torch import Tensor
 
 from pyro_truncated import AutoTruncated, EvolutionarySearch, Truncated_ELBO
 from pyro_truncated.distributions import BinaryChains
@@ -392,3 +393,28 @@ def test_sets_that_no_path_crosses_are_named():
     with pytest.raises(ValueError, match=r"of the batch\) of z_0, z_2, z_4\. Search first"):
         without_search.loss_and_grads(model, guide, y)
     assert Truncated_ELBO().loss_and_grads(model, guide, y) == pytest.approx(exact_loss(model, y), rel=1e-5)
+
+
+@pytest.mark.parametrize("num_states", [2, 3, 6])
+@pytest.mark.parametrize("is_idle", [True, False])
+@pytest.mark.parametrize("mask", [True, False])
+def test_one_mask_of_sites_without_plates(num_states: int, is_idle: bool, mask: bool) -> None:
+    """What a mask switches off has no likelihood; where nothing else depends on it, it has one value."""
+    second = torch.tensor([[0.2, 0.5, 0.3], [0.4, 0.1, 0.5]], dtype=torch.float64)
+
+    def model(y: Tensor) -> None:
+        z = pyro.sample("z", dist.Bernoulli(torch.full((), 0.3, dtype=y.dtype)))
+        with pyro.poutine.mask(mask=torch.tensor(mask)):
+            w = pyro.sample("w", dist.Categorical(second[z.long()]))
+            pyro.sample("y", dist.Normal(w.to(y.dtype), 1.0), obs=y)
+        pyro.sample("x", dist.Normal(z if is_idle else z + w, 1.0), obs=y)
+
+    y, total = torch.tensor(0.7, dtype=torch.float64), 0.0
+    density = dist.Normal(0.0, 1.0).log_prob
+    for z, w in itertools.product(range(2), range(3)):
+        log_likelihood = density(y - z - (0 if is_idle else w)) + (density(y - w) if mask else 0.0)
+        total += (0.3 if z else 0.7) * float(second[z, w]) * math.exp(float(log_likelihood))
+    loss = Truncated_ELBO(EvolutionarySearch(2, 2)).loss(model, AutoTruncated(model, num_states), y)
+    assert loss >= -math.log(total) - 1e-9
+    if num_states == 6:
+        assert loss == pytest.approx(-math.log(total), rel=1e-9)

@@ -7,7 +7,7 @@ import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest
 import torch
-from pyro.infer import SVI, TraceEnum_ELBO
+from pyro.infer import SVI, TraceEnum_ELBO, config_enumerate
 from pyro.infer.autoguide import AutoDelta, AutoGuideList
 from pyro.infer.autoguide.initialization import init_to_value
 from pyro.optim import SGD, Adam
@@ -194,3 +194,25 @@ def test_a_first_call_without_latents_is_refused_with_the_cure():
     guide.setup(Y)
     loss = Truncated_ELBO(ExhaustiveSearch()).loss_and_grads(classes, guide, Y, LABELS)
     assert loss == pytest.approx(float(exact_loss(classes, loc_param().detach(), Y, torch.ones(5, dtype=torch.bool), LABELS)), rel=1e-12)
+
+
+@pytest.mark.parametrize("num_states", [1, 2, 3])
+def test_steps_of_a_chain_are_observed_in_some_calls_while_its_sets_are_searched(num_states):
+    rates = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.2, 0.6], [0.5, 0.4, 0.1]], dtype=D64)
+
+    def steps(labels):
+        with pyro.plate("sequences", 2):
+            z = torch.tensor(0)
+            for t, (y, label) in enumerate(zip(Y, labels, strict=True)):
+                known = None if label is None else torch.full((2,), label)
+                z = pyro.sample(f"z{t}", dist.Categorical(rates[z]), obs=known)
+                pyro.sample(f"y{t}", dist.Normal(z.to(D64), NOISE), obs=y)
+
+    guide, elbo = AutoTruncated(steps, num_states), Truncated_ELBO(EvolutionarySearch(2, 2))
+    for labels in ([None] * 5, [None, 1, None, None, 2], [2, None, None, 0, None], [1, 1, 1, 1, None]):
+        enumeration = TraceEnum_ELBO(max_plate_nesting=1, strict_enumeration_warning=False)
+        expected = enumeration.loss(config_enumerate(steps), lambda labels: None, labels)
+        losses = [elbo.loss_and_grads(steps, guide, labels) for _ in range(3)]
+        assert losses == sorted(losses, reverse=True)
+        assert losses[-1] >= expected - 1e-9
+        assert num_states < 3 or losses[-1] == pytest.approx(expected, rel=1e-9)

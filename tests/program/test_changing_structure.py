@@ -128,6 +128,131 @@ def test_other_edges_under_the_same_names_are_refused(model: Callable[..., None]
         assert loss(whole, cast(edges)) == pytest.approx(-block_evidence(edges), rel=1e-10)
 
 
+def lagged(lag: int) -> None:
+    """Each step depends on the one before, or on another earlier one."""
+    steps: list[Tensor] = []
+    for t, y in enumerate(Y.repeat(2)):
+        steps.append(pyro.sample(f"z{t}", dist.Categorical(logits=RATES[steps[t - lag]] if t >= lag else RATES[0])))
+        pyro.sample(f"y{t}", dist.Normal(steps[t].to(y.dtype), 1.0), obs=y)
+
+
+class Settings:
+    """What a program may be told of its steps."""
+
+    def __init__(self) -> None:
+        self.values, self.coupling = {"lag": 1}, [1.0, 0.0, 1.0]
+
+
+class Lagged(torch.nn.Module):
+    """A program with modules that hold a setting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = torch.nn.ModuleList([LaggedSteps()])
+
+    def forward(self) -> None:
+        """Runs the first module."""
+        self.steps[0]()
+
+
+class LaggedSteps(torch.nn.Module):
+    """Steps whose lag is a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("lag", torch.tensor(1))
+
+    def forward(self) -> None:
+        """The steps."""
+        lagged(int(self.lag))
+
+
+SETTINGS = Settings()
+
+
+def lagged_by_a_dictionary() -> None:
+    lagged(SETTINGS.values["lag"])
+
+
+def lagged_by_a_float() -> None:
+    lagged(1 if SETTINGS.coupling[2] else 2)
+
+
+def change_settings() -> None:
+    SETTINGS.values["lag"], SETTINGS.coupling[2] = 2, 0.0
+
+
+@pytest.mark.parametrize("kind", ["module", "dictionary", "float"])
+def test_edges_that_the_program_holds_anywhere_are_noticed(kind: str) -> None:
+    module = Lagged()
+    SETTINGS.__init__()
+    model = {"module": module, "dictionary": lagged_by_a_dictionary, "float": lagged_by_a_float}[kind]
+    guide = AutoTruncated(model, num_states=3)
+    before = loss(guide)
+    assert loss(guide) == before
+    change_settings()
+    module.steps[0].lag.fill_(2)
+    with pytest.raises(ValueError, match=r"another structure .* the sites \['z2', 'z3', 'z4', 'z5'\] depend on other"):
+        loss(guide)
+
+
+def test_edges_by_weights_that_are_not_zero_are_noticed_after_many_other_calls() -> None:
+    """Numbers that change in every call hide no others."""
+
+    def model(weights: Tensor, step: int) -> None:
+        del step
+        block_model([(i, j) for i in range(4) for j in range(4) if weights[i, j] > 0])
+
+    def weights(edges: Edges) -> Tensor:
+        matrix = torch.zeros(4, 4, dtype=torch.float64)
+        matrix[tuple(zip(*edges, strict=True))] = 1.0
+        return matrix
+
+    guide = AutoTruncated(model, num_states=3)
+    for step in range(8):
+        assert loss(guide, weights(CHAIN), step) == pytest.approx(-block_evidence(CHAIN), rel=1e-10)
+    with pytest.raises(ValueError, match=r"another structure .* the sites \['edge1', 'edge2'\] depend on other"):
+        loss(guide, weights(STAR), 8)
+
+
+def thresholds(weights: Tensor) -> None:
+    """Which weights are large tells which latents an observation depends on."""
+    z = [pyro.sample(f"z{i}", dist.Categorical(torch.ones(3, dtype=Y.dtype))) for i in range(3)]
+    for i in range(3):
+        mean = z[i] + sum((z[j] for j in range(i) if weights[i, j] > 0.5), torch.tensor(0))
+        pyro.sample(f"y{i}", dist.Normal(mean.to(Y.dtype), 1.0), obs=Y[i])
+
+
+def large(*edges: tuple[int, int]) -> Tensor:
+    """Weights that are large at some places."""
+    weights = torch.full((3, 3), 0.1)
+    weights[tuple(zip(*edges, strict=True))] = 0.9
+    return weights
+
+
+@pytest.mark.parametrize("before", [[(1, 2)], [(1, 0)]])
+def test_edges_by_real_numbers_are_noticed(before: list[tuple[int, int]]) -> None:
+    guide = AutoTruncated(thresholds, num_states=3)
+    guide.setup(large(*before))
+    with pytest.raises(ValueError, match=r"another structure .* the sites \['y2'\] depend on other"):
+        loss(guide, large(*before, (2, 0)))
+
+
+def test_edges_after_many_other_calls_are_refused_where_sets_have_no_room_for_them() -> None:
+    def chain(weights: Tensor) -> None:
+        z = [torch.tensor(0)]
+        for i, y in enumerate(Y):
+            z.append(pyro.sample(f"z{i}", dist.Categorical(logits=RATES[z[-1]])))
+            mean = z[-1] + sum((z[j] for j in range(1, i + 1) if weights[i, j - 1] > 0.5), torch.tensor(0))
+            pyro.sample(f"y{i}", dist.Normal(mean.to(Y.dtype), 1.0), obs=y)
+
+    guide = AutoTruncated(chain, num_states=3)
+    for number in range(5):
+        loss(guide, large((0, 1)) - 0.01 * number)
+    with pytest.raises(ValueError, match=r"another structure .* the sites \['y2'\] depend on other .*whole_states=True"):
+        loss(guide, large((0, 1), (2, 1)) - 0.07)
+
+
 def test_new_sites_that_depend_on_no_latent_are_taken() -> None:
     def model(y: Tensor, more: bool = False) -> None:
         labelled(y)

@@ -273,6 +273,30 @@ def test_arguments_that_are_no_tensors_stay_as_they_are(dtype: str) -> None:
         unset = print
 
 
+class Keeper:
+    """A program that keeps what it has computed, and tensors of all kinds."""
+
+    def __init__(self) -> None:
+        ones = torch.ones(2)
+        self.kept = [ones.to_sparse(), ones.to("meta"), ones.bfloat16(), ones + 1j, (ones + 1j).conj().imag]
+        self.kept += [torch.nested.nested_tensor([ones, ones[:1]], layout=torch.jagged), torch.nn.parameter.UninitializedBuffer()]
+        self.own, self.words = self, np.array(["a", None], dtype=object)
+
+    def __call__(self, y: Tensor) -> None:
+        """Which entries are computed by ``vmap``."""
+        self.state = pyro.sample("s", dist.Bernoulli(torch.full((3,), 0.4, dtype=y.dtype)).to_event(1))
+        self.first, self.mean = self.state[0], DESIGN @ self.state
+        pyro.sample("y", dist.Normal(self.mean, 1.0).to_event(1), obs=y[:1].expand(3))
+
+
+@pytest.mark.filterwarnings("ignore::pyro_truncated.VectorizationWarning")
+def test_what_a_program_keeps_is_no_matter() -> None:
+    model = Keeper()
+    guide, elbo = AutoTruncated(model, num_states=8), Truncated_ELBO()
+    for _ in range(3):
+        assert elbo.loss(model, guide, Y) == pytest.approx(-evidence(product, on=True), rel=1e-10)
+
+
 @pytest.mark.parametrize("way", [lambda z: torch.as_tensor(2.0 * z.numpy()), torch.vmap(lambda z: 2.0 * z)], ids=["NumPy", "vmap"])
 def test_sites_outside_of_plates_where_a_later_call_cannot_be_followed(way: Callable[[Tensor], Tensor]) -> None:
     def model(y: Tensor, way: Callable[[Tensor], Tensor]) -> None:

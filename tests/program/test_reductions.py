@@ -138,3 +138,51 @@ def test_chains_whose_steps_reduce_their_states_hold_whole_ones(num_states: int)
     assert guide.product is None
     assert loss >= -evidence - 1e-4
     assert num_states < 64 or loss == pytest.approx(-evidence, rel=1e-5)
+
+
+@pytest.mark.parametrize("function", ["first", "shifted", "all"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_members_of_a_plate_that_depend_on_each_other_are_told_where_nodes_have_sets(function: str, size: int) -> None:
+    """Sets of a chain take the members of its plate to be independent."""
+    functions: dict[str, Score] = {
+        "first": lambda z: z * z[..., :1],
+        "shifted": lambda z: z.roll(1, -1),
+        "all": lambda z: torch.where((z == 1).all(-1, keepdim=True), -50.0, z),
+    }
+
+    def chain(y: Tensor) -> None:
+        z = torch.zeros(size)
+        with pyro.plate("members", size):
+            for t in range(3):
+                z = pyro.sample(f"z{t}", dist.Bernoulli(0.2 + 0.5 * z))
+                pyro.sample(f"y{t}", dist.Normal(functions[function](z), 1.0), obs=y[t])
+
+    guide = AutoTruncated(chain, num_states=2)
+    with pytest.warns(UserWarning, match="site 'y[0-2]' of a data point depends on the states of other data points"):
+        guide.setup(torch.zeros(3, size))
+    assert guide.product is None
+
+
+def test_inner_plates_whose_members_depend_on_each_other_hold_whole_states() -> None:
+    def groups(y: Tensor) -> None:
+        with pyro.plate("groups", 2, dim=-2):
+            flag = pyro.sample("flag", dist.Bernoulli(torch.full((), 0.4, dtype=y.dtype)))
+            with pyro.plate("members", 3, dim=-1):
+                z = pyro.sample("z", dist.Bernoulli(0.2 + 0.5 * flag))
+                pyro.sample("y", dist.Normal(z * z[..., :1], 1.0), obs=y)
+
+    y = torch.linspace(-1.0, 2.0, 6, dtype=torch.float64).reshape(2, 3)
+    evidence = 0.0
+    for row in y:
+        terms = []
+        for flag, *z in itertools.product((0, 1), repeat=4):
+            prior = (0.4 if flag else 0.6) * math.prod((0.7 if on else 0.3) if flag else (0.2 if on else 0.8) for on in z)
+            means = torch.tensor([on * z[0] for on in z], dtype=y.dtype)
+            terms.append(prior * math.exp(float(dist.Normal(means, 1.0).log_prob(row).sum())))
+        evidence += math.log(sum(terms))
+    for num_states in (8, 16):
+        guide = AutoTruncated(groups, num_states=num_states)
+        loss = Truncated_ELBO().loss(groups, guide, y)
+        assert guide.product is None
+        assert loss >= -evidence - 1e-9
+    assert loss == pytest.approx(-evidence, rel=1e-10)

@@ -498,3 +498,24 @@ def test_a_model_that_is_alone_goes_under_the_stock_elbo_with_packed_states_too(
     shift = torch.tensor(0.3)
     expected = dist.Normal(0.0, 1.0).log_prob(shift) - exact_maximum(shift)
     assert found == pytest.approx([expected.item()] * 2, rel=1e-12)
+
+
+@pytest.mark.parametrize("num_latents", [1, 2])
+@pytest.mark.parametrize("num_states", [5, 9])
+def test_densities_that_are_less_precise_for_many_states_than_for_one(num_latents: int, num_states: int) -> None:
+    """Whole numbers and a number of Python give single precision: one state, without dimensions, adapts to the data."""
+    names, y = ("a", "b")[:num_latents], torch.tensor([0.5, 2.0])
+
+    def model(y: Tensor) -> None:
+        for name, own in zip(names, y, strict=False):
+            z = pyro.sample(name, dist.Categorical(torch.ones(9, dtype=y.dtype)))
+            pyro.sample(f"y_{name}", dist.Normal(z + 0.5, 1.0), obs=own)
+
+    terms = (dist.Normal(torch.arange(9.0) + 0.5, 1.0).log_prob(own) - math.log(9) for own in y[:num_latents])
+    evidence = sum(float(one.logsumexp(0)) for one in terms)
+    torch.set_default_dtype(torch.float32)
+    guide = AutoTruncated(model, num_states)
+    loss = Truncated_ELBO(EvolutionarySearch(2, 2)).loss(model, guide, y)
+    assert loss >= -evidence - 1e-5
+    assert (guide.product is not None) == (num_latents == 2)
+    assert num_states == 5 or loss == pytest.approx(-evidence, abs=1e-5)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -111,3 +114,47 @@ def test_searches_see_which_states_explain_more():
     torch.testing.assert_close(guide.mode()["s"], causes.expand(3, -1))
     on = torch.where(causes == 1, 1.0, 0.3 * 0.01 / (0.3 * 0.01 + 0.7))
     torch.testing.assert_close(guide.marginals()["s"], on.expand(3, -1), rtol=0.0, atol=2e-3)
+
+
+@pytest.mark.filterwarnings("ignore:the data observed at")
+@pytest.mark.parametrize("num_states", [2, 8])
+def test_observations_of_nodes_with_sets_rule_states_out(num_states):
+    """A rare cause of what else is impossible, above a chain: little more probable than the least that torch knows."""
+    rare, rates = 1e-6, torch.tensor([0.3, 0.8])
+
+    def model(y):
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Bernoulli(torch.tensor(rare)))
+            w = pyro.sample("w", dist.Bernoulli(rates[z.long()]))
+            v = pyro.sample("v", dist.Bernoulli(rates[w.long()]))
+            pyro.sample("y", dist.Bernoulli(0.5 * z), obs=y)
+            pyro.sample("x", dist.Bernoulli(rates[v.long()]), obs=y)
+
+    def evidence(y):
+        total = 0.0
+        for z, w, v in itertools.product((0, 1), repeat=3):
+            shares = [rare if z else 1 - rare, *(float(rates[a] if b else 1 - rates[a]) for a, b in ((z, w), (w, v), (v, y)))]
+            total += math.prod(shares) * (0.5 * z if y else 1 - 0.5 * z)
+        return math.log(total)
+
+    guide = AutoTruncated(model, num_states)
+    for y in (0, 1, 0):
+        loss = Truncated_ELBO().loss(model, guide, torch.full((2,), float(y)))
+        assert (guide.product is not None) == (num_states == 2)
+        assert loss == pytest.approx(-2 * evidence(y), rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:the data observed at")
+def test_data_of_later_calls_rule_states_out_that_those_of_the_first_do_not():
+    """Six of ten causes are needed; few sets of causes have so many."""
+
+    def model(y):
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(torch.full((10,), 0.02)).to_event(1))
+            pyro.sample("y", dist.Bernoulli(torch.where(s.sum(-1) >= 6, 0.9, 0.0)), obs=y)
+
+    enough = sum(math.comb(10, k) * 0.02**k * 0.98 ** (10 - k) for k in range(6, 11))
+    guide = AutoTruncated(model, num_states=1024)
+    for y, expected in ((0.0, 1 - 0.9 * enough), (1.0, 0.9 * enough)):
+        loss = Truncated_ELBO().loss(model, guide, torch.tensor([y]))
+        assert loss == pytest.approx(-math.log(expected), rel=1e-5, abs=1e-6)
