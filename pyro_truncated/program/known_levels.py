@@ -95,12 +95,12 @@ def find_idle(nodes: Mapping[str, Any], masks: Mapping[str, Tensor], layout: Lay
         rest = off if twin is None or twin["mask"] is None else off & ~torch.as_tensor(twin["mask"])
         plates = {frame.name for frame in nodes[name]["cond_indep_stack"]}
         readers = [densities[reader] for reader in layout.readers[name] if reader in densities]
-        if not any(_is_changed(node, rest, plates, layout, idle) for node in readers):
+        if not any(_counts(node, rest, plates, layout, idle) for node in readers):
             idle[name] = off
     return idle
 
 
-def _is_changed(node: Any, off: Tensor, plates: set[str], layout: Layout, idle: Mapping[str, Tensor]) -> bool:
+def _counts(node: Any, off: Tensor, plates: set[str], layout: Layout, idle: Mapping[str, Tensor]) -> bool:
     """Whether a density counts where a site is off.
 
     It depends on the site, which lies in the given plates.

@@ -53,7 +53,7 @@ class KnownStructures:
     def __contains__(self, run: tuple[Call, Mapping[str, Any]]) -> bool:
         call, nodes = run
         leaves = _leaves(call)
-        return nodes.keys() <= self._sites and _are_known(_numbers(leaves, nodes), self._numbers.get(_kinds(leaves), set()))
+        return nodes.keys() <= self._sites and _match_any(_numbers(leaves, nodes), self._numbers.get(_kinds(leaves), set()))
 
     def add(self, call: Call, nodes: Mapping[str, Any]) -> None:
         """Notes that the structure of a call is known.
@@ -72,7 +72,7 @@ def _kinds(leaves: Iterable[Any]) -> Any:
     return tuple(dict.fromkeys(map(_kind, leaves)))
 
 
-def _are_known(numbers: tuple[Any, ...], known: Collection[tuple[Any, ...]]) -> bool:
+def _match_any(numbers: tuple[Any, ...], known: Collection[tuple[Any, ...]]) -> bool:
     """Whether numbers are like some that are known.
 
     A place where several have told nothing, such as a number of steps, will not tell more.
@@ -211,7 +211,7 @@ def _numbers_of(value: Any, observed: set[int]) -> Sequence[Any]:
     Of these it is also told which are zero. Of observed tensors it is shapes alone.
     """
     if isinstance(value, (Tensor, np.ndarray)):
-        if isinstance(value, Tensor) and (not _is_readable(value) or value.untyped_storage().data_ptr() in observed):
+        if isinstance(value, Tensor) and (not _waits_for_none(value) or value.untyped_storage().data_ptr() in observed):
             return (value.shape,)
         some: Any = value.reshape(-1)[:: 1 + math.prod(value.shape) // _MOST_ENTRIES]
         if isinstance(some, Tensor):
@@ -226,7 +226,7 @@ def _numbers_of(value: Any, observed: set[int]) -> Sequence[Any]:
     return (value if isinstance(value, (int, str, bytes, enum.Enum)) else None,)
 
 
-def _is_readable(tensor: Tensor) -> bool:
+def _waits_for_none(tensor: Tensor) -> bool:
     """Whether a look at a tensor's entries waits for no device."""
     if is_lazy(tensor) or tensor.device.type != "cpu" or tensor.is_nested or tensor.is_quantized or tensor.is_complex():
         return False
@@ -249,7 +249,7 @@ def _held_values(program: Any, seen: set[int], depth: int = _DEPTH) -> Iterator[
     for value in _held(program):
         if value is None or isinstance(value, (Tensor, np.ndarray, *_NUMBERS)):
             # What is learned is no switch.
-            if not isinstance(value, Tensor) or (_is_readable(value) and not isinstance(value, torch.nn.Parameter)):
+            if not isinstance(value, Tensor) or (_waits_for_none(value) and not isinstance(value, torch.nn.Parameter)):
                 yield value
         elif depth and _may_hold(value):
             yield from _held_values(value, seen, depth - 1)
