@@ -267,7 +267,7 @@ MAX_BANDS, MIN_RATIO_OF_BANDS = 32, 2.0
 # Channels of a signal are related if their correlation, at some lag up to that number of entries, exceeds this one.
 # It must also exceed so many deviations of correlations by chance, but for correlations above the second.
 MIN_CORRELATION, MAX_CORRELATION, NUM_DEVIATIONS, MAX_LAG = 0.5, 0.9, 3.0, 64
-# Noise below this share of a slice's deviation is not told from a smooth slice.
+# Noise below this share of a channel's or slice's deviation is not told from a smooth one.
 MIN_SHARE_OF_NOISE = 0.01
 
 
@@ -325,14 +325,18 @@ def _are_slices(planes: Tensor) -> bool:
     return all(bool(near.max() < far.min()) for near, far in itertools.pairwise(rings))
 
 
+def _noisy_mask(image: Tensor, levels: Tensor) -> Tensor:
+    """Returns which channels have noise, ``(C,)``."""
+    return levels > MIN_SHARE_OF_NOISE * torch.stack([deviation(plane) for plane in image.unbind(-1)])
+
+
 def _are_bands(planes: Tensor) -> bool:
     """Whether planes have noise of unlike strength."""
     if not 1 < len(planes) <= min(MAX_BANDS, *(size // 2 for size in planes.shape[1:])):
         return False
-    observed = [plane for plane in planes if not bool(plane.isnan().all())]
-    levels = torch.tensor([noise_level(plane, 2) for plane in observed])
-    is_noisy = levels > MIN_SHARE_OF_NOISE * torch.stack([deviation(plane) for plane in observed])
-    return bool(is_noisy.all()) and float(levels.max() / levels.min()) > MIN_RATIO_OF_BANDS
+    observed = planes[~planes.isnan().flatten(1).all(1)].movedim(0, -1)
+    levels = torch.as_tensor(per_channel(noise_level, observed, 2))
+    return bool(_noisy_mask(observed, levels).all()) and float(levels.max() / levels.min()) > MIN_RATIO_OF_BANDS
 
 
 def check_noise(noise: Noise, image: Tensor, *, has_channels: bool) -> float | Tensor:
@@ -365,8 +369,8 @@ def per_channel(level: Callable[[Tensor, int], float], image: Tensor, num_dims: 
 def noise_levels(image: Tensor, num_dims: int) -> float | Tensor:
     """Estimates the noise of an array, or ``(C,)`` of its channels.
 
-    It is that of :func:`.noise_level`. Channels too small for the estimate by windows share their windows, each divided by its first
-    estimate.
+    It is that of :func:`.noise_level`. Noisy channels too small for the estimate by windows share their windows, each divided by its
+    first estimate.
     """
     levels = per_channel(noise_level, image, num_dims)
     if not isinstance(levels, Tensor):
@@ -375,20 +379,23 @@ def noise_levels(image: Tensor, num_dims: int) -> float | Tensor:
     if len(windows) >= _WINDOWS_PER_ENTRY * windows.shape[1:].numel():
         return levels
     # Means of channels that lie far apart are no deviation.
-    return levels * noise_level((image - image.flatten(0, -2).nanmean(0)) / levels, num_dims)
+    above, is_noisy = image - image.flatten(0, -2).nanmean(0), _noisy_mask(image, levels)
+    return torch.where(is_noisy, levels * noise_level((above / levels)[..., is_noisy], num_dims), levels) if is_noisy.any() else levels
 
 
-def related_channels(image: Tensor, num_dims: int, levels: float | Tensor) -> list[list[int]]:
+def related_channels(image: Tensor, num_dims: int, levels: float | Tensor, *, is_noise_known: bool = True) -> list[list[int]]:
     """Returns groups of channels that say something of each other.
 
-    Constant channels, as of an image that is opaque everywhere, are in none. Channels of a signal, ``(N, C)``, are alone if their
-    correlations with all others are low at all small lags, or as by chance. Bands of images are never parted otherwise: edges lie
+    Constant channels, as of an image that is opaque everywhere, are in none. Estimated noise parts channels without noise, as a
+    transparency, from noisy ones: in units of the noise they would outweigh all others. Channels of a signal, ``(N, C)``, are alone if
+    their correlations with all others are low at all small lags, or as by chance. Bands of images are not parted by correlations: edges lie
     at the same places.
 
     Args:
         image: the array, channels last; what is missing is NaN.
         num_dims: dimensions without channels.
         levels: the noise, which is left out of variances.
+        is_noise_known: whether the noise is not an estimate.
 
     Reference:
         Bartlett, "Some aspects of the time-correlation problem in regard to tests of significance", Journal of the Royal Statistical
@@ -399,6 +406,9 @@ def related_channels(image: Tensor, num_dims: int, levels: float | Tensor) -> li
     above = (rows - rows.nanmean(0)).nan_to_num(0.0)
     is_related = torch.eye(len(varies), dtype=torch.bool)
     both = torch.tensor(varies).unsqueeze(0) & torch.tensor(varies).unsqueeze(1)
+    if not is_noise_known:
+        is_noisy = _noisy_mask(image, torch.as_tensor(levels)).cpu()
+        both &= is_noisy.unsqueeze(0) == is_noisy.unsqueeze(1)
     if num_dims > 1:
         is_related |= both
     else:

@@ -125,7 +125,7 @@ def denoise(
     the mixture is learned from the array restored so far. Every entry becomes the weighted mean of
     the patches' posterior means. Missing entries (NaN, or masked) are filled in. All steps: :doc:`/explanation/restoration`.
 
-    Every channel has its own noise and unit. Constant or unrelated channels are restored apart;
+    Every channel has its own noise and unit. Constant, unrelated or noise-free channels are restored apart;
     ``model`` and ``guide`` are then those of the largest group.
 
     Example::
@@ -198,12 +198,13 @@ def _restore(image: Tensor, noise: Noise | str, settings: _Settings, *, has_chan
         levels = noise_levels(image, num_dims)
         warn_if_noise_varies(image, num_dims, levels)
     channels = image.shape[-1] if has_channels else None
-    groups = related_channels(image, num_dims, levels) if has_channels and settings.model is None else []
+    is_known = noise is not None
+    groups = related_channels(image, num_dims, levels, is_noise_known=is_known) if has_channels and settings.model is None else []
     if groups and len(groups[0]) < image.shape[-1]:
-        return _restore_apart(image, levels, groups, settings, is_noise_known=noise is not None)
+        return _restore_apart(image, levels, groups, settings, is_noise_known=is_known)
     if not isinstance(levels, Tensor):
-        return _restore_at_level(image, levels, channels, settings, is_noise_known=noise is not None)
-    white = _restore_at_level(image / levels, 1.0, channels, settings, is_noise_known=noise is not None)
+        return _restore_at_level(image, levels, channels, settings, is_noise_known=is_known)
+    white = _restore_at_level(image / levels, 1.0, channels, settings, is_noise_known=is_known)
     own = white.noise * levels
     return dataclasses.replace(white, image=white.image * levels, noise=root_mean_square(own), channel_noise=own)
 

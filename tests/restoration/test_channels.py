@@ -131,6 +131,19 @@ def test_unrelated_sensors_are_restored_as_each_alone():
 
 
 @pytest.mark.slow
+def test_a_transparency_without_noise_leaves_colours_as_without_it():
+    rows, columns = torch.meshgrid(*2 * (torch.arange(32.0),), indexing="ij")
+    colours = 10 * waves(32, 32, 3)
+    noisy = colours + 10 * torch.randn(32, 32, 3, generator=generator())
+    alone = (denoise(noisy, generator=generator(), progress=False).image - colours).square().mean()
+    disc = 255.0 * ((rows - 16).square() + (columns - 16).square() < 200)
+    for transparency in (disc, (4 * (rows + columns)).round()):
+        picture = torch.cat([noisy, transparency.unsqueeze(-1)], -1)
+        restored = denoise(picture, channels=True, generator=generator(), progress=False).image
+        assert (restored[..., :3] - colours).square().mean() < 1.1 * alone
+        assert (restored[..., 3] - transparency).abs().max() < 1
+
+
 def test_a_constant_channel_is_returned_as_it_is():
     image = torch.cat([waves(16, 16, 3), torch.full((16, 16, 1), 255.0).double()], -1)
     image[..., :3] += torch.randn(16, 16, 3, generator=generator())
