@@ -47,6 +47,8 @@ CONTAINERS = {
     "attributes": xr.DataArray(FILLED, attrs={"_FillValue": FILL}),
     "two fill values": xr.DataArray(np.where(HIDDEN & (DATA > 0), -1e20, FILLED), attrs={"_FillValue": FILL, "missing_value": [-1e20]}),
     "encoding": xr.DataArray(FILLED).assign_attrs(units="K"),
+    "fill values in double precision": xr.DataArray(np.where(HIDDEN, -999.99, DATA).astype(np.float32), attrs={"_FillValue": -999.99}),
+    "text": xr.DataArray(FILLED, attrs={"missing_value": str(FILL)}),
     "variable": xr.Variable(("row", "column"), FILLED, {"_FillValue": FILL}),
 }
 CONTAINERS["encoding"].encoding = {"_FillValue": FILL}
