@@ -549,14 +549,24 @@ def check_stabilised_counts(stable: Tensor, num_dims: int, gain: float) -> None:
     """Warns if stabilised counts have other noise than one.
 
     Warns:
-        VaryingNoiseWarning: with the gain that the values seem to have.
+        VaryingNoiseWarning: with the gain that the values seem to have, or the growth of the noise.
     """
     level = noise_level(stable, num_dims)
     is_low = level < MIN_STABLE and float(stable.square().nanmean()) / 4 > MANY_PHOTONS
-    if level > MAX_STABLE or is_low:
+    is_large, growth = _noise_growth(stable, num_dims, 1.0)
+    # The noise of fewer photons also grows when it is stabilised.
+    grows = is_large and growth > 0 and float(stable.nan_to_num(math.inf).min()) ** 2 / 4 > MANY_PHOTONS
+    found = f"it is about {level**2:.3g} times the mean"
+    advice = f"Divide the image by {gain * level**2:.3g} before, and multiply what is restored."
+    if is_low or grows:
+        advice = "If a camera added an offset, subtract it, and divide by its gain. Otherwise, transform the image first, or give a level."
+    if grows:
+        found = (
+            f"it grows faster: of stabilised values, the noise is {growth:.1f} times as strong in the brightest windows as in the darkest"
+        )
+    if level > MAX_STABLE or is_low or grows:
         warnings.warn(
-            f"noise='poisson' expects photon counts, whose variance is their mean; here it is about {level**2:.3g} times the mean. "
-            f"Divide the image by {gain * level**2:.3g} before, and multiply what is restored.",
+            f"noise='poisson' expects photon counts, whose variance is their mean; here {found}. {advice}",
             VaryingNoiseWarning,
             stacklevel=6,
         )
@@ -574,23 +584,32 @@ def warn_if_noise_varies(image: Tensor, num_dims: int, levels: float | Tensor) -
             darkest, and a fifth more than in the second. Or if the values are multiples of one
             number, and have the noise of counts.
     """
+    is_large, growth = _noise_growth(image, num_dims, levels)
+    if not is_large or not (growth or _is_poisson_noise(image, num_dims)):
+        return
+    found, advice = "it is that of photon counts", "Pass noise='poisson'."
+    if growth:
+        found = f"in the brightest windows it is {growth:.1f} times that of the darkest"
+        advice = "For photon counts pass noise='poisson'; otherwise transform the image first, as by a logarithm."
+    warnings.warn(
+        f"the noise grows with the brightness: {found}, and one level is removed everywhere. {advice}", VaryingNoiseWarning, stacklevel=5
+    )
+
+
+def _noise_growth(image: Tensor, num_dims: int, levels: float | Tensor) -> tuple[bool, float]:
+    """Returns whether noise is large in bright windows, and how it grows.
+
+    The growth from dark to bright windows is zero if it may be chance.
+    """
     classes = _brightness_classes(image / levels, num_dims)
     if classes is None:
-        return
+        return False, 0.0
     noise, texture = (torch.stack([estimate(part) for part in classes]) for estimate in (_principal_noise, _lower_texture))
     is_large = float(noise[-1]) * root_mean_square(levels) >= MIN_SHARE_OF_SIGNAL * float(deviation(image))
-    if is_large and all(
+    grows = all(
         bool(level[-1] > MIN_GROWTH * level[0]) and bool(level[-1] > MIN_GROWTH_FROM_SECOND * level[1]) for level in (noise, texture)
-    ):
-        growth = f"in the brightest windows it is {float(noise[-1] / noise[0]):.1f} times that of the darkest"
-        advice = "For photon counts pass noise='poisson'; otherwise transform the image first, as by a logarithm."
-    elif is_large and _is_poisson_noise(image, num_dims):
-        growth, advice = "it is that of photon counts", "Pass noise='poisson'."
-    else:
-        return
-    warnings.warn(
-        f"the noise grows with the brightness: {growth}, and one level is removed everywhere. {advice}", VaryingNoiseWarning, stacklevel=5
     )
+    return is_large, float(noise[-1] / noise[0]) if grows else 0.0
 
 
 def _brightness_classes(image: Tensor, num_dims: int) -> list[Tensor] | None:

@@ -363,7 +363,8 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: Noise | str = 0.0,
         **options: as for :func:`denoise`.
 
     Warns:
-        UserWarning: if a mask hides more than half of the numbers, as one does that marks what is missing.
+        UserWarning: if a mask hides more than half of the numbers, as one does that marks what is missing; if nothing is missing, and
+            no noise is taken off.
 
     Raises:
         ValueError: for a mask of another shape, or of more than two numbers, and what :func:`denoise` refuses.
@@ -379,6 +380,12 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: Noise | str = 0.0,
         image = check_image(torch.where(mask, as_floating(image), math.nan))
     if noise is None or isinstance(noise, str) or bool(np.any(np.asarray(noise) != 0.0)):
         return denoise(image, noise, **options)
+    if not bool(image.isnan().any()):
+        warnings.warn(
+            "nothing is missing, so nothing is filled in: NaN, or False in a mask, marks what is; other numbers, such as -9999, are data.",
+            UserWarning,
+            stacklevel=3,
+        )
     axis = channel_axis(image, options.get("channels"))
     last = image if axis is None else image.movedim(axis, -1)
     levels = per_channel(nearly_no_noise, last, last.dim() - (axis is not None)) if options.get("model") is None else None
