@@ -164,3 +164,8 @@ def test_few_outliers_hide_no_clusters(value, covariance_type):
     found = TruncatedMixture(4, covariance_type=covariance_type, random_state=0).fit_predict(table)
     assert adjusted_rand_score(kind, found[:300]) > 0.95
     assert len({*found[300:]} - {*found[:300]}) == 1
+
+
+def test_columns_of_real_numbers_are_hardly_categorical():
+    with pytest.warns(UserWarning, match="column 1 has 40 values in 40 rows"):
+        TruncatedMixture(2, family="categorical", n_init=1, max_iter=2).fit(np.c_[np.arange(40) % 3, np.linspace(0, 1, 40)])
