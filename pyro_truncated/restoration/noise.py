@@ -339,6 +339,29 @@ def _are_bands(planes: Tensor) -> bool:
     return bool(_noisy_mask(observed, levels).all()) and float(levels.max() / levels.min()) > MIN_RATIO_OF_BANDS
 
 
+def warn_if_table(image: Tensor) -> None:
+    """Warns if columns of an image ``(N, C)`` have noise of unlike strength.
+
+    Neighbours in an image are alike, in a table they have units of their own.
+
+    Warns:
+        UserWarning: with the weakest and the strongest noise.
+    """
+    columns = [column for column in image.unbind(-1) if not bool(column.isnan().all()) and bool((column != column[0]).any())]
+    # Of fewer entries the noise is not sure.
+    if len(columns) < 2 or len(image) < MAX_CHANNELS_OF_SIGNAL:
+        return
+    levels = torch.tensor([noise_level(column, 1) for column in columns])
+    is_noisy = levels > MIN_SHARE_OF_NOISE * torch.stack([deviation(column) for column in columns]).cpu()
+    if bool(is_noisy.all()) and float(levels.log().diff().abs().median()) > math.log(MIN_RATIO_OF_BANDS):
+        warnings.warn(
+            f"the columns have noise of unlike strength, from {float(levels.min()):.3g} to {float(levels.max()):.3g}, and are restored as "
+            "an image. Pass channels=True if they are signals, or channels=False.",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
 def check_noise(noise: Noise, image: Tensor, *, has_channels: bool) -> float | Tensor:
     """Checks a noise level, one number or one for each channel.
 

@@ -31,6 +31,7 @@ from pyro_truncated.restoration.noise import (
     stabilise,
     unbiased_inverse,
     warn_if_noise_varies,
+    warn_if_table,
 )
 from pyro_truncated.restoration.nonlocal_groups import average_groups, average_low_rank_groups, predict_missing
 from pyro_truncated.restoration.patch_mixture import expected_errors, find_consensus, run_rounds
@@ -165,6 +166,7 @@ def denoise(
 
     Warns:
         VaryingNoiseWarning: if the noise grows with the brightness, or counts are no Poisson counts.
+        UserWarning: if an image is a table of columns in unlike units.
     """
     image = check_image(image)
     if rounds is None:
@@ -176,6 +178,8 @@ def denoise(
     training = {"passes": passes, "num_states": num_states, "batch_size": batch_size, "progress": progress}
     settings = _Settings(model, side, stride, num_components, rounds, training, generator)
     axis = channel_axis(image, channels)
+    if axis is None and channels is None and noise is None and image.dim() == 2:
+        warn_if_table(image)
     if axis == 0:
         result = _restore(image.movedim(0, -1), noise, settings, has_channels=True)
         return dataclasses.replace(result, image=result.image.movedim(-1, 0))

@@ -14,7 +14,7 @@ import numbers
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import numpy as np
@@ -330,6 +330,14 @@ class ArrayResult:
         tensor: Tensor = getattr(self, self.array_field)
         array = tensor.detach().cpu().numpy()
         return array.astype(array.dtype if dtype is None else dtype, copy=bool(copy))
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        return len(getattr(self, self.array_field))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """The rows, for pandas and others."""
+        return iter(getattr(self, self.array_field))
 
     def __dlpack__(self, **options: Any) -> Any:
         """The array, for torch and others."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -185,3 +186,13 @@ def test_slow_channels_that_are_alike_by_chance_are_unrelated(seed):
     assert sorted(related_channels(walks, 1, torch.ones(3))) == [[0], [1], [2]]
     walks[:, 1] = walks[:, 0].roll(5) + noise[:, 2]
     assert sorted(related_channels(walks, 1, torch.ones(3))) == [[0, 1], [2]]
+
+
+@pytest.mark.parametrize(("is_table", "number"), [(True, 1), (False, 0)])
+def test_tables_of_many_columns_in_units_of_their_own_are_told(is_table, number):
+    units = 10 ** (4 * torch.rand(40, generator=generator()).double() - 2) if is_table else torch.ones(40).double()
+    table = torch.arange(100).unsqueeze(1).div(torch.linspace(5, 30, 40)).sin() + 0.2 * torch.randn(100, 40, generator=generator())
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        denoise(table * units, stride=4, **QUICK)
+    assert sum("columns have noise of unlike strength" in str(warning.message) for warning in caught) == number
+    assert {warning.filename for warning in caught} <= {__file__}
