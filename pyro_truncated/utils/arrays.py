@@ -302,7 +302,8 @@ def as_data(name: str, value: Any, like: Tensor | None = None) -> Tensor:
         raise TypeError(f"{name} must hold real numbers; got {result.dtype}")
     if not isinstance(result, Tensor):
         kind = f"an array of {result.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
-        raise TypeError(f"{name} must be a tensor, an array or a list of numbers; got {kind}")
+        advice = ": call its toarray()" if hasattr(value, "toarray") else ""
+        raise TypeError(f"{name} must be a tensor, an array or a list of numbers; got {kind}{advice}")
     return _move(result, like)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import xarray as xr
 from PIL import Image
+from scipy import sparse
 from torch import Tensor
 
 from pyro_truncated import LearnConfig, SASDecoder, SubsetGPRegression, best_start, learn, models
@@ -232,3 +233,8 @@ def test_restored_arrays_are_arrays():
         assert torch.equal(torch.as_tensor(found), restored.image)
     assert np.asarray(restored, dtype=np.float32).dtype == np.float32
     assert np.mean(restored) == pytest.approx(float(restored.image.mean()))
+
+
+def test_sparse_matrices_are_no_data():
+    with pytest.raises(TypeError, match=r"y must be a tensor, .* got a csr_array: call its toarray"):
+        learn(models.BinarySparseCoding(3, 2), sparse.csr_array(np.eye(3)))
