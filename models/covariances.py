@@ -16,6 +16,22 @@ from pyro_truncated.extend import read_conditions
 from pyro_truncated.models.data_model import FLOOR
 from pyro_truncated.models.linear_mixture import MIN_COMPONENT_COUNT, Shares
 
+# Outliers are in columns whose deviation is so many times that of their middle half; by more than the second, variances beside
+# outliers would have no Cholesky factor.
+OUTLIER_RATIO, MAX_OUTLIER_RATIO = 5.0, 1e4
+
+
+def bulk_deviation(centred: Tensor) -> Tensor:
+    """Returns deviations ``(D,)`` without outliers, of columns with some.
+
+    They are by the middle half of a thousand rows, as of normal numbers. Of other columns they are infinite.
+    """
+    ordered = centred[:: -(-len(centred) // 1000)].sort(0).values
+    middle = (ordered[3 * len(ordered) // 4] - ordered[len(ordered) // 4]) / 1.349
+    deviation = centred.square().mean(0).sqrt()
+    has_outliers = (middle > 0) & (deviation > OUTLIER_RATIO * middle)
+    return torch.where(has_outliers, middle.maximum(deviation / MAX_OUTLIER_RATIO), torch.inf)
+
 
 def variance_floor(variance: Tensor, power: Tensor, dtype: torch.dtype) -> Tensor:
     """The least variance of data of such a variance and mean square."""

@@ -14,7 +14,7 @@ from torch.distributions import constraints
 from pyro_truncated import AutoTruncated, ClosedForm, Population
 from pyro_truncated.distributions import Component
 from pyro_truncated.extend import check_observable, names_arguments, selected_rows, some_rows, takes_arrays
-from pyro_truncated.models.covariances import Prior, empty_prior_buffers, make_covariances, prior_buffers
+from pyro_truncated.models.covariances import Prior, bulk_deviation, empty_prior_buffers, make_covariances, prior_buffers
 from pyro_truncated.models.data_model import MOST_ROWS, check_data, count_data
 from pyro_truncated.models.gaussians import (
     Agglomeration,
@@ -36,9 +36,9 @@ from pyro_truncated.search import MaxInnerProductIndex
 class GaussianMixture(LinearMixture):
     r"""Mixture of Gaussians, :math:`z \sim \mathrm{Categorical}(\pi)`, :math:`y \sim \mathcal N(\mu_z, \Sigma_z)`.
 
-    Variances are kept above :math:`10^{-6}` of the data's variance in each dimension, or else the likelihood has no maximum. Covariances
-    of components have a weak prior from :meth:`initialize` on: a few more data points with the covariance of all data, scaled to the
-    component. Losses in training include :meth:`log_prior`.
+    Variances are kept above :math:`10^{-6}` of the data's variance in each dimension, without outliers. Else the likelihood has no
+    maximum. Covariances of components have a weak prior from :meth:`initialize` on: a few more data points with the covariance of all
+    data, scaled to the component. Losses in training include :meth:`log_prior`.
 
     Example:
         >>> y = torch.cat([torch.randn(50, 2), torch.randn(50, 2) + 5])
@@ -64,6 +64,7 @@ class GaussianMixture(LinearMixture):
             spherical; those of the noise, ``(K,)`` or ``()``, if of low rank.
         factor: :math:`W`, ``(K, D, R)``; of low-rank covariances only.
         center: where moments are taken, ``(D,)``: the data's mean after :meth:`initialize`.
+        bulk: deviations of the data without outliers, ``(D,)``, where there are some; else infinite.
         spread: the data's covariance ``(D, D)`` in :meth:`initialize`, if diagonal or spherical variances ``(D,)``. Empty without prior.
         pseudo: how many data points it counts for, half its log determinant, ``(2,)``. Zero if unknown.
 
@@ -79,6 +80,7 @@ class GaussianMixture(LinearMixture):
     scale: Tensor
     factor: Tensor
     center: Tensor
+    bulk: Tensor
     spread: Tensor
     pseudo: Tensor
     pseudo_data: float = 0.0
@@ -111,8 +113,9 @@ class GaussianMixture(LinearMixture):
             self.register_buffer(name, value)
 
     def new_buffers(self) -> dict[str, Tensor]:
-        """Mixtures of earlier versions have no prior."""
-        return {**super().new_buffers(), **empty_prior_buffers(self._kind, self.pseudo_data, self.center)}
+        """Mixtures of earlier versions have no prior, and know of no outliers."""
+        own = {"bulk": torch.full_like(self.center, math.inf), **empty_prior_buffers(self._kind, self.pseudo_data, self.center)}
+        return {**super().new_buffers(), **own}
 
     @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
@@ -154,7 +157,8 @@ class GaussianMixture(LinearMixture):
         rows = some_rows(y, max(MOST_ROWS, 50 * self.num_components), generator).double()
         self.center = rows.mean(0)
         above = rows - self.center
-        floor = self._kind.floor(above.square().mean(0), rows.square().mean(0), self.loc.dtype)
+        self.bulk = bulk_deviation(above)
+        floor = self._kind.floor(above.square().mean(0).minimum(self.bulk.square()), rows.square().mean(0), self.loc.dtype)
         self.spread, self.pseudo = prior_buffers(self._kind, self.pseudo_data, above, floor).values()
         self._take(self._first_components(above, floor, generator))
         self.knows_data.fill_(True)
@@ -163,8 +167,8 @@ class GaussianMixture(LinearMixture):
     def _first_components(self, centred: Tensor, floor: Tensor, generator: torch.Generator | None) -> Gaussians:
         """Components to start from, of data above their center.
 
-        Where dimensions have units, distances are in their deviations. Of many dimensions, distances as they are are tried, too, and taken
-        if clearly likelier.
+        Where dimensions have units, distances are in their deviations. Of many dimensions, distances as they are are tried, too, and of
+        data with outliers, distances in deviations without these. They are taken if clearly likelier.
         """
 
         def start(units: Tensor) -> Gaussians:
@@ -174,14 +178,18 @@ class GaussianMixture(LinearMixture):
             return start(floor.new_ones(()))
         deviation = centred.square().mean(0).sqrt()
         units = torch.where(deviation > 0, deviation, 1.0)
-        first = start(units).rescale(units)
-        # In few dimensions deviations are the better unit; in more, the one that is likelier by a tenth of a nat on some rows.
-        if centred.shape[1] <= 16:
-            return first
-        other, rows = start(torch.ones_like(units)), centred[:1000]
+        # In few dimensions deviations are the better unit.
+        others = [torch.ones_like(units)] if centred.shape[1] > 16 else []
+        if bool(self.bulk.isfinite().any()):
+            others.append(units.minimum(self.bulk))
+        best, rows = start(units).rescale(units), centred[:1000]
         every = torch.arange(self.num_components, device=rows.device).expand(len(rows), -1)
-        gain = (other.log_joint(rows, every).logsumexp(1) - first.log_joint(rows, every).logsumexp(1)).mean()
-        return other if bool(gain > 0.1) else first
+        for other_units in others:
+            other = start(other_units).rescale(other_units)
+            # Likelier by a tenth of a nat on some rows.
+            if bool((other.log_joint(rows, every).logsumexp(1) - best.log_joint(rows, every).logsumexp(1)).mean() > 0.1):
+                best = other
+        return best
 
     @names_arguments
     @torch.no_grad()
@@ -239,7 +247,8 @@ class GaussianMixture(LinearMixture):
         return each.sum().to(spreads["scale"].dtype)
 
     def _prior(self, statistics: dict[str, Tensor]) -> Prior:
-        return Prior.from_pseudo_data(least_variance(self._kind, statistics, self.center, self.loc.dtype), self.spread, self.pseudo)
+        floor = least_variance(self._kind, statistics, self.center, self.bulk, self.loc.dtype)
+        return Prior.from_pseudo_data(floor, self.spread, self.pseudo)
 
     def _spreads(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in self._kind.supports}

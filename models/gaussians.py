@@ -46,12 +46,12 @@ def merge_statistics(kind: Covariances, statistics: Statistics, groups: Tensor) 
     return {**statistics, **{name: statistics[name][groups].sum(1) for name in own_statistics(kind)}}
 
 
-def least_variance(kind: Covariances, statistics: Statistics, center: Tensor, dtype: torch.dtype) -> Tensor:
+def least_variance(kind: Covariances, statistics: Statistics, center: Tensor, bulk: Tensor, dtype: torch.dtype) -> Tensor:
     """The least variance of components, of each dimension or all."""
     total = statistics["counts"].sum()
     shift = statistics["sums"].sum(0) / total
     variance = statistics["squares"] / total - shift.square()
-    floor: Tensor = kind.floor(variance.clamp(min=0.0), variance + (center + shift).square(), dtype)
+    floor: Tensor = kind.floor(variance.clamp(min=0.0).minimum(bulk.square()), variance + (center + shift).square(), dtype)
     return floor
 
 

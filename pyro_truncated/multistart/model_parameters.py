@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pyro
@@ -29,6 +30,8 @@ _LEAST_SIZE = 0.2
 _LINEAR_RTOL = 1e-2
 # Deviations of the data by which means of a start may be off.
 _FAR = 5.0
+# Effects of equal steps on two columns, of their extents: between ten and a hundred latents were lost in silence.
+_MAX_RATIO_OF_COLUMNS = 50.0
 # Separator in names of parameters that ``pyro.module`` registers.
 _OF_A_MODULE = "$$$"
 _MEDIAN = "median of "
@@ -142,7 +145,18 @@ def parameter_unit(model: Any, y: Tensor, free: Tensor, companion: Any = None) -
     All entries change by as much, and means by a deviation as a root mean square. It is zero where means are not linear in the parameter,
     or where nothing real is observed.
     """
-    size, before = _size(free) or 1.0, free.detach().clone()
+    size = _size(free) or 1.0
+    if (misfits := _disturbed_misfits(model, y, free, size, companion)) is None:
+        return 0.0
+    first, up, down = misfits
+    effects = (up - first).square().sum(), (up - 2 * first + down).square().sum(), up.new_tensor(up.numel())
+    effect, curvature, number = (float(total) for total in shard_sum(y)(effects))
+    return size * math.sqrt(number / effect) if effect > 0 and curvature <= _LINEAR_RTOL**2 * effect else 0.0
+
+
+def _disturbed_misfits(model: Any, y: Tensor, free: Tensor, size: float, companion: Any) -> list[Tensor] | None:
+    """Returns misfits at a parameter, and after equal steps up and down."""
+    before = free.detach().clone()
     change = size * torch.randn(free.shape, generator=torch.Generator().manual_seed(0)).sign().to(before)
     misfits = []
     try:
@@ -150,13 +164,45 @@ def parameter_unit(model: Any, y: Tensor, free: Tensor, companion: Any = None) -
             free.copy_(value)
             misfits.append(_observe(model, y, companion)[0])
     except (ValueError, RuntimeError):  # whatever a program says to values of no use
-        return 0.0
+        return None
     finally:
         free.copy_(before)
-    first, up, down = misfits
-    effects = (up - first).square().sum(), (up - 2 * first + down).square().sum(), up.new_tensor(up.numel())
-    effect, curvature, number = (float(total) for total in shard_sum(y)(effects))
-    return size * math.sqrt(number / effect) if effect > 0 and curvature <= _LINEAR_RTOL**2 * effect else 0.0
+    return misfits
+
+
+@torch.no_grad()
+def warn_about_columns(model: Any, y: Tensor, layers: Collection[str], companion: Any = None) -> None:
+    """Warns if equal steps are unlike in the columns of data ``(N, D)``.
+
+    Warns:
+        UserWarning: with the columns, and what to do.
+    """
+    if _observe(model, y, companion)[2] != 1:
+        return
+    lowest, highest = y.nan_to_num(math.inf).amin(0), y.nan_to_num(-math.inf).amax(0)
+    extent = (highest - lowest).double()
+    ends = tuple(f".{normalize_param_name(layer)}" for layer in layers)
+    for key, free in sorted(pyro.get_param_store().named_parameters()):
+        name = normalize_param_name(key)
+        if f".{name}".endswith(ends) or free.numel() < y.shape[1] or not parameter_unit(model, y, free, companion):
+            continue
+        misfits = _disturbed_misfits(model, y, free, _size(free) or 1.0, companion)
+        if misfits is None or misfits[0].numel() != y.numel():
+            continue
+        first, up, _ = misfits
+        effect = (up - first).reshape(y.shape).square().mean(0).sqrt() / extent
+        effect = torch.where(effect.isfinite(), effect, 0.0)
+        seen = effect[effect > 0]
+        if len(seen) and float(seen.max() / seen.min()) > _MAX_RATIO_OF_COLUMNS:
+            least, most = int(effect.argmax()), int(torch.where(effect > 0, effect, math.inf).argmin())
+            warnings.warn(
+                f"columns of the data have unlike units: column {least} extends over {float(extent[least]):.3g} and column {most} over "
+                f"{float(extent[most]):.3g}, but steps of the parameter {name!r} are equal in both. Standardise the columns, as by "
+                "(y - y.mean(0)) / y.std(0), and multiply what is learned.",
+                UserWarning,
+                stacklevel=5,
+            )
+            return
 
 
 def approach(model: Any, y: Tensor, generator: torch.Generator | None, companion: Any = None) -> None:
@@ -203,10 +249,11 @@ def _minimize(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> N
     optimizer.zero_grad()
 
 
-def _observe(model: Any, y: Tensor, companion: Any) -> tuple[Tensor, Tensor]:
+def _observe(model: Any, y: Tensor, companion: Any) -> tuple[Tensor, Tensor, int]:
     """Returns what a run says of observed real numbers, given random latents.
 
-    These are means less numbers, in deviations of the data, and the mean log density. Latents are the same each time.
+    These are means less numbers, in deviations of the data, the mean log density, and the number of sites. Latents are the same each
+    time.
     """
     with spare_random_numbers(), poutine.block(), pyro.validation_enabled(False):
         torch.manual_seed(0)
@@ -221,7 +268,7 @@ def _observe(model: Any, y: Tensor, companion: Any) -> tuple[Tensor, Tensor]:
         deviation = _size((value - value.nanmean(0)).nan_to_num())
         if deviation > 0:
             misfits.append(((node["fn"].mean - value) / deviation).where(value.isfinite(), 0.0).flatten())
-    return torch.cat([part.to(misfits[-1]) for part in misfits]), density
+    return torch.cat([part.to(misfits[-1]) for part in misfits]), density, len(misfits) - 1
 
 
 def takes_gradients(model: Any, value: Tensor) -> bool:

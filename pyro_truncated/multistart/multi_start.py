@@ -18,7 +18,7 @@ from pyro_truncated.distributed.shards import find_part, own_rows
 from pyro_truncated.em.closed_form import restore_driver
 from pyro_truncated.multistart.config import LearnConfig
 from pyro_truncated.multistart.learn_report import LearnReport, Restart
-from pyro_truncated.multistart.model_parameters import disturb, load_snapshot, snapshot
+from pyro_truncated.multistart.model_parameters import disturb, load_snapshot, snapshot, warn_about_columns
 from pyro_truncated.multistart.moves import (
     Complement,
     Counts,
@@ -480,6 +480,7 @@ def learn(
     Warns:
         DisagreeingStartsWarning: if no two restarts agree.
         ConvergenceWarning: if training beside continuous latents has not converged.
+        UserWarning: if gradients train parameters whose steps are unlike in the columns of the data.
 
     Raises:
         ValueError: if a number is out of range, a count has no bound, or the search does not fit.
@@ -512,6 +513,8 @@ def learn(
             model.load_simplified(restart.model)
         trainer, last = _train(profile.replace(watch=watch), best, steps, bar)
     guide, pool = trainer.guide, multi_start.pool
+    if profile.optimizer == "gradients" and profile.y.dim() == 2 and profile.y.is_floating_point():
+        warn_about_columns(profile.model, profile.y, profile.layers, guide[0] if profile.has_companion else None)
     if disagreement is not None:
         advice = "Try more restarts, more restart_steps or a higher temperature (LearnConfig)."
         warnings.warn(f"{disagreement}: the best may be a local optimum. {advice}", DisagreeingStartsWarning, stacklevel=3)

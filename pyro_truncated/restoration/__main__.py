@@ -161,7 +161,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         omission = _write(args.output, pixels, picture)
     except (OSError, UnidentifiedImageError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        hint = ": Pillow reads no such format. Save the picture as PNG" if isinstance(error, UnidentifiedImageError) else ""
+        print(f"error: {error}{hint}", file=sys.stderr)
         return 1
     done = f"noise of standard deviation {level:.1f} (of 255) taken off"
     if keeps_seen:

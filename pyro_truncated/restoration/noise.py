@@ -267,7 +267,7 @@ MAX_BANDS, MIN_RATIO_OF_BANDS = 32, 2.0
 # Channels of a signal are related if their correlation, at some lag up to that number of entries, exceeds this one.
 # It must also exceed so many deviations of correlations by chance, but for correlations above the second.
 MIN_CORRELATION, MAX_CORRELATION, NUM_DEVIATIONS, MAX_LAG = 0.5, 0.9, 3.0, 64
-# Noise below this share of a slice's deviation is not told from a smooth slice.
+# Noise below this share of a channel's or slice's deviation is not told from a smooth one.
 MIN_SHARE_OF_NOISE = 0.01
 
 
@@ -325,14 +325,41 @@ def _are_slices(planes: Tensor) -> bool:
     return all(bool(near.max() < far.min()) for near, far in itertools.pairwise(rings))
 
 
+def _noisy_mask(image: Tensor, levels: Tensor) -> Tensor:
+    """Returns which channels have noise, ``(C,)``."""
+    return levels > MIN_SHARE_OF_NOISE * torch.stack([deviation(plane) for plane in image.unbind(-1)])
+
+
 def _are_bands(planes: Tensor) -> bool:
     """Whether planes have noise of unlike strength."""
     if not 1 < len(planes) <= min(MAX_BANDS, *(size // 2 for size in planes.shape[1:])):
         return False
-    observed = [plane for plane in planes if not bool(plane.isnan().all())]
-    levels = torch.tensor([noise_level(plane, 2) for plane in observed])
-    is_noisy = levels > MIN_SHARE_OF_NOISE * torch.stack([deviation(plane) for plane in observed])
-    return bool(is_noisy.all()) and float(levels.max() / levels.min()) > MIN_RATIO_OF_BANDS
+    observed = planes[~planes.isnan().flatten(1).all(1)].movedim(0, -1)
+    levels = torch.as_tensor(per_channel(noise_level, observed, 2))
+    return bool(_noisy_mask(observed, levels).all()) and float(levels.max() / levels.min()) > MIN_RATIO_OF_BANDS
+
+
+def warn_if_table(image: Tensor) -> None:
+    """Warns if columns of an image ``(N, C)`` have noise of unlike strength.
+
+    Neighbours in an image are alike, in a table they have units of their own.
+
+    Warns:
+        UserWarning: with the weakest and the strongest noise.
+    """
+    columns = [column for column in image.unbind(-1) if not bool(column.isnan().all()) and bool((column != column[0]).any())]
+    # Of fewer entries the noise is not sure.
+    if len(columns) < 2 or len(image) < MAX_CHANNELS_OF_SIGNAL:
+        return
+    levels = torch.tensor([noise_level(column, 1) for column in columns])
+    is_noisy = levels > MIN_SHARE_OF_NOISE * torch.stack([deviation(column) for column in columns]).cpu()
+    if bool(is_noisy.all()) and float(levels.log().diff().abs().median()) > math.log(MIN_RATIO_OF_BANDS):
+        warnings.warn(
+            f"the columns have noise of unlike strength, from {float(levels.min()):.3g} to {float(levels.max()):.3g}, and are restored as "
+            "an image. Pass channels=True if they are signals, or channels=False.",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def check_noise(noise: Noise, image: Tensor, *, has_channels: bool) -> float | Tensor:
@@ -365,8 +392,8 @@ def per_channel(level: Callable[[Tensor, int], float], image: Tensor, num_dims: 
 def noise_levels(image: Tensor, num_dims: int) -> float | Tensor:
     """Estimates the noise of an array, or ``(C,)`` of its channels.
 
-    It is that of :func:`.noise_level`. Channels too small for the estimate by windows share their windows, each divided by its first
-    estimate.
+    It is that of :func:`.noise_level`. Noisy channels too small for the estimate by windows share their windows, each divided by its
+    first estimate.
     """
     levels = per_channel(noise_level, image, num_dims)
     if not isinstance(levels, Tensor):
@@ -375,20 +402,23 @@ def noise_levels(image: Tensor, num_dims: int) -> float | Tensor:
     if len(windows) >= _WINDOWS_PER_ENTRY * windows.shape[1:].numel():
         return levels
     # Means of channels that lie far apart are no deviation.
-    return levels * noise_level((image - image.flatten(0, -2).nanmean(0)) / levels, num_dims)
+    above, is_noisy = image - image.flatten(0, -2).nanmean(0), _noisy_mask(image, levels)
+    return torch.where(is_noisy, levels * noise_level((above / levels)[..., is_noisy], num_dims), levels) if is_noisy.any() else levels
 
 
-def related_channels(image: Tensor, num_dims: int, levels: float | Tensor) -> list[list[int]]:
+def related_channels(image: Tensor, num_dims: int, levels: float | Tensor, *, is_noise_known: bool = True) -> list[list[int]]:
     """Returns groups of channels that say something of each other.
 
-    Constant channels, as of an image that is opaque everywhere, are in none. Channels of a signal, ``(N, C)``, are alone if their
-    correlations with all others are low at all small lags, or as by chance. Bands of images are never parted otherwise: edges lie
+    Constant channels, as of an image that is opaque everywhere, are in none. Estimated noise parts channels without noise, as a
+    transparency, from noisy ones: in units of the noise they would outweigh all others. Channels of a signal, ``(N, C)``, are alone if
+    their correlations with all others are low at all small lags, or as by chance. Bands of images are not parted by correlations: edges lie
     at the same places.
 
     Args:
         image: the array, channels last; what is missing is NaN.
         num_dims: dimensions without channels.
         levels: the noise, which is left out of variances.
+        is_noise_known: whether the noise is not an estimate.
 
     Reference:
         Bartlett, "Some aspects of the time-correlation problem in regard to tests of significance", Journal of the Royal Statistical
@@ -399,6 +429,9 @@ def related_channels(image: Tensor, num_dims: int, levels: float | Tensor) -> li
     above = (rows - rows.nanmean(0)).nan_to_num(0.0)
     is_related = torch.eye(len(varies), dtype=torch.bool)
     both = torch.tensor(varies).unsqueeze(0) & torch.tensor(varies).unsqueeze(1)
+    if not is_noise_known:
+        is_noisy = _noisy_mask(image, torch.as_tensor(levels)).cpu()
+        both &= is_noisy.unsqueeze(0) == is_noisy.unsqueeze(1)
     if num_dims > 1:
         is_related |= both
     else:
@@ -539,14 +572,24 @@ def check_stabilised_counts(stable: Tensor, num_dims: int, gain: float) -> None:
     """Warns if stabilised counts have other noise than one.
 
     Warns:
-        VaryingNoiseWarning: with the gain that the values seem to have.
+        VaryingNoiseWarning: with the gain that the values seem to have, or the growth of the noise.
     """
     level = noise_level(stable, num_dims)
     is_low = level < MIN_STABLE and float(stable.square().nanmean()) / 4 > MANY_PHOTONS
-    if level > MAX_STABLE or is_low:
+    is_large, growth = _noise_growth(stable, num_dims, 1.0)
+    # The noise of fewer photons also grows when it is stabilised.
+    grows = is_large and growth > 0 and float(stable.nan_to_num(math.inf).min()) ** 2 / 4 > MANY_PHOTONS
+    found = f"it is about {level**2:.3g} times the mean"
+    advice = f"Divide the image by {gain * level**2:.3g} before, and multiply what is restored."
+    if is_low or grows:
+        advice = "If a camera added an offset, subtract it, and divide by its gain. Otherwise, transform the image first, or give a level."
+    if grows:
+        found = (
+            f"it grows faster: of stabilised values, the noise is {growth:.1f} times as strong in the brightest windows as in the darkest"
+        )
+    if level > MAX_STABLE or is_low or grows:
         warnings.warn(
-            f"noise='poisson' expects photon counts, whose variance is their mean; here it is about {level**2:.3g} times the mean. "
-            f"Divide the image by {gain * level**2:.3g} before, and multiply what is restored.",
+            f"noise='poisson' expects photon counts, whose variance is their mean; here {found}. {advice}",
             VaryingNoiseWarning,
             stacklevel=6,
         )
@@ -564,23 +607,32 @@ def warn_if_noise_varies(image: Tensor, num_dims: int, levels: float | Tensor) -
             darkest, and a fifth more than in the second. Or if the values are multiples of one
             number, and have the noise of counts.
     """
+    is_large, growth = _noise_growth(image, num_dims, levels)
+    if not is_large or not (growth or _is_poisson_noise(image, num_dims)):
+        return
+    found, advice = "it is that of photon counts", "Pass noise='poisson'."
+    if growth:
+        found = f"in the brightest windows it is {growth:.1f} times that of the darkest"
+        advice = "For photon counts pass noise='poisson'; otherwise transform the image first, as by a logarithm."
+    warnings.warn(
+        f"the noise grows with the brightness: {found}, and one level is removed everywhere. {advice}", VaryingNoiseWarning, stacklevel=5
+    )
+
+
+def _noise_growth(image: Tensor, num_dims: int, levels: float | Tensor) -> tuple[bool, float]:
+    """Returns whether noise is large in bright windows, and how it grows.
+
+    The growth from dark to bright windows is zero if it may be chance.
+    """
     classes = _brightness_classes(image / levels, num_dims)
     if classes is None:
-        return
+        return False, 0.0
     noise, texture = (torch.stack([estimate(part) for part in classes]) for estimate in (_principal_noise, _lower_texture))
     is_large = float(noise[-1]) * root_mean_square(levels) >= MIN_SHARE_OF_SIGNAL * float(deviation(image))
-    if is_large and all(
+    grows = all(
         bool(level[-1] > MIN_GROWTH * level[0]) and bool(level[-1] > MIN_GROWTH_FROM_SECOND * level[1]) for level in (noise, texture)
-    ):
-        growth = f"in the brightest windows it is {float(noise[-1] / noise[0]):.1f} times that of the darkest"
-        advice = "For photon counts pass noise='poisson'; otherwise transform the image first, as by a logarithm."
-    elif is_large and _is_poisson_noise(image, num_dims):
-        growth, advice = "it is that of photon counts", "Pass noise='poisson'."
-    else:
-        return
-    warnings.warn(
-        f"the noise grows with the brightness: {growth}, and one level is removed everywhere. {advice}", VaryingNoiseWarning, stacklevel=5
     )
+    return is_large, float(noise[-1] / noise[0]) if grows else 0.0
 
 
 def _brightness_classes(image: Tensor, num_dims: int) -> list[Tensor] | None:

@@ -31,6 +31,7 @@ from pyro_truncated.restoration.noise import (
     stabilise,
     unbiased_inverse,
     warn_if_noise_varies,
+    warn_if_table,
 )
 from pyro_truncated.restoration.nonlocal_groups import average_groups, average_low_rank_groups, predict_missing
 from pyro_truncated.restoration.patch_mixture import expected_errors, find_consensus, run_rounds
@@ -125,7 +126,7 @@ def denoise(
     the mixture is learned from the array restored so far. Every entry becomes the weighted mean of
     the patches' posterior means. Missing entries (NaN, or masked) are filled in. All steps: :doc:`/explanation/restoration`.
 
-    Every channel has its own noise and unit. Constant or unrelated channels are restored apart;
+    Every channel has its own noise and unit. Constant, unrelated or noise-free channels are restored apart;
     ``model`` and ``guide`` are then those of the largest group.
 
     Example::
@@ -165,6 +166,7 @@ def denoise(
 
     Warns:
         VaryingNoiseWarning: if the noise grows with the brightness, or counts are no Poisson counts.
+        UserWarning: if an image is a table of columns in unlike units.
     """
     image = check_image(image)
     if rounds is None:
@@ -176,6 +178,8 @@ def denoise(
     training = {"passes": passes, "num_states": num_states, "batch_size": batch_size, "progress": progress}
     settings = _Settings(model, side, stride, num_components, rounds, training, generator)
     axis = channel_axis(image, channels)
+    if axis is None and channels is None and noise is None and image.dim() == 2:
+        warn_if_table(image)
     if axis == 0:
         result = _restore(image.movedim(0, -1), noise, settings, has_channels=True)
         return dataclasses.replace(result, image=result.image.movedim(-1, 0))
@@ -198,12 +202,13 @@ def _restore(image: Tensor, noise: Noise | str, settings: _Settings, *, has_chan
         levels = noise_levels(image, num_dims)
         warn_if_noise_varies(image, num_dims, levels)
     channels = image.shape[-1] if has_channels else None
-    groups = related_channels(image, num_dims, levels) if has_channels and settings.model is None else []
+    is_known = noise is not None
+    groups = related_channels(image, num_dims, levels, is_noise_known=is_known) if has_channels and settings.model is None else []
     if groups and len(groups[0]) < image.shape[-1]:
-        return _restore_apart(image, levels, groups, settings, is_noise_known=noise is not None)
+        return _restore_apart(image, levels, groups, settings, is_noise_known=is_known)
     if not isinstance(levels, Tensor):
-        return _restore_at_level(image, levels, channels, settings, is_noise_known=noise is not None)
-    white = _restore_at_level(image / levels, 1.0, channels, settings, is_noise_known=noise is not None)
+        return _restore_at_level(image, levels, channels, settings, is_noise_known=is_known)
+    white = _restore_at_level(image / levels, 1.0, channels, settings, is_noise_known=is_known)
     own = white.noise * levels
     return dataclasses.replace(white, image=white.image * levels, noise=root_mean_square(own), channel_noise=own)
 
@@ -362,7 +367,8 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: Noise | str = 0.0,
         **options: as for :func:`denoise`.
 
     Warns:
-        UserWarning: if a mask hides more than half of the numbers, as one does that marks what is missing.
+        UserWarning: if a mask hides more than half of the numbers, as one does that marks what is missing; if nothing is missing, and
+            no noise is taken off.
 
     Raises:
         ValueError: for a mask of another shape, or of more than two numbers, and what :func:`denoise` refuses.
@@ -378,6 +384,12 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: Noise | str = 0.0,
         image = check_image(torch.where(mask, as_floating(image), math.nan))
     if noise is None or isinstance(noise, str) or bool(np.any(np.asarray(noise) != 0.0)):
         return denoise(image, noise, **options)
+    if not bool(image.isnan().any()):
+        warnings.warn(
+            "nothing is missing, so nothing is filled in: NaN, or False in a mask, marks what is; other numbers, such as -9999, are data.",
+            UserWarning,
+            stacklevel=3,
+        )
     axis = channel_axis(image, options.get("channels"))
     last = image if axis is None else image.movedim(axis, -1)
     levels = per_channel(nearly_no_noise, last, last.dim() - (axis is not None)) if options.get("model") is None else None

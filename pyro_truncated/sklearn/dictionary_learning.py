@@ -230,6 +230,8 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         rows = torch.from_numpy(np.array(data))
         if self.family == "bernoulli" and self.binarize is not None:
             rows = torch.where(rows.isnan(), rows, (rows > self.binarize).to(rows))
+        if self.family == "bernoulli" and len(others := rows[~(rows.isnan() | (rows == 0) | (rows == 1))]):
+            raise ValueError(f"X must hold 0 and 1 for family='bernoulli'; got {float(others[0]):g}: give a threshold, binarize=...")
         return rows
 
     def _map_posteriors(self, X: Any, reader: Any) -> Any:

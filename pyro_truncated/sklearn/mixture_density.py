@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import warnings
 from typing import Any, Self
 
 import numpy as np
@@ -26,6 +27,8 @@ from pyro_truncated.training.loop import fit
 from pyro_truncated.utils.arguments import check_count, check_counts
 from pyro_truncated.utils.arrays import find_package
 
+# Columns with more values, in numbers and as a share of the rows, are hardly categorical.
+_MANY_CATEGORIES, _MAX_SHARE_OF_CATEGORIES = 10, 0.5
 _FAMILIES = ("gaussian", "poisson", "categorical")
 _COVARIANCE_TYPES = ("full", "diag", "spherical", "tied")
 
@@ -262,6 +265,14 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
             raise ValueError(f"X must be complete; got {count} missing entries. {advice}")
         if reset:
             self._encoder = OrdinalEncoder().fit(data)
+            numbers_of_values = [len(values) for values in self.categories_]
+            if max(numbers_of_values) > max(_MANY_CATEGORIES, _MAX_SHARE_OF_CATEGORIES * len(data)):
+                warnings.warn(
+                    f"column {int(np.argmax(numbers_of_values))} has {max(numbers_of_values)} values in {len(data)} rows, and each is a "
+                    "category of its own for family='categorical': sort numbers into a few bins, or take family='gaussian'.",
+                    UserWarning,
+                    stacklevel=4,
+                )
         return torch.from_numpy(self._encoder.transform(data))
 
     def _make(self, rows: Tensor) -> Any:

@@ -14,7 +14,7 @@ import numbers
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import numpy as np
@@ -113,7 +113,9 @@ def _float_values(column: Any) -> np.ndarray | None:
 
 
 def _not_numbers(value: Any, name: str | None, columns: Sequence[tuple[Any, Any, Any]]) -> TypeError:
-    others = ", ".join(f"{label} ({kind})" for label, kind, _ in columns)
+    others = ", ".join(f"{label} ({kind})" for label, kind, _ in columns[:5]) + (
+        f" and {len(columns) - 5} more" if len(columns) > 5 else ""
+    )
     subject = f"a {type(value).__name__} of data" if name is None else f"{name}, a {type(value).__name__},"
     return TypeError(f"{subject} must hold numbers; got also {others}: leave them out, or encode them as numbers")
 
@@ -161,8 +163,17 @@ def _without_fill_values(array: Any) -> np.ndarray:
     fills = [np.ravel(source[name]) for source in (array.attrs, encoding) for name in _FILL_VALUES if source.get(name) is not None]
     if not fills or values.dtype.kind not in "biuf":
         return _from_objects(values)
-    is_fill = np.isin(values, np.concatenate(fills))
+    # Fill values are written in other types than the data, as 1e20 beside single precision.
+    is_fill = np.isin(values, [value for fill in fills for value in _in_type(fill, values.dtype)])
     return with_missing(values, is_fill) if is_fill.any() else values
+
+
+def _in_type(fills: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Fill values, in another type if that is one of real numbers."""
+    try:
+        return fills.astype(dtype if dtype.kind == "f" else float)
+    except ValueError:  # no numbers
+        return fills[:0]
 
 
 def with_missing(values: np.ndarray, is_missing: np.ndarray) -> np.ndarray:
@@ -297,7 +308,8 @@ def as_data(name: str, value: Any, like: Tensor | None = None) -> Tensor:
         raise TypeError(f"{name} must hold real numbers; got {result.dtype}")
     if not isinstance(result, Tensor):
         kind = f"an array of {result.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
-        raise TypeError(f"{name} must be a tensor, an array or a list of numbers; got {kind}")
+        advice = ": call its toarray()" if hasattr(value, "toarray") else ""
+        raise TypeError(f"{name} must be a tensor, an array or a list of numbers; got {kind}{advice}")
     return _move(result, like)
 
 
@@ -325,6 +337,14 @@ class ArrayResult:
         tensor: Tensor = getattr(self, self.array_field)
         array = tensor.detach().cpu().numpy()
         return array.astype(array.dtype if dtype is None else dtype, copy=bool(copy))
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        return len(getattr(self, self.array_field))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """The rows, for pandas and others."""
+        return iter(getattr(self, self.array_field))
 
     def __dlpack__(self, **options: Any) -> Any:
         """The array, for torch and others."""

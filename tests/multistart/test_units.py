@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pyro
 import pyro.distributions as dist
@@ -98,6 +99,19 @@ def test_a_start_drawn_from_a_wide_prior_finds_the_data() -> None:
     y = drawn_clusters()
     guide = learn(clusters, y, progress=False)
     torch.testing.assert_close(guide[0].median(y)["loc"].detach().sort().values, CENTRES, rtol=0.0, atol=0.5)
+
+
+@pytest.mark.parametrize(("ratio", "number"), [(1.0, 0), (1000.0, 1)])
+def test_columns_of_unlike_units_are_named(ratio: float, number: int) -> None:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    units = torch.logspace(0, math.log10(ratio), 10)
+    y = units * ((torch.rand(60, 3) < 0.3).float() @ torch.randn(3, 10) + 0.1 * torch.randn(60, 10))
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        learn(factors, y, steps=5, restarts=1, config=LearnConfig(restart_steps=5), progress=False)
+    named = [warning for warning in caught if "columns of the data have unlike units: column 0 " in str(warning.message)]
+    assert len(named) == number
+    assert not number or {warning.filename for warning in named} == {__file__}
 
 
 def test_a_parameter_of_no_use_keeps_its_own_size() -> None:

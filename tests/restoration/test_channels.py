@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -131,6 +132,19 @@ def test_unrelated_sensors_are_restored_as_each_alone():
 
 
 @pytest.mark.slow
+def test_a_transparency_without_noise_leaves_colours_as_without_it():
+    rows, columns = torch.meshgrid(*2 * (torch.arange(32.0),), indexing="ij")
+    colours = 10 * waves(32, 32, 3)
+    noisy = colours + 10 * torch.randn(32, 32, 3, generator=generator())
+    alone = (denoise(noisy, generator=generator(), progress=False).image - colours).square().mean()
+    disc = 255.0 * ((rows - 16).square() + (columns - 16).square() < 200)
+    for transparency in (disc, (4 * (rows + columns)).round()):
+        picture = torch.cat([noisy, transparency.unsqueeze(-1)], -1)
+        restored = denoise(picture, channels=True, generator=generator(), progress=False).image
+        assert (restored[..., :3] - colours).square().mean() < 1.1 * alone
+        assert (restored[..., 3] - transparency).abs().max() < 1
+
+
 def test_a_constant_channel_is_returned_as_it_is():
     image = torch.cat([waves(16, 16, 3), torch.full((16, 16, 1), 255.0).double()], -1)
     image[..., :3] += torch.randn(16, 16, 3, generator=generator())
@@ -172,3 +186,13 @@ def test_slow_channels_that_are_alike_by_chance_are_unrelated(seed):
     assert sorted(related_channels(walks, 1, torch.ones(3))) == [[0], [1], [2]]
     walks[:, 1] = walks[:, 0].roll(5) + noise[:, 2]
     assert sorted(related_channels(walks, 1, torch.ones(3))) == [[0, 1], [2]]
+
+
+@pytest.mark.parametrize(("is_table", "number"), [(True, 1), (False, 0)])
+def test_tables_of_many_columns_in_units_of_their_own_are_told(is_table, number):
+    units = 10 ** (4 * torch.rand(40, generator=generator()).double() - 2) if is_table else torch.ones(40).double()
+    table = torch.arange(100).unsqueeze(1).div(torch.linspace(5, 30, 40)).sin() + 0.2 * torch.randn(100, 40, generator=generator())
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        denoise(table * units, stride=4, **QUICK)
+    assert sum("columns have noise of unlike strength" in str(warning.message) for warning in caught) == number
+    assert {warning.filename for warning in caught} <= {__file__}

@@ -261,3 +261,9 @@ def test_real_numbers_say_what_to_do_and_nan_is_filled_in(tmp_path, capsys):
     Image.fromarray(np.full((12, 13), np.nan, np.float32)).save(tmp_path / "nothing.tif")
     assert main([str(tmp_path / "nothing.tif"), "--output", str(tmp_path / "out.png")]) == 1
     assert "the picture must have an observed pixel; got" in capsys.readouterr().err
+
+
+def test_files_that_are_not_read_say_what_to_do(tmp_path, capsys):
+    (tmp_path / "letter.tif").write_text("no picture")
+    assert main([str(tmp_path / "letter.tif"), "--output", str(tmp_path / "out.png")]) == 1
+    assert "Pillow reads no such format. Save the picture as PNG" in capsys.readouterr().err

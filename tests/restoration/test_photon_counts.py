@@ -76,6 +76,8 @@ def test_negative_counts_are_refused_and_others_than_counts_are_told():
     with pytest.raises(ValueError, match="needs photon counts of at least 0"):
         denoise(torch.randn(16, 16), "poisson")
     squeezed = 20 * torch.poisson(torch.full((32, 32), 30.0), generator=generator()) + torch.rand(32, 32, generator=generator(1))
+    with pytest.warns(VaryingNoiseWarning, match="If a camera added an offset, subtract it"):
+        denoise(2 * torch.poisson(spots(), generator=generator()) + 100, "poisson", **QUICK)
     with pytest.warns(VaryingNoiseWarning, match="Divide the image by"):
         denoise(squeezed, "poisson", generator=generator(), **QUICK)
 

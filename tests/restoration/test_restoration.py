@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pandas as pd
 import pyro
 import pytest
 import torch
@@ -293,3 +294,17 @@ def test_masks_that_mark_what_is_missing_are_named():
     inpaint(image, seen, **quick)
     # Where the rest is not there, the mask is right.
     inpaint(image.where(~seen, math.nan), ~seen, **quick)
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(12, 12, dtype=torch.bool)])
+def test_what_has_no_hole_is_told(mask):
+    image = torch.randn(12, 12, generator=torch.Generator().manual_seed(0))
+    image[3] = -9999.0
+    with pytest.warns(UserWarning, match="nothing is missing, so nothing is filled in"):
+        assert torch.equal(inpaint(image, mask, side=4, rounds=1, progress=False).image, image)
+
+
+def test_restored_arrays_are_tables_of_pandas():
+    restored = denoise(torch.randn(12, 14, generator=torch.Generator().manual_seed(0)), side=4, rounds=1, progress=False)
+    assert pd.DataFrame(restored).to_numpy().tolist() == restored.image.tolist()
+    assert len(restored) == 12

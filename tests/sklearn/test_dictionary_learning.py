@@ -214,3 +214,8 @@ def test_codes_of_another_width_are_refused():
     coder = SparseCoding(2, **QUICK).fit(bars())
     with pytest.raises(ValueError, match="X must have 2 columns, one per component; got 3"):
         coder.inverse_transform(np.ones((4, 3)))
+
+
+def test_real_numbers_need_a_threshold_to_be_binary():
+    with pytest.raises(ValueError, match=r"X must hold 0 and 1 for family='bernoulli'; got 0\.5: give a threshold, binarize="):
+        SparseCoding(2, family="bernoulli").fit([[0.0, 1.0], [0.5, 1.0]])

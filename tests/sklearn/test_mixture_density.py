@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 from sklearn.datasets import load_iris
+from sklearn.metrics import adjusted_rand_score
 from sklearn.mixture import GaussianMixture
 from sklearn.mixture._gaussian_mixture import _compute_precision_cholesky
 
@@ -151,3 +152,20 @@ def test_what_is_no_count_is_refused_by_its_place_in_the_data(value):
     for call in (TruncatedMixture(2, family="poisson", random_state=0).fit, mixture.predict, mixture.score_samples):
         with pytest.raises(ValueError, match=rf"X must hold counts .*got {value} in row 50, column 1"):
             call(counts)
+
+
+@pytest.mark.parametrize("value", [-999.0, -9999.0, 1e6])
+@pytest.mark.parametrize("covariance_type", ["full", "diag"])
+def test_few_outliers_hide_no_clusters(value, covariance_type):
+    random = np.random.default_rng(0)
+    kind = random.integers(0, 3, 300)
+    points = np.array([[0.0, 0.0], [4.0, 0.0], [0.0, 4.0]])[kind] + 0.5 * random.normal(size=(300, 2))
+    table = np.concatenate([points, [[value, 1.0]] * 3])
+    found = TruncatedMixture(4, covariance_type=covariance_type, random_state=0).fit_predict(table)
+    assert adjusted_rand_score(kind, found[:300]) > 0.95
+    assert len({*found[300:]} - {*found[:300]}) == 1
+
+
+def test_columns_of_real_numbers_are_hardly_categorical():
+    with pytest.warns(UserWarning, match="column 1 has 40 values in 40 rows"):
+        TruncatedMixture(2, family="categorical", n_init=1, max_iter=2).fit(np.c_[np.arange(40) % 3, np.linspace(0, 1, 40)])

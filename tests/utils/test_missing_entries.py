@@ -11,6 +11,7 @@ import pytest
 import torch
 import xarray as xr
 from PIL import Image
+from scipy import sparse
 from torch import Tensor
 
 from pyro_truncated import LearnConfig, SASDecoder, SubsetGPRegression, best_start, learn, models
@@ -47,6 +48,8 @@ CONTAINERS = {
     "attributes": xr.DataArray(FILLED, attrs={"_FillValue": FILL}),
     "two fill values": xr.DataArray(np.where(HIDDEN & (DATA > 0), -1e20, FILLED), attrs={"_FillValue": FILL, "missing_value": [-1e20]}),
     "encoding": xr.DataArray(FILLED).assign_attrs(units="K"),
+    "fill values in double precision": xr.DataArray(np.where(HIDDEN, -999.99, DATA).astype(np.float32), attrs={"_FillValue": -999.99}),
+    "text": xr.DataArray(FILLED, attrs={"missing_value": str(FILL)}),
     "variable": xr.Variable(("row", "column"), FILLED, {"_FillValue": FILL}),
 }
 CONTAINERS["encoding"].encoding = {"_FillValue": FILL}
@@ -230,3 +233,8 @@ def test_restored_arrays_are_arrays():
         assert torch.equal(torch.as_tensor(found), restored.image)
     assert np.asarray(restored, dtype=np.float32).dtype == np.float32
     assert np.mean(restored) == pytest.approx(float(restored.image.mean()))
+
+
+def test_sparse_matrices_are_no_data():
+    with pytest.raises(TypeError, match=r"y must be a tensor, .* got a csr_array: call its toarray"):
+        learn(models.BinarySparseCoding(3, 2), sparse.csr_array(np.eye(3)))

@@ -284,7 +284,10 @@ def hyper_parameters(kernel: DataKernel, log_noise: Tensor) -> list[Tensor]:
 
 # Few enough for a second or two each; of 500, the exact regression took one of four relevant inputs of 32 for irrelevant.
 SCOUTED, SCOUTING_ITERATIONS = 800, 30
-LEAST_EXPLAINED = 0.1
+# Of standardised targets. From more noise, what varies at short length-scales often remains noise.
+SCOUTING_NOISE = 0.03
+# Gains of less than so many nats are a matter of the rows.
+LEAST_EXPLAINED, MIN_SCOUTED_GAIN = 0.1, 1.0
 
 
 def fit_with_restart(
@@ -294,48 +297,75 @@ def fit_with_restart(
     log_noise: Tensor,
     record: FitRecord,
     generator: torch.Generator | None = None,
+    index: Tensor | None = None,
 ) -> float:
     """Fits from the current parameters, or from those of an exact regression.
 
-    Too few inducing inputs for short length-scales cannot tell that these are better. If the fit finds nothing, an exact regression on some
-    hundred data points says where to start.
+    Long length-scales that explain a part as a trend are a local optimum, and too few inducing inputs for short ones cannot tell that these
+    are better. If the fit finds nothing, or an exact regression on some hundred data points finds more, that says where to start again.
 
     The search for another start takes half of the time left at most.
+
+    Args:
+        attempt: fits from where the parameters are, and gives up if it finds nothing and is told to.
+        kernel: the kernel.
+        targets: standardised targets ``(n, H)``.
+        log_noise: the noise.
+        record: of the fit.
+        generator: source of randomness.
+        index: what attempts change beside parameters, the subset. Without it a fit that finds something is kept.
     """
     if not kernels_with_length_scales(kernel):
         return attempt(False)
     parameters = hyper_parameters(kernel, log_noise)
     start = snapshot(parameters)
     value = attempt(True)
-    if value < objective_at_share(targets) or record.remaining_seconds() <= 0:
+    has_found = value < objective_at_share(targets)
+    if (has_found and index is None) or record.remaining_seconds() <= 0:
         return value
-    rows = torch.randperm(len(targets), generator=generator)[:SCOUTED].to(targets.device)
+    # To tell whether there is more than what was found, half of them suffice.
+    rows = torch.randperm(len(targets), generator=generator)[: SCOUTED // (1 + has_found)].to(targets.device)
     some, settings = RestrictedKernel(kernel, rows, borrowed=True), FitSettings(SCOUTING_ITERATIONS, record.budget(0.5))
 
-    def scout() -> float:
+    def fit_some() -> float:
         """An exact regression on the rows."""
-        scouted = fit_exactly(some, targets[rows], log_noise, parameters, settings, FitRecord([]))
+        return fit_exactly(some, targets[rows], log_noise, parameters, settings, FitRecord([]))
+
+    def scout() -> float:
+        """The same, from little noise."""
+        log_noise.data.fill_(math.log(SCOUTING_NOISE))
+        scouted = fit_some()
         return scouted if scouted < objective_at_share(targets[rows], LEAST_EXPLAINED) else math.inf
 
-    load_snapshot(parameters, scout_length_scales(scout, kernel, parameters, start) or start)
-    return attempt(False)
+    everything = parameters if index is None else [*parameters, index]
+    found, reached = snapshot(everything), fit_some() if has_found else math.inf
+    best, best_parameters = scout_length_scales(scout, kernel, parameters, start)
+    if not has_found:
+        load_snapshot(parameters, best_parameters or start)
+        return attempt(False)
+    if best_parameters is not None and best < reached - MIN_SCOUTED_GAIN:
+        load_snapshot(parameters, best_parameters)
+        if (other := attempt(False)) < value:
+            return other
+    load_snapshot(everything, found)
+    return value
 
 
 def scout_length_scales(
     scout: Callable[[], float], kernel: DataKernel, parameters: list[Tensor], start: list[Tensor]
-) -> list[Tensor] | None:
-    """Returns the best parameters of short fits from several length-scales, if any.
+) -> tuple[float, list[Tensor] | None]:
+    """Returns the least objective of short fits, and its parameters, if any.
 
-    They start from all, a half and a quarter of the current ones.
+    They start from all, a half, a quarter, an eighth and a sixteenth of the current length-scales.
     """
     best, best_parameters = math.inf, None
-    for share in (1.0, 0.5, 0.25):
+    for share in (1.0, 0.5, 0.25, 0.125, 0.0625):
         load_snapshot(parameters, start)
         _shorten(kernel, share)
         value = scout()
         if value < best:
             best, best_parameters = value, snapshot(parameters)
-    return best_parameters
+    return best, best_parameters
 
 
 def kernels_with_length_scales(kernel: DataKernel) -> list[torch.nn.Module]:

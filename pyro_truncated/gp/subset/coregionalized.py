@@ -23,6 +23,7 @@ from pyro_truncated.gp.optimization import FitRecord, FitSettings
 from pyro_truncated.gp.subset.alternation import (
     EXACT_UP_TO,
     LEAST_EXPLAINED,
+    MIN_SCOUTED_GAIN,
     SCOUTED,
     SCOUTING_ITERATIONS,
     evidence_backward,
@@ -220,11 +221,16 @@ class CoregionalizedGPRegression(torch.nn.Module):
 
         prediction = attempt()
         may_move = is_first and bool(kernels_with_length_scales(self.kernel)) and record.remaining_seconds() > 0
-        if may_move and self._explained_share(everything, prediction) < LEAST_EXPLAINED:
-            before = snapshot(self._trainable_parameters)
+        if may_move:
+            before, value = snapshot(self._trainable_parameters), self.objective_value
             parameters = self._scout(start, FitSettings(min(max_iterations, SCOUTING_ITERATIONS), record.budget(0.5), tolerance))
             load_snapshot(self._trainable_parameters, parameters or before)
-            prediction = attempt() if parameters else prediction
+            other = attempt() if parameters else prediction
+            if self.objective_value < value:
+                prediction = other
+            else:
+                load_snapshot(self._trainable_parameters, before)
+                self.objective_value = value
         record.close()
         warn_about_noise(everything.value[:, None], prediction[:, None], float(self.noise.detach().mean()))
         return self.objective_value
@@ -238,7 +244,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
         return learn_exactly(lambda weight: self._backward(entries, weight), len(entries), self._trainable_parameters, settings, record)
 
     def _scout(self, start: list[Tensor], settings: FitSettings) -> list[Tensor] | None:
-        """Parameters of fits to some entries from other length-scales, if any."""
+        """Parameters of better fits to some entries, from other length-scales."""
         some = self._entries.subsample(SCOUTED, self.generator)
 
         def scout() -> float:
@@ -246,7 +252,9 @@ class CoregionalizedGPRegression(torch.nn.Module):
             value = self._fit_to(some, settings, FitRecord([]))
             return value if self._explained_share(some, self._predict_left_out(some)) >= LEAST_EXPLAINED else math.inf
 
-        return scout_length_scales(scout, self.kernel, self._trainable_parameters, start)
+        reached = scout()
+        best, parameters = scout_length_scales(scout, self.kernel, self._trainable_parameters, start)
+        return parameters if best < reached - MIN_SCOUTED_GAIN else None
 
     @torch.no_grad()
     def _predict_left_out(self, entries: ObservedEntries) -> Tensor:

@@ -357,7 +357,7 @@ class SubsetGPRegression(torch.nn.Module):
         tolerance = max(settings.tolerance, MIN_GAIN_NATS) if larger else settings.tolerance
         begin = functools.partial(attempt, size=size, start=self.index[self.index >= 0], tolerance=tolerance)
         if math.isnan(self.objective_value):
-            value = fit_with_restart(begin, self.kernel, self.targets, self.log_noise, record, self.generator)
+            value = fit_with_restart(begin, self.kernel, self.targets, self.log_noise, record, self.generator, self.index)
         else:
             value = begin(False)
         for size in larger:

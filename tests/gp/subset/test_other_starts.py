@@ -36,6 +36,31 @@ def test_inputs_among_many_irrelevant_ones_are_found(size):
     assert float(scales[:2].max()) < 0.5 * float(scales[2:].min())
 
 
+@pytest.mark.parametrize("size", [None, 40])
+@pytest.mark.parametrize("frequency", [3, 10])
+def test_waves_beside_a_trend_are_found(size, frequency):
+    generator = torch.Generator().manual_seed(1)
+    x = 4 * torch.rand(300, 1, generator=generator, dtype=torch.float64) - 2
+    truth = torch.sin(frequency * x[:, 0]) + x[:, 0]
+    y = truth + 0.2 * torch.randn(300, generator=generator, dtype=torch.float64)
+    model = SubsetGPRegression(smooth_rbf(x[:150]), y[:150], num_inducing=size, generator=generator)
+    model.fit()
+    assert float((model.predict(x[150:])[0] - truth[150:]).square().mean()) < 0.02
+
+
+@pytest.mark.parametrize("seed", [1, 4])
+def test_a_constant_input_changes_no_prediction(seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = 4 * torch.rand(120, 2, generator=generator, dtype=torch.float64) - 2
+    y = torch.sin(3 * x[:, 0]) + 0.5 * x[:, 1] + 0.2 * torch.randn(120, generator=generator, dtype=torch.float64)
+    predictions = []
+    for inputs in (x, torch.cat([x, torch.ones(120, 1).double()], 1)):
+        model = SubsetGPRegression(smooth_rbf(inputs), y)
+        model.fit()
+        predictions.append(model.predict(inputs)[0])
+    torch.testing.assert_close(*predictions, rtol=0.02, atol=0.02)
+
+
 @pytest.mark.slow
 def test_noise_stays_noise():
     x, y = few_relevant(300)
