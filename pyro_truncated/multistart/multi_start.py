@@ -513,7 +513,7 @@ def learn(
             model.load_simplified(restart.model)
         trainer, last = _train(profile.replace(watch=watch), best, steps, bar)
     guide, pool = trainer.guide, multi_start.pool
-    if profile.optimizer == "gradients" and profile.y.dim() == 2 and profile.y.is_floating_point():
+    if profile.optimizer == "gradients" and profile.y.dim() == 2 and profile.y.is_floating_point() and find_part(profile.y) is None:
         warn_about_columns(profile.model, profile.y, profile.layers, guide[0] if profile.has_companion else None)
     if disagreement is not None:
         advice = "Try more restarts, more restart_steps or a higher temperature (LearnConfig)."

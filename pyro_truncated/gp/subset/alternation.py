@@ -323,8 +323,8 @@ def fit_with_restart(
     has_found = value < objective_at_share(targets)
     if (has_found and index is None) or record.remaining_seconds() <= 0:
         return value
-    # To tell whether there is more than what was found, half of them suffice.
-    rows = torch.randperm(len(targets), generator=generator)[: SCOUTED // (1 + has_found)].to(targets.device)
+    # To tell whether there is more than what was found, a quarter of them suffices.
+    rows = torch.randperm(len(targets), generator=generator)[: SCOUTED // (4 if has_found else 1)].to(targets.device)
     some, settings = RestrictedKernel(kernel, rows, borrowed=True), FitSettings(SCOUTING_ITERATIONS, record.budget(0.5))
 
     def fit_some() -> float:
