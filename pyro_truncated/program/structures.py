@@ -31,10 +31,9 @@ from pyro_truncated.program.product_scorer import NUM_TRIED, ProductScorer, othe
 from pyro_truncated.program.sites import density_nodes, is_subsampled
 from pyro_truncated.utils.parameter_store import read_variables
 
-# How deep programs are looked into, how many values are taken, and what holds none of a user's switches.
-_DEPTH, _MOST_HELD = 8, 4096
-# Of larger arrays some entries are looked at.
-_MOST_ENTRIES = 2**16
+# Of programs so many values are looked at, and of arrays sixteen times as many entries.
+_MOST_HELD = 4096
+# These hold none of a user's switches.
 _LIBRARIES = sys.stdlib_module_names - {"types", "argparse"} | {"torch", "pyro", "pyro_truncated", "numpy", "pandas", "scipy"}
 _NUMBERS = (bool, int, float, str, bytes, enum.Enum, np.generic)
 
@@ -213,7 +212,7 @@ def _numbers_of(value: Any, observed: set[int]) -> Sequence[Any]:
     if isinstance(value, (Tensor, np.ndarray)):
         if isinstance(value, Tensor) and (not _waits_for_none(value) or value.untyped_storage().data_ptr() in observed):
             return (value.shape,)
-        some: Any = value.reshape(-1)[:: 1 + math.prod(value.shape) // _MOST_ENTRIES]
+        some: Any = value.reshape(-1)[:: 1 + math.prod(value.shape) // (16 * _MOST_HELD)]
         if isinstance(some, Tensor):
             # NumPy knows no shorter ones.
             is_short = some.is_floating_point() and some.dtype.itemsize < 4
@@ -238,7 +237,7 @@ def _waits_for_none(tensor: Tensor) -> bool:
     return True
 
 
-def _held_values(program: Any, seen: set[int], depth: int = _DEPTH) -> Iterator[Any]:
+def _held_values(program: Any, seen: set[int], depth: int = 8) -> Iterator[Any]:
     """Values that a program reads beside its arguments.
 
     They are attributes, closures and globals, and what these hold in turn. Its arguments may be such programs.
