@@ -24,13 +24,18 @@ OUTLIER_RATIO, MAX_OUTLIER_RATIO = 5.0, 1e4
 def bulk_deviation(centred: Tensor) -> Tensor:
     """Returns deviations ``(D,)`` without outliers, of columns with some.
 
-    They are by the middle half of a thousand rows, as of normal numbers. Of other columns they are infinite.
+    They are by the middle half of a thousand rows, as of normal numbers. Of other columns they are zero.
     """
     ordered = centred[:: -(-len(centred) // 1000)].sort(0).values
     middle = (ordered[3 * len(ordered) // 4] - ordered[len(ordered) // 4]) / 1.349
     deviation = centred.square().mean(0).sqrt()
     has_outliers = (middle > 0) & (deviation > OUTLIER_RATIO * middle)
-    return torch.where(has_outliers, middle.maximum(deviation / MAX_OUTLIER_RATIO), torch.inf)
+    return torch.where(has_outliers, middle.maximum(deviation / MAX_OUTLIER_RATIO), 0.0)
+
+
+def at_most(values: Tensor, bounds: Tensor) -> Tensor:
+    """Returns values up to bounds, where these are not zero."""
+    return torch.where(bounds > 0, values.minimum(bounds), values)
 
 
 def variance_floor(variance: Tensor, power: Tensor, dtype: torch.dtype) -> Tensor:

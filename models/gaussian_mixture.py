@@ -14,7 +14,7 @@ from torch.distributions import constraints
 from pyro_truncated import AutoTruncated, ClosedForm, Population
 from pyro_truncated.distributions import Component
 from pyro_truncated.extend import check_observable, names_arguments, selected_rows, some_rows, takes_arrays
-from pyro_truncated.models.covariances import Prior, bulk_deviation, empty_prior_buffers, make_covariances, prior_buffers
+from pyro_truncated.models.covariances import Prior, at_most, bulk_deviation, empty_prior_buffers, make_covariances, prior_buffers
 from pyro_truncated.models.data_model import MOST_ROWS, check_data, count_data
 from pyro_truncated.models.gaussians import (
     Agglomeration,
@@ -64,7 +64,7 @@ class GaussianMixture(LinearMixture):
             spherical; those of the noise, ``(K,)`` or ``()``, if of low rank.
         factor: :math:`W`, ``(K, D, R)``; of low-rank covariances only.
         center: where moments are taken, ``(D,)``: the data's mean after :meth:`initialize`.
-        bulk: deviations of the data without outliers, ``(D,)``, where there are some; else infinite.
+        bulk: deviations of the data without outliers, ``(D,)``, where there are some; else zero.
         spread: the data's covariance ``(D, D)`` in :meth:`initialize`, if diagonal or spherical variances ``(D,)``. Empty without prior.
         pseudo: how many data points it counts for, half its log determinant, ``(2,)``. Zero if unknown.
 
@@ -114,7 +114,7 @@ class GaussianMixture(LinearMixture):
 
     def new_buffers(self) -> dict[str, Tensor]:
         """Mixtures of earlier versions have no prior, and know of no outliers."""
-        own = {"bulk": torch.full_like(self.center, math.inf), **empty_prior_buffers(self._kind, self.pseudo_data, self.center)}
+        own = {"bulk": torch.zeros_like(self.center), **empty_prior_buffers(self._kind, self.pseudo_data, self.center)}
         return {**super().new_buffers(), **own}
 
     @takes_arrays
@@ -158,7 +158,7 @@ class GaussianMixture(LinearMixture):
         self.center = rows.mean(0)
         above = rows - self.center
         self.bulk = bulk_deviation(above)
-        floor = self._kind.floor(above.square().mean(0).minimum(self.bulk.square()), rows.square().mean(0), self.loc.dtype)
+        floor = self._kind.floor(at_most(above.square().mean(0), self.bulk.square()), rows.square().mean(0), self.loc.dtype)
         self.spread, self.pseudo = prior_buffers(self._kind, self.pseudo_data, above, floor).values()
         self._take(self._first_components(above, floor, generator))
         self.knows_data.fill_(True)
@@ -180,8 +180,8 @@ class GaussianMixture(LinearMixture):
         units = torch.where(deviation > 0, deviation, 1.0)
         # In few dimensions deviations are the better unit.
         others = [torch.ones_like(units)] if centred.shape[1] > 16 else []
-        if bool(self.bulk.isfinite().any()):
-            others.append(units.minimum(self.bulk))
+        if bool((self.bulk > 0).any()):
+            others.append(at_most(units, self.bulk))
         best, rows = start(units).rescale(units), centred[:1000]
         every = torch.arange(self.num_components, device=rows.device).expand(len(rows), -1)
         for other_units in others:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ClosedFormModel, Population, StateSpace
 from pyro_truncated.extend import generator_device
-from pyro_truncated.models.covariances import Covariances, Parameters, Prior, floor_covariance
+from pyro_truncated.models.covariances import Covariances, Parameters, Prior, at_most, floor_covariance
 from pyro_truncated.models.data_model import random_rows
 from pyro_truncated.models.linear_mixture import MIN_COMPONENT_COUNT, Shares, best_weights
 from pyro_truncated.models.seeding import group_places, partners, perturb, scattered_rows
@@ -51,7 +51,7 @@ def least_variance(kind: Covariances, statistics: Statistics, center: Tensor, bu
     total = statistics["counts"].sum()
     shift = statistics["sums"].sum(0) / total
     variance = statistics["squares"] / total - shift.square()
-    floor: Tensor = kind.floor(variance.clamp(min=0.0).minimum(bulk.square()), variance + (center + shift).square(), dtype)
+    floor: Tensor = kind.floor(at_most(variance.clamp(min=0.0), bulk.square()), variance + (center + shift).square(), dtype)
     return floor
 
 

@@ -147,7 +147,7 @@ class SummedELBO(ReprFromArguments, ELBO):
 
 
 def _refuse_populations(guide: Any) -> None:
-    if isinstance(guide, torch.nn.Module) and any(hasattr(part, "populations") for part in guide.modules()):
+    if isinstance(guide, torch.nn.Module) and any(hasattr(getattr(part, "populations", None), "stores") for part in guide.modules()):
         raise TypeError(
             "SummedELBO counts once for each process what belongs to no data point, such as the parameters' priors. For guides with an "
             "AutoTruncated part use Truncated_ELBO(), which divides it and sums by itself."

@@ -179,8 +179,9 @@ def warn_about_columns(model: Any, y: Tensor, layers: Collection[str], companion
     """
     if _observe(model, y, companion)[2] != 1:
         return
-    lowest, highest = y.nan_to_num(math.inf).amin(0), y.nan_to_num(-math.inf).amax(0)
-    extent = (highest - lowest).double()
+    # Few outliers make no extent.
+    lowest, highest = y.double().nanquantile(torch.tensor([0.05, 0.95], dtype=torch.float64, device=y.device), 0)
+    extent = highest - lowest
     ends = tuple(f".{normalize_param_name(layer)}" for layer in layers)
     for key, free in sorted(pyro.get_param_store().named_parameters()):
         name = normalize_param_name(key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -62,6 +62,7 @@ class SolutionPool:
     Args:
         profile: of restarts.
         refine: trains what a move proposes.
+        moves: what is tried on the best after each exchange; default: complements.
 
     Attributes:
         best: the one with the highest free energy, with what others have added to it.
@@ -73,8 +74,9 @@ class SolutionPool:
         moves: what was tried beyond restarts.
     """
 
-    def __init__(self, profile: Profile, refine: Refine = settle) -> None:
+    def __init__(self, profile: Profile, refine: Refine = settle, moves: Sequence[Move] | None = None) -> None:
         self._profile, self._refine = profile, refine
+        self._own_moves = (Complement(profile),) if moves is None else moves
         self.best, self.solutions = NOTHING, list[Solution]()
         self.groups: list[Recombination] = []
         self.is_network = profile.initialization == "draw_start"
@@ -158,7 +160,8 @@ class SolutionPool:
         queue = [self._members[-1]]
         while queue:
             other = queue.pop()
-            if self._cross(other):
+            gains = [self._cross(other), *(self._improve(move) for move in self._own_moves)]
+            if any(gains):
                 queue = [member for member in self._members if member is not other]
         if self.best is before:
             self._improve(self._redundant)
@@ -238,7 +241,7 @@ class MultiStart:
             name = self._initialize(number)
             solution = self._restart()
             steps = self._num_steps - before
-            if profile.optimizer == "gradients" and not profile.is_product and not profile.is_conditional:
+            if profile.shares_latents or (self.pool.is_network and profile.has_decoder):
                 move = DeadLatents(profile) if profile.shares_latents else Complement(profile)
                 solution = improve(solution, move, partial(search_and_train, profile), profile.tolerance, counts)
             for move in profile.config.moves:

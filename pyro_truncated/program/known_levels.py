@@ -116,5 +116,9 @@ def _counts(node: Any, off: Tensor, plates: set[str], layout: Layout, idle: Mapp
             inner = min(fn.event_dim - event_dim, mask.dim())
             on = on & (mask.flatten(-inner).any(-1) if inner else mask)
     if plates <= {frame.name for frame in node["cond_indep_stack"]}:
+        # Members of other plates than those of the data may depend on each other, as on the step before.
+        for frame in node["cond_indep_stack"]:
+            if frame.vectorized and frame.name not in layout.plates:
+                off, on = (mask.any(frame.dim, keepdim=True) if mask.dim() >= -frame.dim else mask for mask in (off, on))
         return bool((off & on).any())
     return bool(off.any()) and bool(on.any())

@@ -212,12 +212,16 @@ def _numbers_of(value: Any, observed: set[int]) -> Sequence[Any]:
     if isinstance(value, (Tensor, np.ndarray)):
         if isinstance(value, Tensor) and (not _waits_for_none(value) or value.untyped_storage().data_ptr() in observed):
             return (value.shape,)
-        some: Any = value.reshape(-1)[:: 1 + math.prod(value.shape) // (16 * _MOST_HELD)]
+        size, some = math.prod(value.shape), value
+        if size > 16 * _MOST_HELD:
+            # Without a copy of all entries, which may have been expanded or transposed.
+            places = np.unravel_index(np.arange(0, size, 1 + size // (16 * _MOST_HELD)), value.shape)
+            some = value[tuple(map(torch.from_numpy, places))] if isinstance(value, Tensor) else value[places]
         if isinstance(some, Tensor):
             # NumPy knows no shorter ones.
             is_short = some.is_floating_point() and some.dtype.itemsize < 4
             some = (some.float() if is_short else some).detach().resolve_neg().numpy()
-        parts = {"f": [some == 0, some], "b": [some], "i": [some], "u": [some]}.get(some.dtype.kind, [])
+        parts = [some == 0, some] if some.dtype.kind == "f" else [some] if some.dtype.kind in "biu" else []
         return (value.shape, *(hash(part.tobytes()) for part in parts))
     value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, float):

@@ -349,7 +349,7 @@ def warn_if_table(image: Tensor) -> None:
     """
     columns = [column for column in image.unbind(-1) if not bool(column.isnan().all()) and bool((column != column[0]).any())]
     # Of fewer entries the noise is not sure.
-    if len(columns) < 2 or len(image) < MAX_CHANNELS_OF_SIGNAL:
+    if not 2 <= len(columns) <= 2 * MAX_CHANNELS_OF_SIGNAL or len(image) < MAX_CHANNELS_OF_SIGNAL:
         return
     levels = torch.tensor([noise_level(column, 1) for column in columns])
     is_noisy = levels > MIN_SHARE_OF_NOISE * torch.stack([deviation(column) for column in columns]).cpu()

@@ -333,7 +333,8 @@ def fit_with_restart(
 
     def scout() -> float:
         """The same, from little noise."""
-        log_noise.data.fill_(math.log(SCOUTING_NOISE))
+        if log_noise.requires_grad:
+            log_noise.data.fill_(math.log(SCOUTING_NOISE))
         scouted = fit_some()
         return scouted if scouted < objective_at_share(targets[rows], LEAST_EXPLAINED) else math.inf
 
