@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable
 
 import pyro
@@ -105,3 +107,38 @@ def test_bounds_stay_bounds_whatever_masks_switch_off(model: Callable[[Tensor], 
             expected = exact_pairs(mask) if model is pairs else exact(model, mask)
             assert loss >= expected - 1e-9
             assert num_states < 64 or loss == pytest.approx(expected, rel=1e-9)
+
+
+# --- along a plate whose members depend on each other ---
+
+
+def neighbours(mask: Tensor) -> Callable[[Tensor], None]:
+    """Sequences of flags of which each explains its own number and the next one; masks switch off both."""
+
+    def model(x: Tensor) -> None:
+        with pyro.plate("sequences", len(x), dim=-2):
+            c = pyro.sample("c", dist.Bernoulli(torch.tensor(0.5, dtype=x.dtype)))
+            with pyro.plate("steps", x.shape[1], dim=-1), poutine.mask(mask=mask):
+                z = pyro.sample("z", dist.Bernoulli(torch.tensor(0.5, dtype=x.dtype)))
+                z = z.expand(torch.broadcast_shapes(z.shape, x.shape))
+                before = torch.nn.functional.pad(z[..., :-1], (1, 0))
+                pyro.sample("x", dist.Normal(z + 2 * before + 0 * c, 0.3), obs=x)
+
+    return model
+
+
+@pytest.mark.parametrize("num_states", [16, 32])
+def test_a_masked_flag_counts_where_the_next_number_does(num_states: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.rand(5, 4, generator=generator) < 0.6
+    x = 2 * torch.randn(5, 4, dtype=torch.float64, generator=generator)
+    states = torch.cartesian_prod(*[torch.tensor([0.0, 1.0]).double()] * 4)
+    mean = states + 2 * torch.nn.functional.pad(states[:, :-1], (1, 0))
+    log_joint = (mask.unsqueeze(1) * (dist.Normal(mean, 0.3).log_prob(x.unsqueeze(1)) + math.log(0.5))).sum(-1)
+    # The prior of flags that are off adds up to one.
+    expected = -float((log_joint.logsumexp(1) - (~mask).sum(1) * math.log(2)).sum())
+    with warnings.catch_warnings(action="ignore"):
+        guide, elbo = AutoTruncated(neighbours(mask), num_states), Truncated_ELBO(EvolutionarySearch(8, 4))
+        for _ in range(20):
+            loss = elbo.loss_and_grads(neighbours(mask), guide, x)
+    assert loss == pytest.approx(expected, abs=1e-3)

@@ -48,6 +48,18 @@ def test_waves_beside_a_trend_are_found(size, frequency):
     assert float((model.predict(x[150:])[0] - truth[150:]).square().mean()) < 0.02
 
 
+@pytest.mark.parametrize("size", [None, 20])
+def test_a_noise_that_is_not_learned_stays_as_it_is(size):
+    generator = torch.Generator().manual_seed(1)
+    x = 4 * torch.rand(150, 1, generator=generator, dtype=torch.float64) - 2
+    y = torch.sin(3 * x[:, 0]) + 0.2 * torch.randn(150, generator=generator, dtype=torch.float64)
+    model = SubsetGPRegression(smooth_rbf(x), y, num_inducing=size, generator=generator)
+    model.log_noise.requires_grad_(False)
+    before = model.log_noise.clone()
+    model.fit()
+    assert torch.equal(model.log_noise, before)
+
+
 @pytest.mark.parametrize("seed", [1, 4])
 def test_a_constant_input_changes_no_prediction(seed):
     generator = torch.Generator().manual_seed(seed)
