@@ -134,7 +134,7 @@ CASES = {
     "mixture, full": Case(GaussianMixture, flips, 665, options={"covariance": "full"}, num_data=400),
     "mixture, tied": Case(GaussianMixture, flips, 426, options={"covariance": "tied"}),
     "mixture, diagonal": Case(GaussianMixture, flips, 508, syncs=1, options={"covariance": "diag"}),
-    "mixture, spherical": Case(GaussianMixture, flips, 509, syncs=1, options={"covariance": "spherical"}),
+    "mixture, spherical": Case(GaussianMixture, flips, 512, syncs=1, options={"covariance": "spherical"}),
     # Eigenvalues are waited for.
     "mixture, low rank": Case(GaussianMixture, flips, 913, syncs=3, options={"covariance": "low-rank", "rank": 2}, num_data=400),
     "mixture, low rank, noise shared": Case(

@@ -22,6 +22,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from pyro_truncated.distributed.shards import find_memory_map
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.chain_scorer import ChainScorer
 from pyro_truncated.program.dependencies import Dependencies
@@ -212,6 +213,8 @@ def _numbers_of(value: Any, observed: set[int]) -> Sequence[Any]:
     if isinstance(value, (Tensor, np.ndarray)):
         if isinstance(value, Tensor) and (not _waits_for_none(value) or value.untyped_storage().data_ptr() in observed):
             return (value.shape,)
+        if find_memory_map(value) is not None:
+            return (value.shape,)
         size, some = math.prod(value.shape), value
         if size > 16 * _MOST_HELD:
             # Without a copy of all entries, which may have been expanded or transposed.
@@ -231,7 +234,15 @@ def _numbers_of(value: Any, observed: set[int]) -> Sequence[Any]:
 
 def _waits_for_none(tensor: Tensor) -> bool:
     """Whether a look at a tensor's entries waits for no device."""
-    if is_lazy(tensor) or tensor.device.type != "cpu" or tensor.is_nested or tensor.is_quantized or tensor.is_complex():
+    # Of shards, which may be files, only what a step needs is read.
+    if (
+        type(tensor) is not Tensor
+        or is_lazy(tensor)
+        or tensor.device.type != "cpu"
+        or tensor.is_nested
+        or tensor.is_quantized
+        or tensor.is_complex()
+    ):
         return False
     try:
         tensor.untyped_storage().data_ptr()

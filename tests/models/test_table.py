@@ -184,7 +184,12 @@ def test_float32_follows_float64(name: str) -> None:
         one_em_step(row, model, data)
     for parameter, expected in double.state_dict().items():
         found = single.state_dict()[parameter]
-        assert found.dtype == (torch.bool if expected.dtype == torch.bool else torch.float32) or parameter in ("center", "spread", "pseudo")
+        assert found.dtype == (torch.bool if expected.dtype == torch.bool else torch.float32) or parameter in (
+            "center",
+            "bulk",
+            "spread",
+            "pseudo",
+        )
         torch.testing.assert_close(found.double(), expected.double(), rtol=1e-3, atol=1e-3)
 
 

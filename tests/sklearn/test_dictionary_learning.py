@@ -201,7 +201,7 @@ def test_all_bars_are_found_with_the_defaults(family):
         ({"n_components": 0}, "n_components must be a positive integer; got 0"),
         ({"max_iter": 1.5}, "max_iter must be a positive integer; got 1.5"),
         ({"ridge": -1.0}, "ridge must be a finite number of at least 0; got -1.0"),
-        ({"family": "bernoulli"}, "outside the support"),
+        ({"family": "bernoulli"}, "X must hold 0 and 1 for family='bernoulli'; got .*: give a threshold"),
     ],
 )
 def test_what_is_wrong_is_said_by_name(options, message):
