@@ -89,8 +89,8 @@ class ChainBatch(SetBatch[ChainScorer]):
         likelihood = _linear_steps(self.scorer) or self.scorer
         posterior = ChainPosterior(likelihood, Transitions(moves.log_prob.detach(), moves.kind), num_states, words=words)
         posterior.indices, (store,) = self.scorer.plate_indices, self.populations.stores
-        rows = torch.arange(len(store.words), device=moves.kind.device) if self.scorer.rows is None else self.scorer.rows
-        posterior.positions = store.global_rows(rows[:: self.scorer.product.num_steps]) // self.scorer.product.num_steps
+        own = posterior.positions if posterior.indices is None else posterior.indices.to(moves.kind.device)
+        posterior.positions = own + store.first_position // self.scorer.product.num_steps
         return posterior
 
     def rescore(self) -> list[Population]:

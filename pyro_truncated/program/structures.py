@@ -211,7 +211,7 @@ def _numbers_of(value: Any, observed: set[int]) -> Sequence[Any]:
     Of these it is also told which are zero. Of observed tensors it is shapes alone.
     """
     if isinstance(value, (Tensor, np.ndarray)):
-        if isinstance(value, Tensor) and (not _waits_for_none(value) or value.untyped_storage().data_ptr() in observed):
+        if isinstance(value, Tensor) and (not _lies_in_memory(value) or value.untyped_storage().data_ptr() in observed):
             return (value.shape,)
         if find_memory_map(value) is not None:
             return (value.shape,)
@@ -232,8 +232,8 @@ def _numbers_of(value: Any, observed: set[int]) -> Sequence[Any]:
     return (value if isinstance(value, (int, str, bytes, enum.Enum)) else None,)
 
 
-def _waits_for_none(tensor: Tensor) -> bool:
-    """Whether a look at a tensor's entries waits for no device."""
+def _lies_in_memory(tensor: Tensor) -> bool:
+    """Whether a tensor's entries lie in memory, to be read at once."""
     # Of shards, which may be files, only what a step needs is read.
     if (
         type(tensor) is not Tensor
@@ -263,7 +263,7 @@ def _held_values(program: Any, seen: set[int], depth: int = 8) -> Iterator[Any]:
     for value in _held(program):
         if value is None or isinstance(value, (Tensor, np.ndarray, *_NUMBERS)):
             # What is learned is no switch.
-            if not isinstance(value, Tensor) or (_waits_for_none(value) and not isinstance(value, torch.nn.Parameter)):
+            if not isinstance(value, Tensor) or (_lies_in_memory(value) and not isinstance(value, torch.nn.Parameter)):
                 yield value
         elif depth and _may_hold(value):
             yield from _held_values(value, seen, depth - 1)
