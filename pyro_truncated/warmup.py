@@ -104,6 +104,17 @@ def _other_latents(dtype: torch.dtype) -> None:
     guide.marginals()
 
 
+def _many_sites(dtype: torch.dtype) -> None:
+    """A loop over sites."""
+
+    def model(y: Tensor) -> None:
+        for place in range(70):
+            z = pyro.sample(f"z_{place}", dist.Bernoulli(torch.tensor(0.5, dtype=dtype)))
+            pyro.sample(f"y_{place}", dist.Normal(z, 1.0), obs=y[0, 0])
+
+    _train(model, _data(dtype), EvolutionarySearch())
+
+
 def _causes(kind: Callable[..., Any], *, binary: bool = False) -> Task:
     """Warms up models with closed-form M-steps and with gradients.
 
@@ -181,6 +192,7 @@ _TASKS: dict[str, Task] = {
     "mixtures of many components": _mixtures,
     "models with binary latents": _any_model,
     "models with other latents": _other_latents,
+    "models with many sites": _many_sites,
     "binary sparse coding": _causes(models.BinarySparseCoding),
     "preselection": _select,
     "spike-and-slab sparse coding": _causes(models.SpikeSlabSparseCoding),

@@ -154,16 +154,17 @@ class ProductBatch(SetBatch[ProductScorer]):
     def _populations(self, sets: Sequence[Tensor], messages: Messages) -> list[Population]:
         """Sets with the log joints that messages give them, see :class:`ProductStore`."""
         product, scorer, roots = self.scorer.product, self.scorer, self.scorer.product.tree.roots
-        log_joint = {}
-        for node, belief in messages.beliefs().items():
-            evidence = messages.evidence(roots[node])
-            log_q = belief + messages.weights[node] - evidence
-            # A node that is the last of its component has the evidence of that.
-            log_joint[node] = (log_q + evidence if roots[node] == node else log_q).masked_fill(log_q < IMPOSSIBLE / 2, -math.inf)
+        beliefs, evidence = messages.beliefs(), product.evidence_by_node(messages)
         populations = []
         for number, (population, words) in enumerate(zip(self._take_populations(), sets, strict=True)):
-            rows = product.group_rows(number, log_joint, scorer.plate_sizes(product.groups[number].nodes[0]))
-            populations.append(dataclasses.replace(population, words=words, log_joint=rows))
+            nodes = product.groups[number].nodes
+            sizes = scorer.plate_sizes(nodes[0])
+            belief, weight, total = (product.group_rows(number, tables, sizes) for tables in (beliefs, messages.weights, evidence))
+            log_q = belief + weight - total
+            # A node that is the last of its component has the evidence of that.
+            is_root = torch.tensor([roots[node] == node for node in nodes], device=log_q.device).repeat_interleave(len(log_q) // len(nodes))
+            log_joint = torch.where(is_root.unsqueeze(-1), log_q + total, log_q).masked_fill(log_q < IMPOSSIBLE / 2, -math.inf)
+            populations.append(dataclasses.replace(population, words=words, log_joint=log_joint))
         return populations
 
     # --- the free energy and its gradient ---

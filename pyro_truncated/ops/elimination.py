@@ -6,14 +6,26 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from pyro_truncated.ops.backend import backend, is_vectorised
 
 # Stands for a log probability of minus infinity (nats): sums of it stay finite, and so do differences and gradients.
 IMPOSSIBLE = -1e12
 # Joint states from which on a sum is a product of matrices, where it can be: below, that takes no less time.
 _MIN_MATMUL_STATES = 2**14
+# Variables of a forest from which on messages are compiled, and entries for each up to which that takes less time than torch.
+_MIN_COMPILED, _MAX_COMPILED_ENTRIES = 64, 2**11
+# Columns of the variables of compiled messages. Two name others: the parent (-1 of a root) and the last one of the component. Two count
+# states and members of plates. Three say where states, messages to the parent and the table shared with it begin. The last one counts
+# members that have such a table of their own.
+PARENT, ROOT, SIZE, MEMBERS, STATES, MESSAGES, PAIRS, PAIR_MEMBERS = range(8)
+# Log tables with the variables that they are of.
+LogTables = Sequence[tuple[Sequence[int], Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,11 +83,21 @@ class BucketTree:
         """The dimension (negative) of a variable's states."""
         return -self.depth - 1 - self.colours[node]
 
+    @functools.cached_property
+    def is_forest(self) -> bool:
+        """Whether cliques have at most two variables, in the same plates."""
+        pairs = zip(self.separators, self.parents, self.plates, strict=True)
+        return all(parent is None or (len(others) == 1 and plates == self.plates[parent]) for others, parent, plates in pairs)
+
+    @functools.cached_property
+    def _forests(self) -> dict[Any, _Forest | None]:
+        return {}
+
     def find_bucket(self, nodes: Sequence[int]) -> int:
         """The variable that a table is summed out with, its first."""
         return min(nodes, key=self.place.__getitem__)
 
-    def collect(self, tables: Sequence[tuple[Sequence[int], Tensor]], weights: Mapping[int, Tensor], *, maximum: bool = False) -> Messages:
+    def collect(self, tables: LogTables, weights: Mapping[int, Tensor], *, maximum: bool = False) -> Messages:
         """Sends messages from the first variable to the last.
 
         Args:
@@ -83,49 +105,152 @@ class BucketTree:
             weights: by variable, the log weights of its states, with the state in its dimension, and its plates.
             maximum: whether to maximise over states in place of summing, for the most probable joint state.
         """
-        sums: list[Tensor | None] = [None] * len(self.separators)
-        pair_tables: list[Tensor | None] = [None] * len(self.separators)
-        for nodes, table in tables:
-            bucket = self.find_bucket(nodes)
-            into = pair_tables if len(nodes) == 2 and math.prod(table.shape[table.dim() - self.depth :]) == 1 else sums
-            previous, table = into[bucket], table.double().clamp(min=IMPOSSIBLE)
-            into[bucket] = table if previous is None else previous + table
-        messages = Messages(self, sums, pair_tables, dict(weights), maximum)
-        for node in self.order:
-            messages.send(node)
-        return messages
+        return Messages(self, tables, dict(weights), maximum)
+
+    def lay_out(self, tables: LogTables, weights: Mapping[int, Tensor]) -> _Forest | None:
+        """Where compiled messages have their numbers; ``None`` where torch sends them."""
+        if len(self.order) < _MIN_COMPILED or not self.is_forest or is_vectorised(weights[self.order[0]]):
+            return None
+        if torch.is_grad_enabled() and any(table.requires_grad for _, table in tables):
+            return None
+        key = tuple((tuple(nodes), table.shape) for nodes, table in tables), tuple(weights[node].shape for node in range(len(self.order)))
+        if key not in self._forests:
+            if len(self._forests) >= 8:
+                self._forests.clear()
+            self._forests[key] = _Forest.from_shapes(self, *key)
+        return self._forests[key]
+
+
+class _Forest(NamedTuple):
+    """Where the numbers of compiled messages are.
+
+    Attributes:
+        order: the variables in the order of their elimination.
+        variables: a row for each, with the columns above.
+        tables: a row for each table.
+        state_sizes: number of entries of the states of each variable.
+    """
+
+    order: np.ndarray
+    variables: np.ndarray
+    tables: np.ndarray
+    state_sizes: list[int]
+
+    @classmethod
+    def from_shapes(
+        cls, tree: BucketTree, tables: Sequence[tuple[Sequence[int], torch.Size]], weights: Sequence[torch.Size]
+    ) -> _Forest | None:
+        """The places, unless tables are large or differ along some plates only."""
+        sizes = [shape[tree.dim(node)] for node, shape in enumerate(weights)]
+        members = [shape.numel() // size for shape, size in zip(weights, sizes, strict=True)]
+        pair_members, rows, begin = [1] * len(sizes), [], 0
+        for scope, shape in tables:
+            node, own_members = tree.find_bucket(scope), shape[len(shape) - tree.depth :].numel()
+            if own_members not in (1, members[node]):
+                return None
+            strides = [math.prod(shape[dim + 1 :]) if size > 1 else 0 for dim, size in enumerate(shape)]
+            parent = tree.parents[node] if len(scope) == 2 else None
+            if parent is not None:
+                pair_members[node] = max(pair_members[node], own_members)
+            of_parent = 0 if parent is None else strides[tree.dim(parent)]
+            rows.append((node, begin, strides[tree.dim(node)], of_parent, int(own_members > 1), int(parent is not None)))
+            begin += shape.numel()
+        variables, places = [], (0, 0, 0)
+        for node, (size, number) in enumerate(zip(sizes, members, strict=True)):
+            parent = tree.parents[node]
+            above, of_pairs = (1, 0) if parent is None else (sizes[parent], size * sizes[parent] * pair_members[node])
+            variables.append((-1 if parent is None else parent, tree.roots[node], size, number, *places, pair_members[node]))
+            places = places[0] + size * number, places[1] + above * number, places[2] + of_pairs
+        if begin + places[1] * max(sizes) > _MAX_COMPILED_ENTRIES * len(sizes):
+            return None
+        return cls(np.array(tree.order), np.array(variables), np.array(rows), [shape.numel() for shape in weights])
+
+
+class _CompiledMessages(NamedTuple):
+    """What compiled messages give.
+
+    Attributes:
+        beliefs: by variable, what each state adds to the evidence.
+        evidence: by variable that is a root, of its component.
+        gradient: of the evidence, by entry of the tables.
+    """
+
+    beliefs: Sequence[Tensor]
+    evidence: Mapping[int, Tensor]
+    gradient: Tensor
+
+    @classmethod
+    def send(cls, forest: _Forest, tree: BucketTree, tables: LogTables, weights: Mapping[int, Tensor]) -> _CompiledMessages:
+        """Sends messages to the roots and back."""
+        entries = torch.cat([table.detach().reshape(-1) for _, table in tables]).double().clamp(min=IMPOSSIBLE)
+        flat = {id(own): own.detach().reshape(-1) for own in weights.values()}
+        nodes = range(len(tree.order))
+        log_weights = torch.cat([flat[id(weights[node])] for node in nodes])
+        kernels = backend("elimination", entries)
+        arrays = kernels.propagate(forest.order, forest.variables, forest.tables, entries.numpy(), log_weights.numpy(), IMPOSSIBLE)
+        states, messages, gradient = map(torch.from_numpy, arrays)
+        beliefs = [part.view(weights[node].shape) for node, part in zip(nodes, states.split(forest.state_sizes), strict=True)]
+        evidence = {}
+        for root in set(tree.roots.values()):
+            place, members = forest.variables[root, [MESSAGES, MEMBERS]]
+            shape = list(weights[root].shape)
+            shape[tree.dim(root)] = 1
+            evidence[root] = messages[place : place + members].view(shape)
+        return cls(beliefs, evidence, gradient)
 
 
 class Messages:
     """Sums (or maxima) of tables and messages in buckets, by variable.
 
-    The messages that were sent are kept beside them.
+    The messages that were sent are kept beside them. Those of forests of many small variables are compiled.
+
+    Args:
+        tree: the order.
+        tables: log tables with the variables that they are of.
+        weights: by variable, the log weights of its states.
+        maximum: whether to maximise.
 
     Attributes:
-        may_be_impossible: whether some states have probability zero.
+        may_be_impossible: whether some states may have probability zero.
     """
 
-    def __init__(
-        self,
-        tree: BucketTree,
-        sums: list[Tensor | None],
-        pair_tables: list[Tensor | None],
-        weights: dict[int, Tensor],
-        maximum: bool = False,
-    ) -> None:
-        self.tree, self.weights = tree, weights
+    def __init__(self, tree: BucketTree, tables: LogTables, weights: dict[int, Tensor], maximum: bool = False) -> None:
+        self.tree, self.weights, self._tables = tree, weights, tables
+        self._reduce: Callable[..., Tensor] = torch.amax if maximum else torch.logsumexp
+        self._joints: dict[int, Tensor] = {}
+        self.may_be_impossible = True
+        forest = None if maximum else tree.lay_out(tables, weights)
+        self._compiled = None if forest is None else _CompiledMessages.send(forest, tree, tables, weights)
+        if self._compiled is None:
+            self._send_all()
+
+    def _send_all(self) -> None:
+        """Sends all messages by torch, which keeps each of them."""
+        number = len(self.tree.order)
+        self._compiled = None
         # Tables of two variables that are the same for all members of the plates lie apart: sums over them are products of matrices.
-        self._sums, self._pair_tables = sums, pair_tables
-        self._messages: list[Tensor | None] = [None] * len(sums)
+        self._sums: list[Tensor | None] = [None] * number
+        self._pair_tables: list[Tensor | None] = [None] * number
+        for nodes, table in self._tables:
+            bucket = self.tree.find_bucket(nodes)
+            into = self._pair_tables if len(nodes) == 2 and table.shape[table.dim() - self.tree.depth :].numel() == 1 else self._sums
+            previous, table = into[bucket], table.double().clamp(min=IMPOSSIBLE)
+            into[bucket] = table if previous is None else previous + table
+        self._messages: list[Tensor | None] = [None] * number
         # How many of the messages in a bucket are impossible, and which entries of a message are. They are counted and not added up:
         # a message is taken out of a sum again, and what is left would be rounded as numbers of that size are.
-        self._counts: list[Tensor | None] = [None] * len(sums)
-        self._impossible: list[Tensor | None] = [None] * len(sums)
-        self._joints: dict[int, Tensor] = {}
-        self._reduce: Callable[..., Tensor] = torch.amax if maximum else torch.logsumexp
-        different = {id(own): own for own in weights.values()}.values()
-        parts = [part.detach().amin() for part in [*sums, *pair_tables, *different] if part is not None]
+        self._counts: list[Tensor | None] = [None] * number
+        self._impossible: list[Tensor | None] = [None] * number
+        different = {id(own): own for own in self.weights.values()}.values()
+        parts = [part.detach().amin() for part in [*self._sums, *self._pair_tables, *different] if part is not None]
         self.may_be_impossible = bool(torch.stack(parts).amin() < IMPOSSIBLE / 2)
+        for node in self.tree.order:
+            self.send(node)
+
+    def _send_singly(self) -> None:
+        """Sends messages by torch if they were compiled."""
+        if self._compiled is not None:
+            self._send_all()
 
     def _own(self, node: int) -> Tensor:
         return self._with_impossible(self._finite(node), self._counts[node])
@@ -166,7 +291,7 @@ class Messages:
 
     def evidence(self, node: int) -> Tensor:
         """The log sum over a component's states, by its last variable."""
-        message = self._messages[node]
+        message = self._messages[node] if self._compiled is None else self._compiled.evidence[node]
         assert message is not None
         return message
 
@@ -201,6 +326,7 @@ class Messages:
     @functools.cached_property
     def above(self) -> dict[int, Tensor]:
         """By variable, the message that its clique gets from above."""
+        self._send_singly()
         messages: dict[int, Tensor] = {}
         for node in reversed(self.tree.order):
             messages[node] = self.message_from_above(node, messages)
@@ -212,6 +338,16 @@ class Messages:
         It is the gradient of :math:`F` with respect to the table, and zero where no joint state is possible.
         """
         return [self._table_posterior(self.tree.find_bucket(scope), shape) for scope, shape in zip(scopes, shapes, strict=True)]
+
+    def gradient(self) -> Tensor:
+        r"""Returns the gradient of :math:`F` in the entries of all tables.
+
+        It is their posterior, one table after the other.
+        """
+        if self._compiled is not None:
+            return self._compiled.gradient
+        posterior = self.posterior([scope for scope, _ in self._tables], [table.shape for _, table in self._tables])
+        return torch.cat([table.flatten() for table in posterior])
 
     def _table_posterior(self, node: int, shape: torch.Size) -> Tensor:
         posterior = self._joints.get(node)
@@ -237,6 +373,8 @@ class Messages:
 
         Where a set of states is searched, this logarithm is the fitness of a candidate.
         """
+        if self._compiled is not None:
+            return dict(enumerate(self._compiled.beliefs))
         return {node: self._belief(node, down) for node, down in self.above.items()}
 
     def select(self, choose: Callable[[int, Tensor], Tensor | None]) -> None:
@@ -244,6 +382,7 @@ class Messages:
 
         ``choose`` maps a variable and the belief of its states to new log weights of these, or to ``None``.
         """
+        self._send_singly()
         tree = self.tree
         above: dict[int, Tensor] = {}
         for root in (node for node in self.tree.order if tree.parents[node] is None):
@@ -265,6 +404,7 @@ class Messages:
 
         Without ``num_samples`` it is the most probable joint state, of messages that are maxima.
         """
+        self._send_singly()
         tree = self.tree
         draws: dict[int, tuple[Tensor, Tensor]] = {}
         for node in reversed(tree.order):

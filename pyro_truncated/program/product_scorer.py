@@ -454,12 +454,13 @@ class ProductScorer(Probe):
             value = temperature * self.sum_evidence(self.evidence(messages))
             if not tables.entries.requires_grad:
                 return value, messages
-            posterior = messages.posterior(tables.scopes, tables.shapes)
+            gradient = messages.gradient()
             scales = [self.evidence_scale(scope[0]) for scope in tables.scopes]
             if any(scale is not scales[0] and bool(scale != scales[0]) for scale in scales):
-                posterior = [scale * table for scale, table in zip(scales, posterior, strict=True)]
-                scales = [1.0]
-            gradient = scales[0] * torch.cat([table.flatten() for table in posterior])
+                sizes = torch.tensor([shape.numel() for shape in tables.shapes], device=gradient.device)
+                gradient = gradient * torch.stack([torch.as_tensor(scale) for scale in scales]).to(gradient).repeat_interleave(sizes)
+            else:
+                gradient = scales[0] * gradient
         return with_gradient(value, tables.entries, gradient), messages
 
     def sum_evidence(self, evidence: Sequence[Tensor]) -> Tensor:

@@ -97,12 +97,18 @@ GRAPHS = {
 CASES = [(name, zeros, seed) for name in GRAPHS for zeros in (0.0, 0.15) for seed in range(3)]
 
 
-@pytest.fixture(autouse=True, params=["sums", "products of matrices"])
+@pytest.fixture(autouse=True, params=itertools.product([False, True], [False, True]), ids=str)
 def shared(request, monkeypatch):
-    """Whether tables are shared by the members of a plate, and small sums are products of matrices as large ones are."""
-    if request.param == "products of matrices":
+    """Whether tables are shared by the members of a plate, and small sums are products of matrices as large ones are.
+
+    Besides, whether messages of small forests are compiled as those of large ones are.
+    """
+    is_shared, is_compiled = request.param
+    if is_shared:
         monkeypatch.setattr(elimination, "_MIN_MATMUL_STATES", 1)
-    return request.param == "products of matrices"
+    if is_compiled:
+        monkeypatch.setattr(elimination, "_MIN_COMPILED", 1)
+    return is_shared
 
 
 def problem(name, zeros, seed):
