@@ -108,6 +108,7 @@ class FitSettings:
         attempts: attempts to exchange members per discrete phase.
         rows: data points that an alternation looks at.
         gives_up: whether it ends after an alternation that explains nothing.
+        tries_all: whether every member has had its turn before it ends.
     """
 
     max_epochs: int
@@ -117,6 +118,7 @@ class FitSettings:
     attempts: int = 4
     rows: int = 0
     gives_up: bool = False
+    tries_all: bool = True
 
 
 class FitRecord:

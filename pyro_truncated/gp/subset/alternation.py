@@ -233,7 +233,7 @@ class Alternation:
             is_settled = bool(epoch) and abs(gained) < tolerance
             if sample.rows is not None:
                 num = num if gained >= tolerance else 2 * num
-            elif is_settled and attempts > settings.attempts:
+            elif is_settled and (attempts > settings.attempts or not settings.tries_all):
                 break
             # A few attempts may fail by chance: before it ends, every member has had its turn.
             attempts = settings.attempts + self.num_inducing if is_settled else settings.attempts

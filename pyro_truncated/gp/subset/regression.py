@@ -338,8 +338,11 @@ class SubsetGPRegression(torch.nn.Module):
 
     def _learn(self, settings: FitSettings, record: FitRecord, share: float) -> float:
         """Hyper-parameters, and the subset where there is one."""
+        size, *larger = self._sizes()
+        # Where the number grows, a finer tolerance than that of the growth would take most of the time.
+        tolerance = max(settings.tolerance, MIN_GAIN_NATS) if larger else settings.tolerance
 
-        def attempt(gives_up: bool, size: int, start: Tensor, tolerance: float) -> float:
+        def attempt(gives_up: bool, size: int, start: Tensor, tries_all: bool) -> float:
             """From where the parameters are, and a known subset."""
             if self.is_exact:
                 return fit_exactly(
@@ -347,25 +350,23 @@ class SubsetGPRegression(torch.nn.Module):
                 )
             turns = Alternation(self.kernel, self.targets, self.log_noise, self.objective, self.search, size, self.generator)
             budget = record.budget(share)
-            limited = dataclasses.replace(settings, gives_up=gives_up, remaining_seconds=budget, tolerance=tolerance)
+            limited = dataclasses.replace(settings, gives_up=gives_up, remaining_seconds=budget, tolerance=tolerance, tries_all=tries_all)
             index, value = turns.run(start, limited, record)
             self.index.fill_(-1)
             self.index[: len(index)] = check_index(index, len(self.targets))
             return value
 
-        size, *larger = self._sizes()
-        tolerance = max(settings.tolerance, MIN_GAIN_NATS) if larger else settings.tolerance
-        begin = functools.partial(attempt, size=size, start=self.index[self.index >= 0], tolerance=tolerance)
+        begin = functools.partial(attempt, size=size, start=self.index[self.index >= 0], tries_all=not larger)
         if math.isnan(self.objective_value):
             value = fit_with_restart(begin, self.kernel, self.targets, self.log_noise, record, self.generator, self.index)
         else:
             value = begin(False)
         for size in larger:
-            before, value = value, attempt(False, size, self.subset, tolerance)
+            before, value = value, attempt(False, size, self.subset, tries_all=False)
             is_enough = value < objective_at_share(self.targets) and before - value < MIN_GAIN_NATS * len(self.targets)
             if is_enough or record.remaining_seconds() <= 0:
                 break
-        return attempt(False, size, self.subset, settings.tolerance) if larger else value
+        return attempt(False, size, self.subset, tries_all=True) if larger else value
 
     def _sizes(self) -> list[int]:
         """Returns how many inducing inputs are tried, one number after the other."""
