@@ -337,6 +337,7 @@ class Messages:
 
         It is the gradient of :math:`F` with respect to the table, and zero where no joint state is possible.
         """
+        self._send_singly()
         return [self._table_posterior(self.tree.find_bucket(scope), shape) for scope, shape in zip(scopes, shapes, strict=True)]
 
     def gradient(self) -> Tensor:

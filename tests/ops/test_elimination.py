@@ -230,3 +230,6 @@ def test_the_posterior_of_a_table_is_the_gradient_of_the_evidence(name, scale, z
         found = own.found()[0].posterior(own.scopes, [table.shape for table in tables])
     for posterior, gradient, table in zip(found, gradients, tables, strict=True):
         torch.testing.assert_close(posterior.expand_as(table), gradient, rtol=1e-9, atol=1e-9)
+    with torch.no_grad():
+        entries = own.found()[0].gradient()
+    torch.testing.assert_close(entries, torch.cat([gradient.flatten() for gradient in gradients]), rtol=1e-9, atol=1e-9)
