@@ -309,7 +309,8 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         """
         search, steps = AutomaticSearch() if search is None else search, check_count("steps", steps)
         check_search(search, "several arguments of the model go in as a tuple, guide.infer((x, y))")
-        call = Call(self.model, data if isinstance(data, tuple) else (data,), kwargs)
+        # A named tuple is one argument.
+        call = Call(self.model, data if type(data) is tuple else (data,), kwargs)
         size = self.num_states if num_states is None else num_states
         guide = AutoTruncated(self.model, size, init=init, whole_states=self.whole_states, **self.options)
         with torch.no_grad(), poutine.block():
