@@ -154,7 +154,7 @@ class WholeModelGuide(AutoGuide):
         return [self._name_index(sites) for sites in nodes]
 
     def _name_index(self, sites: Iterable[str]) -> str:
-        """Returns the name of an index site, which no site of the model has."""
+        """Returns a name for an index site that the model does not use."""
         name = "_".join([*sites, "index"])
         while self.prototype_trace is not None and name in self.prototype_trace.nodes:
             name += "_"

@@ -228,8 +228,7 @@ def refuse_other_plates(node: Mapping[str, Any], site: DiscreteSite) -> None:
         if frame.vectorized and known.get(frame.dim, size) != size:
             raise ValueError(
                 f"the plate '{frame.name}' of discrete latent site '{site.name}' now has {size} members, but {known[frame.dim]} when the "
-                "guide was set up. Make a guide for these data: guide.infer(...), or a new AutoTruncated. Where sizes differ from call to "
-                "call, take the largest and mask the members that are not in use."
+                "guide was set up. Make a guide for these data (guide.infer, or a new AutoTruncated), or mask members that are not in use."
             )
 
 
