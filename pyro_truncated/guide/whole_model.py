@@ -154,7 +154,7 @@ class WholeModelGuide(AutoGuide):
         return [self._name_index(sites) for sites in nodes]
 
     def _name_index(self, sites: Iterable[str]) -> str:
-        """Returns a name for an index site that the model does not use."""
+        """Returns a name for an index site that is not in use."""
         name = "_".join([*sites, "index"])
         while self.prototype_trace is not None and name in self.prototype_trace.nodes:
             name += "_"
