@@ -72,3 +72,30 @@ def test_an_inner_plate_of_another_size_is_refused_by_name(whole_states: bool, s
     elbo.loss(model, guide, torch.zeros(2, 3))
     with pytest.raises(ValueError, match=f"plate 'pupils' of discrete latent site 'knows' now has {size} members, but 3 when"):
         elbo.loss(model, guide, torch.zeros(2, size))
+
+
+@pytest.mark.parametrize("num_states", [2, 4])
+def test_minibatches_that_the_model_draws_are_not_read_as_all_data(num_states: int) -> None:
+    y = torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
+
+    def model(y: Tensor, size: int | None = None, rows: Tensor | None = None) -> None:
+        with pyro.plate("data", len(y), subsample_size=size, subsample=rows) as index:
+            a = pyro.sample("a", dist.Bernoulli(0.4))
+            pyro.sample("y", dist.Normal(a, 1.0), obs=y[index, 0])
+            b = pyro.sample("b", dist.Bernoulli(0.3 + 0.4 * a))
+            pyro.sample("w", dist.Normal(b, 1.0), obs=y[index, 1])
+
+    guide, elbo = AutoTruncated(model, num_states), Truncated_ELBO()
+    elbo.loss_and_grads(model, guide, y, 4)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"call guide.refresh_\(\*args\) with"):
+            guide.marginals()
+    guide.refresh_(y)
+    marginals = guide.marginals()["a"]
+    a, b = torch.tensor([0.0, 1.0]), torch.tensor([[0.0], [1.0]])
+    prior = dist.Bernoulli(0.4).log_prob(a) + dist.Bernoulli(0.3 + 0.4 * a).log_prob(b)
+    joint = prior + dist.Normal(a, 1.0).log_prob(y[:, :1, None]) + dist.Normal(b, 1.0).log_prob(y[:, 1:, None])
+    torch.testing.assert_close(marginals, joint.flatten(1).softmax(-1).view(8, 2, 2).sum(1)[:, 1], check_dtype=False)
+    rows = torch.tensor([5, 1, 6])
+    elbo.loss_and_grads(model, guide, y, None, rows)
+    torch.testing.assert_close(guide.marginals()["a"], marginals if num_states == 4 else marginals[rows])
