@@ -371,8 +371,8 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
             rows = subsamples.get(frame.name)
             if rows is not None and not torch.equal(rows, self._last_rows.get(frame.name, rows)):
                 raise RuntimeError(
-                    f"the model draws {len(rows)} of {frame.full_size} members of plate '{frame.name}' in every run, so that nobody knows "
-                    "whose posterior this is; call guide.refresh_(*args) with arguments for which the model takes all data"
+                    f"the model draws {len(rows)} of {frame.full_size} members of plate '{frame.name}' anew in every run. First call "
+                    "guide.refresh_(*args) with arguments for which the model takes all data"
                 )
 
     def _draw_batches(self, call: Call) -> Iterator[ProductBatch | ChainBatch]:
