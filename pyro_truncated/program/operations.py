@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_truncated.program.sites import recorded_names
@@ -73,6 +74,29 @@ class Operations(TorchDispatchMode):
             if name not in recorded and any(id(tensor) in self.reduced[number] for tensor in tensors_in(parts)):
                 return name
         return None
+
+
+class BroadcastParts(TorchFunctionMode):
+    """Broadcasts what ``torch.stack`` and ``torch.cat`` put together.
+
+    States of several nodes lie in dimensions of their own, so that latents with one shape in a plain run have different ones.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if args and func is torch.stack:
+            args = (torch.broadcast_tensors(*args[0]), *args[1:])
+        elif args and func in (torch.cat, torch.concat, torch.concatenate):
+            dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+            args = (_broadcast_beyond(args[0], dim) if dim < 0 else args[0], *args[1:])
+        return func(*args, **kwargs)
+
+
+def _broadcast_beyond(tensors: Sequence[Tensor], dim: int) -> list[Tensor]:
+    """Returns tensors of one shape, but for a dimension from the right."""
+    moved = [tensor.movedim(dim, -1) for tensor in tensors]
+    shape = torch.broadcast_shapes(*(tensor.shape[:-1] for tensor in moved))
+    return [tensor.expand(*shape, -1).movedim(-1, dim) for tensor in moved]
 
 
 def recognisable_size(nodes: Mapping[str, Any]) -> int | None:
