@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,19 +77,34 @@ class Operations(TorchDispatchMode):
 
 
 class BroadcastParts(TorchFunctionMode):
-    """Broadcasts what ``torch.stack`` and ``torch.cat`` put together.
+    """Broadcasts what ``torch.stack``, ``torch.cat``, ``torch.gather`` and the like put together.
 
-    States of several nodes lie in dimensions of their own, so that latents with one shape in a plain run have different ones.
+    States of several nodes lie in dimensions of their own, so that latents with one shape in a plain run have different ones, or more
+    dimensions. What torch takes as it is stays so.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if args and func is torch.stack:
-            args = (torch.broadcast_tensors(*args[0]), *args[1:])
-        elif args and func in (torch.cat, torch.concat, torch.concatenate):
-            dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-            args = (_broadcast_beyond(args[0], dim) if dim < 0 else args[0], *args[1:])
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **(kwargs or {}))
+        except (RuntimeError, IndexError):
+            broadcast = _BROADCAST.get(getattr(func, "__name__", ""))
+            if broadcast is None:
+                raise
+        return broadcast(*args, **(kwargs or {}))
+
+
+def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return torch.stack(torch.broadcast_tensors(*tensors), dim)
+
+
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return torch.cat(_broadcast_beyond(tensors, dim), dim)
+
+
+def _gather(input: Tensor, dim: int, index: Tensor) -> Tensor:
+    dim = dim - input.dim() if dim >= 0 else dim
+    values, places = _broadcast_beyond([input, index], dim)
+    return torch.gather(values, dim, places)
 
 
 def _broadcast_beyond(tensors: Sequence[Tensor], dim: int) -> list[Tensor]:
@@ -97,6 +112,15 @@ def _broadcast_beyond(tensors: Sequence[Tensor], dim: int) -> list[Tensor]:
     moved = [tensor.movedim(dim, -1) for tensor in tensors]
     shape = torch.broadcast_shapes(*(tensor.shape[:-1] for tensor in moved))
     return [tensor.expand(*shape, -1).movedim(-1, dim) for tensor in moved]
+
+
+_BROADCAST: dict[str, Callable[..., Tensor]] = {
+    "stack": _stack,
+    "cat": _cat,
+    "concat": _cat,
+    "gather": _gather,
+    "take_along_dim": lambda input, indices, dim: _gather(input, dim, indices),
+}
 
 
 def recognisable_size(nodes: Mapping[str, Any]) -> int | None:

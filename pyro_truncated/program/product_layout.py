@@ -76,7 +76,7 @@ class ProductLayout:
         groups: nodes whose sets are rows of one population.
         tree: the order in which states are summed out.
         shares_sets: whether the model takes one value for all members of a plate.
-        broadcasts_parts: whether what the model stacks or concatenates is broadcast first.
+        broadcasts_parts: whether what the model stacks or gathers is broadcast first.
     """
 
     def __init__(self, graph: FactorGraph, layout: Layout) -> None:

@@ -254,6 +254,32 @@ def test_latents_of_two_nodes_are_stacked(join):
     assert loss == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "look_up",
+    [
+        lambda table, z: table.gather(1, z.unsqueeze(-1)).squeeze(-1),
+        lambda table, z: torch.gather(table, -1, z.unsqueeze(-1)).squeeze(-1),
+        lambda table, z: torch.take_along_dim(table, z.unsqueeze(-1), -1).squeeze(-1),
+    ],
+)
+def test_values_are_gathered_by_the_states_of_a_chain(look_up):
+    def chain(look_up, table, y):
+        with pyro.plate("data", len(y)):
+            z = torch.tensor(0)
+            for t in range(4):
+                z = pyro.sample(f"z_{t}", dist.Categorical(Vindex(TRANSITION)[z]), infer={"enumerate": "parallel"})
+                pyro.sample(f"y_{t}", dist.Normal(look_up(table, z), 0.7), obs=y[:, t])
+
+    generator = torch.Generator().manual_seed(0)
+    table, y = torch.randn(5, 3, generator=generator), torch.randn(5, 4, generator=generator)
+    model = partial(chain, look_up)
+    guide = AutoTruncated(model, num_states=3)
+    loss = Truncated_ELBO().loss(model, guide, table, y)
+    assert len(guide.product.graph.nodes) == 4
+    expected = exact_loss(partial(chain, lambda table, z: table[torch.arange(5), z]), table, y)
+    assert loss == pytest.approx(expected, rel=1e-5)
+
+
 def test_what_a_call_observes_of_a_chain_is_taken():
     def model(y, known):
         z = torch.tensor(0)
