@@ -109,6 +109,8 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         self._init = init
         self.whole_states = whole_states
         self._last_call: Call | None = None
+        # The subsamples of plates that it drew, or was given.
+        self._last_rows: Mapping[str, Tensor] = {}
 
     @property
     def num_states(self) -> int:  # type: ignore[override]
@@ -223,7 +225,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         scorer = self.scorer(call, values)
         batch = _KINDS[type(scorer)](self.populations, scorer)
         batch.check()
-        self._last_call = call
+        self._last_call, self._last_rows = call, scorer.subsamples
         return batch
 
     def make_scorer(self, *args: Any, values: Mapping[str, Any] | None = None, **kwargs: Any) -> LogJoint:
@@ -309,7 +311,8 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         """
         search, steps = AutomaticSearch() if search is None else search, check_count("steps", steps)
         check_search(search, "several arguments of the model go in as a tuple, guide.infer((x, y))")
-        call = Call(self.model, data if isinstance(data, tuple) else (data,), kwargs)
+        # A named tuple is one argument.
+        call = Call(self.model, data if type(data) is tuple else (data,), kwargs)
         size = self.num_states if num_states is None else num_states
         guide = AutoTruncated(self.model, size, init=init, whole_states=self.whole_states, **self.options)
         with torch.no_grad(), poutine.block():
@@ -351,8 +354,26 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
             raise NotImplementedError("indices needs populations of whole states; leave it out and index what is returned")
         if self._last_call is None:
             raise RuntimeError("the guide has not been used with its model yet; call guide.refresh_(*args) with the model's arguments")
+        last_rows = self._last_rows
         with torch.no_grad(), spare_random_numbers():
-            return _reader(list(self._draw_batches(self._last_call)))
+            batches = list(self._draw_batches(self._last_call))
+        self._last_rows = last_rows
+        self._refuse_drawn_rows(batches[0].scorer.subsamples)
+        return _reader(batches)
+
+    def _refuse_drawn_rows(self, subsamples: Mapping[str, Tensor]) -> None:
+        """Checks that the model selects the data points of its last call.
+
+        Raises:
+            RuntimeError: naming the plate, if it draws others in every run.
+        """
+        for frame in (frame for site in self.layout.sites.values() for frame in site.frames):
+            rows = subsamples.get(frame.name)
+            if rows is not None and not torch.equal(rows, self._last_rows.get(frame.name, rows)):
+                raise RuntimeError(
+                    f"the model draws {len(rows)} of {frame.full_size} members of plate '{frame.name}' anew in every run. First call "
+                    "guide.refresh_(*args) with arguments for which the model takes all data"
+                )
 
     def _draw_batches(self, call: Call) -> Iterator[ProductBatch | ChainBatch]:
         """Returns batches under draws of the latents of other guides.

@@ -204,6 +204,7 @@ class Batch(ProgramBatch[LogJoint]):
         mean_active = self._mean_active() if is_steered else None
         keys: dict[str, Any] = {"is_new": is_new, "first_position": store.first_position, "is_spread": store.is_part}
         keys["is_linear"] = self.scorer.packed_model is not None and self.scorer.packed_model.is_linear
+        keys["is_global"] = not self.scorer.layout.plates
         if search.learns and store.portion is not None:
             keys["is_met"] = True
             search.meet(self._make_search_batch(observations, {**keys, "random": random.again()}))

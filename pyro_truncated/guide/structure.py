@@ -114,7 +114,8 @@ def find_product(
         exact = {name for own in product.node_layouts if own.space.size <= num_states for name in own.sites}
         with spare_random_numbers(), torch.no_grad():
             scorer = ProductScorer(call, product)
-            if scorer.takes_sets():
+            product.broadcasts_parts = not scorer.takes_sets()
+            if not product.broadcasts_parts or scorer.takes_sets():
                 layout.idle_sites -= exact
                 product.shares_sets = True
                 product.shares_sets = scorer.takes_sets(share_sets=True)

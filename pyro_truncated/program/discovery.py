@@ -211,6 +211,27 @@ def _kind(node: Any) -> str:
     return "integer"
 
 
+def refuse_other_plates(node: Mapping[str, Any], site: DiscreteSite) -> None:
+    """Checks that inner plates have as many members as in the set-up.
+
+    Args:
+        node: the site in a run of the model.
+        site: the same site when the guide was set up.
+
+    Raises:
+        ValueError: naming the site and the plate.
+    """
+    inner = dict(site.plates)
+    known = {frame.dim: frame.full_size or frame.size for frame in site.frames if frame.vectorized and frame.dim in inner}
+    for frame in node["cond_indep_stack"]:
+        size = frame.full_size or frame.size
+        if frame.vectorized and known.get(frame.dim, size) != size:
+            raise ValueError(
+                f"the plate '{frame.name}' of discrete latent site '{site.name}' now has {size} members, but {known[frame.dim]} when the "
+                "guide was set up. Make a guide for these data (guide.infer, or a new AutoTruncated), or mask members that are not in use."
+            )
+
+
 def refuse_other_values(node: Mapping[str, Any], site: DiscreteSite, limit: int | None, *, may_be_fewer: bool) -> None:
     """Checks that a discrete site has the values of the set-up.
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_truncated.program.sites import recorded_names
@@ -73,6 +74,53 @@ class Operations(TorchDispatchMode):
             if name not in recorded and any(id(tensor) in self.reduced[number] for tensor in tensors_in(parts)):
                 return name
         return None
+
+
+class BroadcastParts(TorchFunctionMode):
+    """Broadcasts what ``torch.stack``, ``torch.cat``, ``torch.gather`` and the like put together.
+
+    States of several nodes lie in dimensions of their own, so that latents with one shape in a plain run have different ones, or more
+    dimensions. What torch takes as it is stays so.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except (RuntimeError, IndexError):
+            broadcast = _BROADCAST.get(getattr(func, "__name__", ""))
+            if broadcast is None:
+                raise
+        return broadcast(*args, **(kwargs or {}))
+
+
+def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return torch.stack(torch.broadcast_tensors(*tensors), dim)
+
+
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return torch.cat(_broadcast_beyond(tensors, dim), dim)
+
+
+def _gather(input: Tensor, dim: int, index: Tensor) -> Tensor:
+    dim = dim - input.dim() if dim >= 0 else dim
+    values, places = _broadcast_beyond([input, index], dim)
+    return torch.gather(values, dim, places)
+
+
+def _broadcast_beyond(tensors: Sequence[Tensor], dim: int) -> list[Tensor]:
+    """Returns tensors of one shape, but for a dimension from the right."""
+    moved = [tensor.movedim(dim, -1) for tensor in tensors]
+    shape = torch.broadcast_shapes(*(tensor.shape[:-1] for tensor in moved))
+    return [tensor.expand(*shape, -1).movedim(-1, dim) for tensor in moved]
+
+
+_BROADCAST: dict[str, Callable[..., Tensor]] = {
+    "stack": _stack,
+    "cat": _cat,
+    "concat": _cat,
+    "gather": _gather,
+    "take_along_dim": lambda input, indices, dim: _gather(input, dim, indices),
+}
 
 
 def recognisable_size(nodes: Mapping[str, Any]) -> int | None:

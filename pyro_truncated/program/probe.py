@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.changing_sites import ChangingSitesError, changing_sites
-from pyro_truncated.program.discovery import refuse_other_values
+from pyro_truncated.program.discovery import refuse_other_plates, refuse_other_values
 from pyro_truncated.program.known_levels import KnownLevels, find_idle
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.sites import family, log_density, sample_nodes
@@ -157,6 +157,7 @@ class Probe:
     def _check_values(self) -> None:
         layout = self.layout
         for name, site in layout.sites.items():
+            refuse_other_plates(self.nodes[name], site)
             # Of supports that depend on latents, draws may be beyond the counts that are kept.
             if name not in self.observed_sites and name not in layout.conditional_sites:
                 refuse_other_values(self.nodes[name], site, layout.limits.get(name), may_be_fewer=name in layout.sites_to_check)

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from pyro_truncated.search.base import Search, SearchBatch
-from pyro_truncated.search.conditional import ConditionalSearch
+from pyro_truncated.search.conditional import ConditionalSearch, IteratedLocalSearch, single_changes
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
 from pyro_truncated.search.preselection import CombinedFlips
 from pyro_truncated.states.population import Population
@@ -26,7 +26,8 @@ class AutomaticSearch(Search):
     Additive causes are independent a priori and observed under
     :class:`~pyro_truncated.distributions.LinearSuperposition`. Of more than 64 such causes both searches are used, of
     more than 256 the flips alone. Other models of more than 256 binary latents use both, because single flips lead
-    nowhere where neighbours agree, as in sticky chains. Populations that hold the whole space are left as they are.
+    nowhere where neighbours agree, as in sticky chains. Where all latents of a program are one decision, and not too many,
+    an iterated local search helps. Populations that hold the whole space are left as they are.
 
     Example:
         >>> y = linear_bars(20, 4, mean_active=2.0).data
@@ -84,9 +85,16 @@ class AutomaticSearch(Search):
             self.chosen, how = CombinedFlips(), by_flips
         elif has_many_latents(space) or (space.is_binary and space.num_latents > self.SEVERAL and batch.is_linear):
             self.chosen, how = self._conditional + CombinedFlips(), f"{how} and {by_flips}"
+        elif batch.is_global and (chains := self._num_chains(batch)):
+            self.chosen = self._conditional + IteratedLocalSearch(chains, generator=self.generator)
         if not batch.population.is_complete:
             note_once(f"no search was given: spaces of {space.readable_size} states are searched {how}")
         return self.chosen
+
+    def _num_chains(self, batch: SearchBatch) -> int:
+        """Chains that score four times as much as the conditional search."""
+        number = single_changes(batch.space, batch.population.words.device).count * IteratedLocalSearch.ROUNDS
+        return 4 * self._conditional.num_candidates_for(batch.population.num_states) // number
 
 
 def has_many_latents(space: StateSpace) -> bool:

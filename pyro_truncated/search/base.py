@@ -49,6 +49,7 @@ class SearchBatch:
         is_met: whether a search that learns from data has met all that are searched at a time. Then it learns no more from this block.
         is_linear: whether the latents are binary causes, independent a priori, whose sum is observed under
             :class:`~pyro_truncated.distributions.LinearSuperposition`.
+        is_global: whether all latents of the program are one decision, in no data plate.
         moments: moments of the observations in the populations' first states, or of some data points only.
     """
 
@@ -63,6 +64,7 @@ class SearchBatch:
     is_spread: bool = False
     is_met: bool = False
     is_linear: bool = False
+    is_global: bool = False
     moments: Moments | None = None
 
     @functools.cached_property

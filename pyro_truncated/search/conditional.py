@@ -1,10 +1,10 @@
-"""Conditional search: runs of latents change, others follow their full conditionals."""
+"""Searches by full conditionals: latents change at random, others follow."""
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -148,6 +148,59 @@ class ConditionalSearch(Search):
         draws["rows"] = (draws["rows"].unsqueeze(1) * num_parents + torch.arange(num_parents, device=table.device)).flatten()
         samples = ops.draw_values(table, each, space.fields, **draws).view(len(population), -1, space.num_words)
         return join([candidates, batch.evaluate(samples)])
+
+
+class IteratedLocalSearch(Search):
+    """Randomises many latents of good states, and climbs from there.
+
+    Where latents are coupled densely, as the members of communities, the neighbours of a good state are all worse, and only many changes
+    together lead to a better one. Each chain starts with a state of the population, in which a random part of the latents takes random
+    values. In each of some rounds half of the latents take their most probable values given all others
+    (Lourenço, Martin and Stützle, *Iterated local search*, 2003).
+
+    Args:
+        num_chains: chains per data point and step.
+        generator: source of randomness. Default: torch's global generator.
+    """
+
+    ROUNDS: ClassVar[int] = 6
+
+    def __init__(self, num_chains: int, *, generator: torch.Generator | None = None) -> None:
+        self.num_chains, self.generator = num_chains, generator
+
+    def propose(self, batch: SearchBatch) -> Population:
+        """Proposes all states that the chains meet, and their neighbours."""
+        population, space = batch.population, batch.space
+        draws, moves = batch.draws(self.generator), single_changes(space, population.words.device)
+        words = _randomise(_members(population, self.num_chains, draws), space, draws)
+        index = torch.arange(moves.count, device=words.device).expand(*words.shape[:2], -1)
+        found = [batch.evaluate(words)]
+        for _ in range(self.ROUNDS):
+            neighbours, value = moves.apply(words, index)
+            scored = batch.evaluate(neighbours.flatten(1, 2))
+            gain = scored.log_joint.clamp(min=-1e30).view(index.shape) - found[-1].log_joint.clamp(min=-1e30).unsqueeze(-1)
+            table = _conditionals(words, words, gain, moves.latent[index], value, space)
+            best = space.pack(table.argmax(-1).view(*words.shape[:2], -1))
+            words = _replace(words, best, ops.uniform(shape=(self.num_chains, space.num_latents), **draws) < 0.5, space)
+            found += [scored, batch.evaluate(words)]
+        return join(found)
+
+
+def _replace(words: Tensor, others: Tensor, is_replaced: Tensor, space: StateSpace) -> Tensor:
+    """Packed states ``(N, C, W)`` in which some latents ``(N, C, L)`` are those of others."""
+    return space.pack(torch.where(is_replaced, space.unpack(others, torch.int64), space.unpack(words, torch.int64)))
+
+
+def _randomise(words: Tensor, space: StateSpace, draws: dict[str, Any]) -> Tensor:
+    """Returns packed states ``(N, C, W)`` with random values of random latents.
+
+    Their number is log-uniform.
+    """
+    shape = (words.shape[1], space.num_latents)
+    cardinality = space.cardinality.to(words.device)
+    values = (ops.uniform(shape=shape, **draws) * cardinality).long().minimum(cardinality - 1)
+    share = ((ops.uniform(shape=shape[:1], **draws) - 1) * math.log(space.num_latents)).exp()
+    return _replace(words, space.pack(values), ops.uniform(shape=shape, **draws) < share.unsqueeze(-1), space)
 
 
 def _members(population: Population, count: int, draws: dict[str, Any]) -> Tensor:

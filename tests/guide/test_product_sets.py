@@ -6,6 +6,7 @@ import itertools
 import math
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pyro
@@ -218,6 +219,65 @@ def test_minibatches_of_sequences_keep_their_own_rows():
     standard_error = torch.tensor(losses).std() / 100**0.5
     # False alarms in one of two million runs.
     assert abs(sum(losses) / 100 - exact_loss(whole, y)) < 5 * standard_error
+
+
+def _stack(a, b):
+    return torch.stack([a, b], -1)
+
+
+def _stack_in_front(a, b):
+    return torch.stack([a, b]).movedim(0, -1)
+
+
+def _concatenate(a, b):
+    return torch.cat([a.unsqueeze(-1), b.unsqueeze(-1)], dim=-1)
+
+
+@pytest.mark.parametrize("join", [_stack, _stack_in_front, _concatenate])
+def test_latents_of_two_nodes_are_stacked(join):
+    def coupled(join, y):
+        with pyro.plate("data", len(y)):
+            a = b = torch.tensor(0.0)
+            for t in range(4):
+                a, b = (
+                    pyro.sample(f"a_{t}", dist.Bernoulli(logits=0.5 + a - b), infer={"enumerate": "parallel"}),
+                    pyro.sample(f"b_{t}", dist.Bernoulli(logits=0.2 - a + b), infer={"enumerate": "parallel"}),
+                )
+                pyro.sample(f"y_{t}", dist.Normal(join(a, b), 0.7).to_event(1), obs=y[:, t])
+
+    y = torch.randn(3, 4, 2, generator=torch.Generator().manual_seed(0))
+    model = partial(coupled, join)
+    guide = AutoTruncated(model, num_states=2)
+    loss = Truncated_ELBO().loss(model, guide, y)
+    assert len(guide.product.graph.nodes) == 8
+    expected = exact_loss(partial(coupled, lambda a, b: _stack(*torch.broadcast_tensors(a, b))), y)
+    assert loss == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "look_up",
+    [
+        lambda table, z: table.gather(1, z.unsqueeze(-1)).squeeze(-1),
+        lambda table, z: torch.gather(table, -1, z.unsqueeze(-1)).squeeze(-1),
+        lambda table, z: torch.take_along_dim(table, z.unsqueeze(-1), -1).squeeze(-1),
+    ],
+)
+def test_values_are_gathered_by_the_states_of_a_chain(look_up):
+    def chain(look_up, table, y):
+        with pyro.plate("data", len(y)):
+            z = torch.tensor(0)
+            for t in range(4):
+                z = pyro.sample(f"z_{t}", dist.Categorical(Vindex(TRANSITION)[z]), infer={"enumerate": "parallel"})
+                pyro.sample(f"y_{t}", dist.Normal(look_up(table, z), 0.7), obs=y[:, t])
+
+    generator = torch.Generator().manual_seed(0)
+    table, y = torch.randn(5, 3, generator=generator), torch.randn(5, 4, generator=generator)
+    model = partial(chain, look_up)
+    guide = AutoTruncated(model, num_states=3)
+    loss = Truncated_ELBO().loss(model, guide, table, y)
+    assert len(guide.product.graph.nodes) == 4
+    expected = exact_loss(partial(chain, lambda table, z: table[torch.arange(5), z]), table, y)
+    assert loss == pytest.approx(expected, rel=1e-5)
 
 
 def test_what_a_call_observes_of_a_chain_is_taken():

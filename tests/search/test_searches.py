@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyro_truncated import EvolutionarySearch, ExhaustiveSearch, Population, SampledSearch, Search, StateSpace, ops
 from pyro_truncated.search import ConditionalSearch, Preselection, SearchBatch, Singletons
+from pyro_truncated.search.conditional import IteratedLocalSearch
 from pyro_truncated.states.population import initial_population
 from pyro_truncated.utils.budget import memory_budget
 
@@ -27,6 +28,7 @@ SEARCHES: dict[str, Callable[[], Search]] = {
     **{name: (lambda options=options: EvolutionarySearch(4, 3, 2, **options)) for name, options in EVOLUTIONARY.items()},
     "sampled": lambda: SampledSearch(100),
     "conditional": lambda: ConditionalSearch(40),
+    "iterated": lambda: IteratedLocalSearch(4),
     "combined": lambda: SampledSearch(10, prior_share=0.2) + EvolutionarySearch(3, 2, 1) + EvolutionarySearch(2, crossover=True),
 }
 

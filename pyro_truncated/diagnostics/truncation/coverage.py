@@ -266,6 +266,7 @@ def population_growth(guide: Any, *args: Any, search: Search | None = None, step
         # A search that has learned from its training data keeps what it knows.
         keys: dict[str, Any] = {"first_position": part.populations.first_position, "random": random.again()}
         keys["is_linear"] = log_joint.packed_model is not None and log_joint.packed_model.is_linear
+        keys["is_global"] = not log_joint.layout.plates
         batch = SearchBatch(current, log_joint.scorer(rows), own_observations, is_new=True, **keys)
         spare = batch.evaluate(
             initial_population(current.space, len(current), size, batch.random, current.words.device, rows=batch.positions)
