@@ -670,8 +670,9 @@ def warn_if_unlikely(noise: float | Tensor, image: Tensor, num_dims: int) -> Non
     """
     if image.numel() < MIN_ENTRIES:
         return
-    level, found = root_mean_square(noise), root_mean_square(noise_levels(image, num_dims))
-    is_large = level > max(MAX_RATIO_OF_LEVELS * found, HARMLESS_SHARE * float(deviation(image)))
+    level, found, extent = root_mean_square(noise), root_mean_square(noise_levels(image, num_dims)), float(deviation(image))
+    # Arrays without noise have none to compare with.
+    is_large = found > MIN_SHARE_OF_NOISE * extent and level > max(MAX_RATIO_OF_LEVELS * found, HARMLESS_SHARE * extent)
     if is_large or level < MIN_RATIO_OF_LEVELS * found:
         advice = "is it a variance? Give its root" if is_large else "give it in the unit of the array"
         warnings.warn(

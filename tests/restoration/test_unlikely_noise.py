@@ -34,6 +34,10 @@ def test_likely_levels_pass_without_a_word(noise):
     assert said(noisy(), *noise) == []
 
 
+def test_a_smooth_image_has_no_noise_to_compare_with():
+    assert said(IMAGE, 5.0) == []
+
+
 @pytest.mark.parametrize("low", [0, None])
 def test_salt_and_pepper_are_told_and_filled_in_where_missing(low):
     damaged, random = np.clip(noisy(), 1, 254).round(), np.random.default_rng(1).random(IMAGE.shape)
