@@ -16,9 +16,10 @@ from pyro_truncated.extend import read_conditions
 from pyro_truncated.models.data_model import FLOOR
 from pyro_truncated.models.linear_mixture import MIN_COMPONENT_COUNT, Shares
 
-# Outliers are in columns whose deviation is so many times that of their middle half; by more than the second, variances beside
-# outliers would have no Cholesky factor.
-OUTLIER_RATIO, MAX_OUTLIER_RATIO = 5.0, 1e4
+# Outliers are in columns whose deviation is so many times that of their middle half.
+OUTLIER_RATIO = 5.0
+# Eigenvalues below this share of a variance are rounding errors, and would have no Cholesky factor.
+_LEAST_SHARE = 1e-14
 
 
 def bulk_deviation(centred: Tensor) -> Tensor:
@@ -30,7 +31,7 @@ def bulk_deviation(centred: Tensor) -> Tensor:
     middle = (ordered[3 * len(ordered) // 4] - ordered[len(ordered) // 4]) / 1.349
     deviation = centred.square().mean(0).sqrt()
     has_outliers = (middle > 0) & (deviation > OUTLIER_RATIO * middle)
-    return torch.where(has_outliers, middle.maximum(deviation / MAX_OUTLIER_RATIO), 0.0)
+    return torch.where(has_outliers, middle, 0.0)
 
 
 def at_most(values: Tensor, bounds: Tensor) -> Tensor:
@@ -46,8 +47,8 @@ def variance_floor(variance: Tensor, power: Tensor, dtype: torch.dtype) -> Tenso
 
 def floor_covariance(covariance: Tensor, floor: Tensor) -> Tensor:
     """The likeliest covariance without eigenvalues below a floor."""
-    units = floor.sqrt().expand(covariance.shape[-1])
-    squares = units.unsqueeze(-1) * units
+    units = floor.maximum(_LEAST_SHARE * covariance.diagonal(dim1=-2, dim2=-1)).sqrt()
+    squares = units.unsqueeze(-1) * units.unsqueeze(-2)
     relative = covariance / squares
     # What is above the floor has a Cholesky factor; eigenvalues take much longer.
     identity = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
@@ -278,7 +279,10 @@ class Tied(Full):
     def best(self, statistics: dict[str, Tensor], loc: Tensor, floor: Tensor) -> Parameters:
         """The factor of the likeliest covariance."""
         counts, cross = _counts(statistics).unsqueeze(-1), loc.mT @ statistics["sums"]
-        spread = statistics["products"] - cross - cross.mT + (counts * loc).mT @ loc
+        products = statistics["products"]
+        spread = products - cross - cross.mT + (counts * loc).mT @ loc
+        # Moments beside an outlier that is alone in its component are rounded.
+        floor = floor.maximum(4 * torch.finfo(products.dtype).eps * products.diagonal() / counts.sum())
         return {"scale": floor_cholesky(floor_covariance(spread / counts.sum(), floor))}
 
     def features(self, x: Tensor) -> Tensor:

@@ -158,7 +158,11 @@ class GaussianMixture(LinearMixture):
         self.center = rows.mean(0)
         above = rows - self.center
         self.bulk = bulk_deviation(above)
-        floor = self._kind.floor(at_most(above.square().mean(0), self.bulk.square()), rows.square().mean(0), self.loc.dtype)
+        # The mean of few outliers is far from all other rows, whose moments around it would lose their digits.
+        self.center = torch.where(self.bulk > 0, rows.median(0).values, self.center)
+        above = rows - self.center
+        variance = at_most(above.square().mean(0), self.bulk.square())
+        floor = self._kind.floor(variance, variance + self.center.square(), self.loc.dtype)
         self.spread, self.pseudo = prior_buffers(self._kind, self.pseudo_data, above, floor).values()
         self._take(self._first_components(above, floor, generator))
         self.knows_data.fill_(True)

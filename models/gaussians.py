@@ -49,9 +49,9 @@ def merge_statistics(kind: Covariances, statistics: Statistics, groups: Tensor) 
 def least_variance(kind: Covariances, statistics: Statistics, center: Tensor, bulk: Tensor, dtype: torch.dtype) -> Tensor:
     """The least variance of components, of each dimension or all."""
     total = statistics["counts"].sum()
-    shift = statistics["sums"].sum(0) / total
-    variance = statistics["squares"] / total - shift.square()
-    floor: Tensor = kind.floor(at_most(variance.clamp(min=0.0), bulk.square()), variance + (center + shift).square(), dtype)
+    shift, power = statistics["sums"].sum(0) / total, statistics["squares"] / total
+    variance, power = at_most(torch.stack([power - shift.square(), power]), bulk.square())
+    floor: Tensor = kind.floor(variance, power + center.square(), dtype)
     return floor
 
 
@@ -163,6 +163,8 @@ class Gaussians:
 # data of other seeds than those of the tables.
 _PSEUDO_COUNT = 10
 _ROWS_PER_BLOCK, _MAX_ROWS_PER_BLOCK, _PAIRS = 2**14, 2**16, 2**12
+# Rows are compared as they are up to so many roots of the least variance, which is a millionth of the variance.
+_MAX_FLOORS = 1e8
 
 
 class Agglomeration:
@@ -183,13 +185,12 @@ class Agglomeration:
 
     def __init__(self, kind: Covariances, x: Tensor, floor: Tensor) -> None:
         self.kind, self.x, self.floor = kind, x, floor
-        self._products = sum((rows.mT @ rows for rows in x.split(_ROWS_PER_BLOCK)), x.new_zeros(()))
 
     def components(self, number: int, generator: torch.Generator | None = None) -> Gaussians:
         """So many components ``K``, no two of them the same."""
         owner = self._project().owners(number, generator)
         statistics = self.statistics(owner, int(owner.max()) + 1)
-        counts, within = statistics["counts"], self._within(statistics)
+        counts, within = statistics["counts"], self._within(statistics, owner)
         # Of data of few different rows some components are copies.
         index = torch.arange(number, device=counts.device)
         components = self.likeliest(statistics, within).select(index % len(counts))
@@ -206,7 +207,7 @@ class Agglomeration:
         centres = seeded[scattered_rows(seeded, min(2 * number, len(seeded)), generator, cells)].unique(dim=0)
         near = _nearest(self.x, centres)
         statistics = self.statistics(near[:, 0], len(centres))
-        likeliest = functools.partial(self.likeliest, covariance=self._within(statistics))
+        likeliest = functools.partial(self.likeliest, covariance=self._within(statistics, near[:, 0]))
         becomes = ClusterMerger(self.kind, likeliest, statistics, partners(near, len(centres), 6)).merge_to(number)
         owner: Tensor = becomes[near[:, 0]].unique(return_inverse=True)[1]
         return owner
@@ -232,22 +233,37 @@ class Agglomeration:
         regularised = {"counts": counts + _PSEUDO_COUNT, "sums": statistics["sums"] + _PSEUDO_COUNT * loc, "products": products}
         return Gaussians(self.kind, weights, loc, self.kind.best(regularised, loc, self.floor))
 
-    def _within(self, statistics: Statistics) -> Tensor:
+    def _within(self, statistics: Statistics, owner: Tensor) -> Tensor:
         """The covariance within clusters, or of all data, ``(D, D)``."""
-        counts, sums = statistics["counts"], statistics["sums"]
-        within = self._products - (sums / counts.clamp(min=1.0).unsqueeze(-1)).mT @ sums
+        counts = statistics["counts"]
+        loc = statistics["sums"] / counts.clamp(min=1.0).unsqueeze(-1)
+        # Around means: differences of sums have no digits of clusters beside an outlier.
+        blocks = zip(self.x.split(_ROWS_PER_BLOCK), owner.split(_ROWS_PER_BLOCK), strict=True)
+        within = _products(rows - loc[own] for rows, own in blocks)
         freedom = max(1, len(self.x) - int((counts > 0).sum()))
         varies = bool((within.diagonal() > self.floor).any())
-        covariance: Tensor = floor_covariance(within / freedom if varies else self._products / len(self.x), self.floor)
+        total = within / freedom if varies else _products(self.x.split(_ROWS_PER_BLOCK)) / len(self.x)
+        covariance: Tensor = floor_covariance(total, self.floor)
         return covariance
 
     def _project(self) -> Agglomeration:
-        """Simpler components, in leading directions, if covariances are large matrices."""
+        """Simpler components, in leading directions, if covariances are large matrices.
+
+        Numbers above a hundred thousand deviations grow as their logarithms, or sums of squares would lack the digits of the others.
+        """
+        limit = _MAX_FLOORS * self.floor.sqrt()
+        x = torch.where(self.x.abs() > limit, limit * self.x.sign() * (1 + (self.x.abs() / limit).log()), self.x)
         # Larger covariances are compared in the directions in which the data vary most.
         kind, number = self.kind.by_itself(), max(32, self.kind.least_directions)
-        if not kind.is_dense or self.x.shape[1] <= number:
-            return Agglomeration(kind, self.x, self.floor)
-        return Agglomeration(kind, self.x @ torch.linalg.eigh(self._products).eigenvectors[:, -number:], self.floor.mean())
+        if not kind.is_dense or x.shape[1] <= number:
+            return Agglomeration(kind, x, self.floor)
+        directions = torch.linalg.eigh(_products(x.split(_ROWS_PER_BLOCK))).eigenvectors
+        return Agglomeration(kind, x @ directions[:, -number:], self.floor.mean())
+
+
+def _products(blocks: Iterable[Tensor]) -> Tensor:
+    """The sum of products of rows, ``(D, D)``."""
+    return sum((rows.mT @ rows for rows in blocks), torch.zeros(()))
 
 
 class ClusterMerger:

@@ -197,9 +197,9 @@ def warn_about_columns(model: Any, y: Tensor, layers: Collection[str], companion
         if len(seen) and float(seen.max() / seen.min()) > _MAX_RATIO_OF_COLUMNS:
             least, most = int(effect.argmax()), int(torch.where(effect > 0, effect, math.inf).argmin())
             warnings.warn(
-                f"columns of the data have unlike units: column {least} extends over {float(extent[least]):.3g} and column {most} over "
-                f"{float(extent[most]):.3g}, but steps of the parameter {name!r} are equal in both. Standardise the columns, as by "
-                "(y - y.mean(0)) / y.std(0), and multiply what is learned.",
+                f"columns of the data extend unlike: column {least} over {float(extent[least]):.3g} and column {most} over "
+                f"{float(extent[most]):.3g}, but steps of the parameter {name!r} are equal in both. If they have units of their own, and "
+                "are not dark pixels, standardise them, as by (y - y.mean(0)) / y.std(0), and multiply what is learned.",
                 UserWarning,
                 stacklevel=5,
             )

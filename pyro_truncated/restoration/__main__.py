@@ -142,7 +142,10 @@ class _Picture:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Reads, restores and writes; returns the exit status."""
-    args = _parser().parse_args(arguments)
+    parser = _parser()
+    args, others = parser.parse_known_args(arguments)
+    if others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}. One picture is restored at a time")
     try:
         if args.invert and args.mask is None:
             raise ValueError("--invert needs a mask: add --mask FILE")
@@ -150,6 +153,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         image = picture.pixels if args.mask is None else _with_holes(picture.pixels, args.mask, is_inverted=args.invert)
         missing = float(image.isnan().double().mean())
         has_holes = missing > 0
+        for option, path in (("the picture", args.image), ("--mask", args.mask)):
+            if path is not None and args.output.exists() and args.output.samefile(path):
+                raise ValueError(f"--output must be another file than {option}, which would be lost; got {args.output} for both")
         _check_output(args.output, "L" if image.dim() == 2 else "RGB", *image.shape[:2])
         torch.manual_seed(args.seed)
         options = {"side": args.side, "num_components": args.components, "rounds": args.rounds, "stride": args.stride}

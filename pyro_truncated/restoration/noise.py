@@ -473,6 +473,11 @@ MIN_STABLE, MAX_STABLE = 0.7, 1.5
 # Counts from which their stabilised noise is one to a few percent.
 MANY_PHOTONS = 4.0
 
+OF_CAMERAS = (
+    "Of a camera with gain g, offset o and read noise r restore z = 2 * sqrt(max((y - o) / g + 3 / 8 + (r / g)**2, 0)) with noise=1: "
+    "then y is o + g * (z**2 / 4 - 1 / 8 - (r / g)**2)"
+)
+
 # Classes of brightness between which noise is compared, and the share of all windows in each, at least that many.
 NUM_CLASSES, SHARE_OF_CLASS, MIN_WINDOWS, QUANTILE, QUANTILE_OF_TEXTURE = 4, 0.02, 150, 0.01, 0.1
 # Noise that grows by these ratios, from the first and from the second class on, follows the brightness; of clipped noise the second
@@ -546,7 +551,7 @@ def estimate_gain(counts: Tensor) -> float:
     values = counts[~counts.isnan()].double()
     if float(values.min()) < 0:
         raise ValueError(
-            f"noise='poisson' needs photon counts of at least 0; got {float(values.min()):g}. Subtract no background, or give a level."
+            f"noise='poisson' needs photon counts of at least 0; got {float(values.min()):g}: subtract no background. {OF_CAMERAS}"
         )
     return _gain(counts) or 1.0
 
@@ -582,7 +587,7 @@ def check_stabilised_counts(stable: Tensor, num_dims: int, gain: float) -> None:
     found = f"it is about {level**2:.3g} times the mean"
     advice = f"Divide the image by {gain * level**2:.3g} before, and multiply what is restored."
     if is_low or grows:
-        advice = "If a camera added an offset, subtract it, and divide by its gain. Otherwise, transform the image first, or give a level."
+        advice = OF_CAMERAS
     if grows:
         found = (
             f"it grows faster: of stabilised values, the noise is {growth:.1f} times as strong in the brightest windows as in the darkest"
@@ -612,11 +617,69 @@ def warn_if_noise_varies(image: Tensor, num_dims: int, levels: float | Tensor) -
         return
     found, advice = "it is that of photon counts", "Pass noise='poisson'."
     if growth:
-        found = f"in the brightest windows it is {growth:.1f} times that of the darkest"
-        advice = "For photon counts pass noise='poisson'; otherwise transform the image first, as by a logarithm."
+        found = f"in the brightest windows it is {growth:.1f} times that of the darkest" if growth < math.inf else "dark windows have none"
+        advice = f"For photon counts pass noise='poisson'; for noise that is a share of the numbers restore their logarithm. {OF_CAMERAS}"
     warnings.warn(
         f"the noise grows with the brightness: {found}, and one level is removed everywhere. {advice}", VaryingNoiseWarning, stacklevel=5
     )
+
+
+# Impulses are so large a share of all entries, and half of those of their value, alone and this far from their neighbours in units of
+# the range. Fewer than a fifth as many have the next value, or lie within the third share of the range.
+MIN_IMPULSES, MIN_HEIGHT, GAP = 0.003, 0.25, 0.05
+
+
+def warn_if_impulses(image: Tensor, num_dims: int) -> None:
+    """Warns of single entries at the lowest or highest number.
+
+    Warns:
+        UserWarning: with their share, and what to do.
+    """
+    observed = image[~image.isnan()]
+    extent, found = float(observed.max() - observed.min()), []
+    for value in {float(observed.min()), float(observed.max())}:
+        distance = (image - value).abs()
+        is_there, others = distance == 0, (distance > 0).to(image.dtype)
+        like, unlike = _neighbours(is_there.to(image.dtype), num_dims), _neighbours(others, num_dims)
+        height = _neighbours((distance * others).nan_to_num(0.0), num_dims) / unlike.clamp(min=1.0)
+        is_alone = is_there & (like <= 1 + 3**num_dims // 8) & (height > MIN_HEIGHT * extent)
+        number = int(is_alone.sum())
+        gap = max(GAP * extent, float(distance[distance > 0].min())) if extent else 0.0
+        is_apart = int((others.bool() & (distance <= gap)).sum()) < 0.2 * number
+        if is_apart and number > MIN_IMPULSES * len(observed) and number > 0.5 * int(is_there.sum()):
+            found.append((value, number / len(observed)))
+    if found:
+        values = " or ".join(f"{value:g}" for value, _ in sorted(found))
+        warnings.warn(
+            f"{sum(share for _, share in found):.1%} of the entries stand alone at {values}, "
+            "far from their neighbours: not normal noise, but salt and pepper, or dead pixels. Make them NaN, and they are filled in.",
+            UserWarning,
+            stacklevel=5,
+        )
+
+
+# Given levels so far above or below what is estimated are in another unit; levels below the share of the deviation do no harm.
+MAX_RATIO_OF_LEVELS, MIN_RATIO_OF_LEVELS, HARMLESS_SHARE, MIN_ENTRIES = 3.0, 0.01, 0.05, 500
+
+
+def warn_if_unlikely(noise: float | Tensor, image: Tensor, num_dims: int) -> None:
+    """Warns if a given noise level cannot be the array's.
+
+    Warns:
+        UserWarning: with the level and its estimate.
+    """
+    if image.numel() < MIN_ENTRIES:
+        return
+    level, found, extent = root_mean_square(noise), root_mean_square(noise_levels(image, num_dims)), float(deviation(image))
+    # Arrays without noise have none to compare with.
+    is_large = found > MIN_SHARE_OF_NOISE * extent and level > max(MAX_RATIO_OF_LEVELS * found, HARMLESS_SHARE * extent)
+    if is_large or level < MIN_RATIO_OF_LEVELS * found:
+        advice = "is it a variance? Give its root" if is_large else "give it in the unit of the array"
+        warnings.warn(
+            f"noise={level:.3g} is far {'above' if is_large else 'below'} what neighbours show, about {found:.3g}: {advice}.",
+            UserWarning,
+            stacklevel=5,
+        )
 
 
 def _noise_growth(image: Tensor, num_dims: int, levels: float | Tensor) -> tuple[bool, float]:

@@ -142,7 +142,9 @@ def shrink_singular_values(matrices: Tensor, noise: float) -> tuple[Tensor, Tens
     above = squares - beta - 1
     root = (above.square() - 4 * beta).clamp(min=0.0).sqrt() * is_kept
     projection = (directions * (root / squares).unsqueeze(1)) @ directions.mT
-    errors = ((above + root) / 2 - root.square() / squares) * is_kept
+    # The error as a function of 1 / x², whose terms do not cancel.
+    inverse = 1 / ((above + root) / 2).clamp(min=math.sqrt(beta))
+    errors = (1 + beta + beta * inverse * (3 - beta * inverse.square())) / ((1 + inverse) * (1 + beta * inverse)) * is_kept
     restored = projection @ matrices if number == small else matrices @ projection
     return restored, errors.sum(1) * (large * noise**2 / (number * entries))
 

@@ -30,8 +30,10 @@ from pyro_truncated.restoration.noise import (
     root_mean_square,
     stabilise,
     unbiased_inverse,
+    warn_if_impulses,
     warn_if_noise_varies,
     warn_if_table,
+    warn_if_unlikely,
 )
 from pyro_truncated.restoration.nonlocal_groups import average_groups, average_low_rank_groups, predict_missing
 from pyro_truncated.restoration.patch_mixture import expected_errors, find_consensus, run_rounds
@@ -166,7 +168,7 @@ def denoise(
 
     Warns:
         VaryingNoiseWarning: if the noise grows with the brightness, or counts are no Poisson counts.
-        UserWarning: if an image is a table of columns in unlike units.
+        UserWarning: if an image is a table of columns in unlike units, has salt and pepper, or cannot have the given noise.
     """
     image = check_image(image)
     if rounds is None:
@@ -177,20 +179,27 @@ def denoise(
         (num_components,) = check_counts(num_components=num_components)
     training = {"passes": passes, "num_states": num_states, "batch_size": batch_size, "progress": progress}
     settings = _Settings(model, side, stride, num_components, rounds, training, generator)
+    shape, image = image.shape, _without_axes_of_one(image, channels)
     axis = channel_axis(image, channels)
     if axis is None and channels is None and noise is None and image.dim() == 2:
         warn_if_table(image)
-    if axis == 0:
-        result = _restore(image.movedim(0, -1), noise, settings, has_channels=True)
-        return dataclasses.replace(result, image=result.image.movedim(-1, 0))
-    return _restore(image, noise, settings, has_channels=axis is not None)
+    last = image if axis is None else image.movedim(axis, -1)
+    if noise is not None and not isinstance(noise, str):
+        noise = check_noise(noise, last, has_channels=axis is not None)
+        warn_if_unlikely(noise, last, last.dim() - (axis is not None))
+    result = _restore(last, noise, settings, has_channels=axis is not None)
+    restored = result.image if axis is None else result.image.movedim(-1, axis)
+    return dataclasses.replace(result, image=restored.reshape(shape))
+
+
+def _without_axes_of_one(image: Tensor, channels: Channels) -> Tensor:
+    """Returns one picture of a batch, as networks have it, alone."""
+    return torch.atleast_1d(image.squeeze()) if channels is None and image.dim() > 3 else image
 
 
 def _restore(image: Tensor, noise: Noise | str, settings: _Settings, *, has_channels: bool) -> Restored:
     """Restores an array without channels, or with channels last."""
     num_dims = image.dim() - has_channels
-    if noise is not None and not isinstance(noise, str):
-        noise = check_noise(noise, image, has_channels=has_channels)
     is_grey = has_channels and bool(torch.isclose(image, image[..., :1], 0, 0, equal_nan=True).all())
     if is_grey and settings.model is None and (not isinstance(noise, Tensor) or bool((noise == noise[0]).all())):
         one = _restore(image[..., 0], noise[0] if isinstance(noise, Tensor) else noise, settings, has_channels=False)
@@ -201,6 +210,7 @@ def _restore(image: Tensor, noise: Noise | str, settings: _Settings, *, has_chan
     if noise is None:
         levels = noise_levels(image, num_dims)
         warn_if_noise_varies(image, num_dims, levels)
+        warn_if_impulses(image, num_dims)
     channels = image.shape[-1] if has_channels else None
     is_known = noise is not None
     groups = related_channels(image, num_dims, levels, is_noise_known=is_known) if has_channels and settings.model is None else []
@@ -390,6 +400,7 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: Noise | str = 0.0,
             UserWarning,
             stacklevel=3,
         )
+    shape, image = image.shape, _without_axes_of_one(image, options.get("channels"))
     axis = channel_axis(image, options.get("channels"))
     last = image if axis is None else image.movedim(axis, -1)
     levels = per_channel(nearly_no_noise, last, last.dim() - (axis is not None)) if options.get("model") is None else None
@@ -399,4 +410,4 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: Noise | str = 0.0,
     if last.dim() - (axis is not None) == 2 and options.get("model") is None:
         filled_in = fill_large_holes(last, filled_in, lambda other: denoise(other, levels, **options).image)
     filled_in = torch.where(last.isnan(), filled_in, last)
-    return dataclasses.replace(restored, image=filled_in if axis is None else filled_in.movedim(-1, axis))
+    return dataclasses.replace(restored, image=(filled_in if axis is None else filled_in.movedim(-1, axis)).reshape(shape))

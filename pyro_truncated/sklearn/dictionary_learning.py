@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any, Self
 
 import numpy as np
@@ -111,10 +112,17 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         Args:
             X: data ``(n_samples, n_features)``, NaN where missing.
             y: ignored.
+
+        Warns:
+            UserWarning: if the data do not vary, or a column has outliers.
         """
         rows = self._rows(X, reset=True)
         units = self._column_units(rows)
         own = units.standardise(rows)
+        if self.family != "bernoulli" and not bool(own.nan_to_num(0.0).any()):
+            warnings.warn(
+                "X does not vary: nothing is learned from it. Codes say nothing, and can be of any size.", UserWarning, stacklevel=2
+            )
         with isolated_state(self.random_state) as generator:
             model = self._make(rows)
             starts, steps = self._learn(model, own, generator)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Self
@@ -83,9 +84,13 @@ class ColumnUnits:
         """Returns the units of data ``(N, D)``, NaN where missing.
 
         Without centring all means are taken for zero.
+
+        Warns:
+            UserWarning: if a column has outliers, beside which its other entries are lost.
         """
         center = rows.nanmean(0).nan_to_num(0.0)
         deviation = (rows - center).square().nanmean(0).nan_to_num(0.0).sqrt()
+        _warn_of_outliers(rows, deviation)
         # Rounding errors of a constant column are no deviation.
         varies = deviation > torch.finfo(rows.dtype).eps * center.abs()
         return cls(center if is_centred else torch.zeros_like(center), torch.where(varies, deviation, 1.0))
@@ -109,6 +114,27 @@ class ColumnUnits:
         That is :math:`\sum_d \log u_d` over the columns that are observed.
         """
         return (~rows.isnan()).to(self.deviation) @ self.deviation.log()
+
+
+# Deviations above so many extents of the middle half are those of outliers.
+_MAX_RATIO_OF_OUTLIERS = 100.0
+
+
+def _warn_of_outliers(rows: Tensor, deviation: Tensor) -> None:
+    """Warns if deviations ``(D,)`` are those of few outliers."""
+    low, high = rows[:: -(-len(rows) // 1000)].nanquantile(rows.new_tensor([0.25, 0.75]), 0)
+    ratio = torch.where(high > low, deviation / (high - low), 0.0)
+    if bool((ratio > _MAX_RATIO_OF_OUTLIERS).any()):
+        column = int(ratio.argmax())
+        center = float((low + high)[column] / 2)
+        farthest = float(rows[(rows[:, column] - center).abs().nan_to_num(0.0).argmax(), column])
+        warnings.warn(
+            f"column {column} of X has outliers, beside which its other entries are nearly equal: half of them lie between "
+            f"{float(low[column]):.3g} and {float(high[column]):.3g}, but an entry is {farthest:.3g}. Make outliers NaN, which are "
+            "missing, or take logarithms.",
+            UserWarning,
+            stacklevel=5,
+        )
 
 
 @contextmanager

@@ -112,7 +112,7 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         """
         rows = self._rows(X, reset=True)
         # Second moments of data far from zero would lose their digits.
-        center = rows.mean(0) if self.family == "gaussian" else rows.new_zeros(rows.shape[1])
+        center = rows.median(0).values if self.family == "gaussian" else rows.new_zeros(rows.shape[1])
         with isolated_state(self.random_state) as generator:
             model = self._make(rows)
             starts, steps = self._train(model, rows - center, generator)

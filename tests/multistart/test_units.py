@@ -109,7 +109,7 @@ def test_columns_of_unlike_units_are_named(ratio: float, number: int) -> None:
     y = units * ((torch.rand(60, 3) < 0.3).float() @ torch.randn(3, 10) + 0.1 * torch.randn(60, 10))
     with warnings.catch_warnings(record=True, action="always") as caught:
         learn(factors, y, steps=5, restarts=1, config=LearnConfig(restart_steps=5), progress=False)
-    named = [warning for warning in caught if "columns of the data have unlike units: column 0 " in str(warning.message)]
+    named = [warning for warning in caught if "columns of the data extend unlike: column 0 " in str(warning.message)]
     assert len(named) == number
     assert not number or {warning.filename for warning in named} == {__file__}
 

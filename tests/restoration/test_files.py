@@ -267,3 +267,20 @@ def test_files_that_are_not_read_say_what_to_do(tmp_path, capsys):
     (tmp_path / "letter.tif").write_text("no picture")
     assert main([str(tmp_path / "letter.tif"), "--output", str(tmp_path / "out.png")]) == 1
     assert "Pillow reads no such format. Save the picture as PNG" in capsys.readouterr().err
+
+
+def test_a_picture_is_not_lost_to_its_own_output(tmp_path, capsys):
+    picture, mask = tmp_path / "picture.png", tmp_path / "mask.png"
+    for path in (picture, mask):
+        Image.fromarray(np.random.default_rng(0).integers(0, 255, (16, 16), dtype=np.uint8)).save(path)
+    before = picture.read_bytes(), mask.read_bytes()
+    for output, named in ((picture, "the picture"), (tmp_path / "." / "mask.png", "--mask")):
+        assert main([str(picture), "--mask", str(mask), "--output", str(output)]) == 1
+        assert f"--output must be another file than {named}" in capsys.readouterr().err
+    assert (picture.read_bytes(), mask.read_bytes()) == before
+
+
+def test_several_pictures_are_told_to_come_one_by_one(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["a.png", "b.png", "c.png", "--output", str(tmp_path / "o.png")])
+    assert "unrecognized arguments: b.png c.png. One picture is restored at a time" in capsys.readouterr().err

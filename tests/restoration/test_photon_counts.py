@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 
 import pytest
@@ -76,10 +77,25 @@ def test_negative_counts_are_refused_and_others_than_counts_are_told():
     with pytest.raises(ValueError, match="needs photon counts of at least 0"):
         denoise(torch.randn(16, 16), "poisson")
     squeezed = 20 * torch.poisson(torch.full((32, 32), 30.0), generator=generator()) + torch.rand(32, 32, generator=generator(1))
-    with pytest.warns(VaryingNoiseWarning, match="If a camera added an offset, subtract it"):
+    with pytest.warns(VaryingNoiseWarning, match="Of a camera with gain g, offset o and read noise r restore z"):
         denoise(2 * torch.poisson(spots(), generator=generator()) + 100, "poisson", **QUICK)
     with pytest.warns(VaryingNoiseWarning, match="Divide the image by"):
         denoise(squeezed, "poisson", generator=generator(), **QUICK)
+
+
+def test_noise_of_a_camera_is_told_and_its_transform_restores_it():
+    gain, offset, read = 2.0, 100.0, 3.0
+    counts = torch.poisson(spots(48), generator=generator())
+    y = gain * counts + offset + read * torch.randn(48, 48, generator=generator(1))
+    with pytest.warns(VaryingNoiseWarning, match=re.escape("restore z = 2 * sqrt(max((y - o) / g + 3 / 8 + (r / g)**2, 0)) with noise=1")):
+        plain = denoise(y, **QUICK).image
+    with pytest.raises(ValueError, match="Of a camera with gain g, offset o and read noise r"):
+        denoise(y - offset, "poisson")
+    z = denoise(2 * ((y - offset) / gain + 3 / 8 + (read / gain) ** 2).clamp(min=0).sqrt(), 1.0, **QUICK).image
+    restored = offset + gain * (z**2 / 4 - 1 / 8 - (read / gain) ** 2)
+    truth = gain * spots(48) + offset
+    assert float((restored - truth).square().mean()) < 0.5 * float((plain - truth).square().mean())
+    assert float(restored.mean()) == pytest.approx(float(y.mean()), abs=0.5)
 
 
 @pytest.mark.parametrize("kind", ["counts", "scaled", "speckle", "colour"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -95,3 +96,24 @@ def test_single_columns_do_not_decide_what_fills_the_others():
     mean = np.broadcast_to(np.nanmean(np.where(hidden, np.nan, X), 0), X.shape)
     own, others = (np.sqrt((((some - X) / X.std(0))[hidden] ** 2).mean()) for some in (filled, mean))
     assert own < 0.8 * others
+
+
+@pytest.mark.parametrize(("value", "number"), [(1e9, 1), (30.0, 0)])
+@pytest.mark.parametrize("estimator", [SparseCoding(2, **QUICK), SpikeSlabGPLVMTransformer(1, **QUICK)])
+def test_outliers_that_hide_their_column_are_named(estimator, value, number):
+    X = clusters()
+    X[7, 1] = value
+    X[::9, 2] = np.nan
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        estimator.fit(X)
+    found = [str(warning.message) for warning in caught]
+    assert [f"but an entry is {value:.3g}" in text for text in found if "column 1 of X has outliers" in text] == [True] * number
+
+
+@pytest.mark.parametrize("value", [1e3, 1e6])
+def test_an_input_far_from_all_others_hides_no_function(value):
+    X = np.random.default_rng(0).normal(size=(100, 2))
+    y = np.sin(X[:, 0])
+    X[0, 0] = value
+    found = SubsetGPRegressor(random_state=0).fit(X, y)
+    np.testing.assert_allclose(found.predict(X)[1:], y[1:], atol=0.02)

@@ -219,3 +219,11 @@ def test_codes_of_another_width_are_refused():
 def test_real_numbers_need_a_threshold_to_be_binary():
     with pytest.raises(ValueError, match=r"X must hold 0 and 1 for family='bernoulli'; got 0\.5: give a threshold, binarize="):
         SparseCoding(2, family="bernoulli").fit([[0.0, 1.0], [0.5, 1.0]])
+
+
+@pytest.mark.parametrize("value", [0.0, 3.0])
+def test_data_that_do_not_vary_are_told(value):
+    coder = SparseCoding(2, n_init=1, max_iter=3, random_state=0)
+    with pytest.warns(UserWarning, match="X does not vary: nothing is learned from it"):
+        found = coder.inverse_transform(coder.fit_transform(np.full((30, 4), value)))
+    np.testing.assert_allclose(found, value, atol=1e-6)

@@ -166,6 +166,22 @@ def test_few_outliers_hide_no_clusters(value, covariance_type):
     assert len({*found[300:]} - {*found[:300]}) == 1
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("row", [[1e9, 1.0], [1e9, -1e9]])
+@pytest.mark.parametrize("covariance_type", ["full", "diag", "spherical", "tied"])
+def test_a_single_outlier_changes_no_component_but_its_own(covariance_type, row, dtype):
+    random = np.random.default_rng(0)
+    kind = random.integers(0, 3, 300)
+    points = np.array([[0.0, 0.0], [4.0, 0.0], [0.0, 4.0]])[kind] + 0.5 * random.normal(size=(300, 2))
+    table = np.concatenate([points, [row]]).astype(dtype)
+    found = TruncatedMixture(4, covariance_type=covariance_type, random_state=0).fit(table)
+    without = TruncatedMixture(3, covariance_type=covariance_type, random_state=0).fit(points)
+    np.testing.assert_array_equal(adjusted_rand_score(without.predict(points), found.predict(table)[:300]), 1.0)
+    if covariance_type != "tied":  # the sums that all share lose the digits of the clusters
+        expected = without.score(points) + np.log(300 / 301)
+        np.testing.assert_allclose(found.score(table[:300]), expected, atol=1e-3)
+
+
 def test_columns_of_real_numbers_are_hardly_categorical():
     with pytest.warns(UserWarning, match="column 1 has 40 values in 40 rows"):
         TruncatedMixture(2, family="categorical", n_init=1, max_iter=2).fit(np.c_[np.arange(40) % 3, np.linspace(0, 1, 40)])

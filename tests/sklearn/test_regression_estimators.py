@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 
 import numpy as np
 import pytest
@@ -151,3 +152,12 @@ def test_kernels_of_ones_own_and_unknown_ones():
     assert len(regressor.inducing_) == 40
     with pytest.raises(ValueError, match=r"kernel must be .*; got 'matern'"):
         SubsetGPRegressor("matern").fit(X[:40], y[:40])
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, -1e9])
+def test_constant_targets_are_predicted_without_an_alarm(value):
+    X = np.random.default_rng(0).normal(size=(50, 2))
+    with warnings.catch_warnings(action="error"):
+        mean, deviation = SubsetGPRegressor(random_state=0).fit(X, np.full(50, value)).predict(X + 1, return_std=True)
+    np.testing.assert_allclose(mean, value, rtol=1e-9)
+    assert bool((deviation < 0.1).all())

@@ -651,7 +651,8 @@ class GPyTorchKernel(InputKernel):
 def smooth_rbf(inputs: Tensor) -> PyroKernel:
     r"""A squared exponential kernel with one length-scale per dimension.
 
-    Length-scales start at :math:`2 \sqrt D` standard deviations of the inputs, which need not be standardised.
+    Length-scales start at :math:`2 \sqrt D` standard deviations of the inputs, which need not be standardised. Of inputs with outliers it
+    is the deviation of the middle half, as of normal numbers.
 
     Example:
         >>> kernel = smooth_rbf(torch.randn(10, 4))
@@ -665,6 +666,10 @@ def smooth_rbf(inputs: Tensor) -> PyroKernel:
     points = inputs if inputs.dim() == 2 else inputs[:, None]
     dim = points.shape[1]
     spread = points.std(0, correction=0)
+    low, high = points[:: -(-len(points) // 1000)].quantile(points.new_tensor([0.25, 0.75]), 0)
+    # Squares of so many length-scales still have the digits of others.
+    middle = ((high - low) / 1.349).maximum(1e-5 * spread * (high > low))
+    spread = torch.where((middle > 0) & (spread > 5 * middle), middle, spread)
     lengthscale = 2 * dim**0.5 * torch.where(spread > 0, spread, torch.ones_like(spread))
     return PyroKernel(kernels.RBF(dim, points.new_ones(()), lengthscale), points)
 

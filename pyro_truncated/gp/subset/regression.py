@@ -74,11 +74,11 @@ def explained_share(targets: Tensor, prediction: Tensor) -> tuple[float, float]:
 def warn_about_noise(targets: Tensor, prediction: Tensor, noise: float, num_inducing: int | None = None) -> None:
     """Warns if predictions of standardised targets ``(n, H)`` explain next to nothing.
 
-    Or less than a twentieth, at the 5 % level not to be told from nothing.
+    Or less than a twentieth, at the 5 % level not to be told from nothing. Of constant targets there is nothing to explain.
     """
     explained, error = explained_share(targets, prediction)
     # Noise itself looks explained by chance, a little: 1.645 errors above a fiftieth are the 5 % level.
-    if explained < min(0.05, 0.02 + 1.645 * error):
+    if explained < min(0.05, 0.02 + 1.645 * error) and bool(targets.square().mean() > 1e-12):
         by, more = ("", "") if num_inducing is None else (f", by {num_inducing} inducing inputs,", "take more inducing inputs, ")
         warnings.warn(
             f"the fit explains the targets as noise of variance {noise:.3g} (of 1): leave-one-out predictions{by} account for "
@@ -237,9 +237,11 @@ class SubsetGPRegression(torch.nn.Module):
         self.generator = generator
         matrix = targets if targets.dim() == 2 else targets[:, None]
         scale = matrix.std(0)
+        # Rounding errors of a constant are no deviation.
+        varies = scale > 1e-15 * matrix.mean(0).abs()
         self._has_columns = targets.dim() == 2
         self.register_buffer("target_mean", matrix.mean(0))
-        self.register_buffer("target_scale", torch.where(scale > 0, scale, torch.ones_like(scale)))
+        self.register_buffer("target_scale", torch.where(varies, scale, torch.ones_like(scale)))
         self.register_buffer("targets", (matrix - self.target_mean) / self.target_scale, persistent=False)
         index = torch.arange(n) if self.is_exact else torch.full((num_inducing,), -1, dtype=torch.int64)
         self.register_buffer("index", index.to(targets.device))

@@ -1,0 +1,85 @@
+"""Noise that is given in another unit, or is not normal, is warned of."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+
+from pyro_truncated.restoration import denoise, inpaint
+
+ROWS, COLUMNS = np.mgrid[:48, :48]
+IMAGE = 125 + 40 * np.sin(ROWS / 6) + 30 * np.cos(COLUMNS / 8)
+
+
+def noisy(seed: int = 0) -> np.ndarray:
+    return IMAGE + 10 * np.random.default_rng(seed).normal(size=IMAGE.shape)
+
+
+def said(image: np.ndarray, *noise: float) -> list[str]:
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        denoise(image, *noise, rounds=1, stride=2, progress=False)
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(("noise", "advice"), [(100.0, "far above .*is it a variance"), (10 / 255, "far below .*unit of the array")])
+def test_levels_in_another_unit_are_named(noise, advice):
+    with pytest.warns(UserWarning, match=advice):
+        denoise(noisy(), noise, rounds=1, stride=2, progress=False)
+
+
+@pytest.mark.parametrize("noise", [(), (10.0,), (20.0,), (5.0,)])
+def test_likely_levels_pass_without_a_word(noise):
+    assert said(noisy(), *noise) == []
+
+
+def test_a_smooth_image_has_no_noise_to_compare_with():
+    assert said(IMAGE, 5.0) == []
+
+
+@pytest.mark.parametrize("low", [0, None])
+def test_salt_and_pepper_are_told_and_filled_in_where_missing(low):
+    damaged, random = np.clip(noisy(), 1, 254).round(), np.random.default_rng(1).random(IMAGE.shape)
+    damaged[random > 0.97] = 255
+    if low is not None:
+        damaged[random < 0.03] = low
+    stands = "255" if low is None else "0 or 255"
+    with pytest.warns(UserWarning, match=rf"[2-6]\.\d% of the entries stand alone at {stands},.*Make them NaN"):
+        denoise(damaged, rounds=1, stride=2, progress=False)
+    holes = np.where((damaged == 0) | (damaged == 255), np.nan, damaged)
+    restored = denoise(holes, rounds=2, progress=False)
+    assert float(np.sqrt(np.mean((restored - IMAGE) ** 2))) < 4
+
+
+@pytest.mark.parametrize("mean", [1.0, 3.0, 5.0, 20.0])
+def test_photon_counts_are_no_salt_and_pepper(mean):
+    counts = np.random.default_rng(0).poisson(mean, IMAGE.shape)
+    assert not [text for text in said(counts) if "stand alone" in text]
+
+
+def test_lines_of_a_drawing_are_no_salt_and_pepper():
+    drawing = np.full(IMAGE.shape, 255.0)
+    drawing[::6], drawing[:, ::9], drawing[ROWS == COLUMNS] = 0.0, 0.0, 0.0
+    assert said(drawing) == []
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 48, 48), (1, 48, 48, 3), (1, 3, 48, 48)])
+def test_one_picture_of_a_batch_is_restored_like_the_picture(shape):
+    batch = np.empty(shape)
+    axis = shape.index(3) if 3 in shape else None
+    planes = [noisy(seed) for seed in range(3)] if axis else [noisy()]
+    batch[:] = np.stack(planes, -1).reshape(shape) if axis == 3 else np.stack(planes).reshape(shape)
+    for restore, image in ((denoise, batch), (inpaint, np.where(batch > 190, np.nan, batch))):
+        found, alone = (restore(some, rounds=1, stride=2, progress=False) for some in (image, image.squeeze()))
+        assert found.image.shape == shape
+        assert float(np.sqrt(np.mean((np.asarray(found).squeeze() - np.asarray(alone)) ** 2))) < 1
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, bool])
+def test_images_nearly_all_of_one_number_are_restored(dtype):
+    image = np.ones((48, 48), dtype)
+    image[5, 7] = image[30, 2] = image[40, 41] = 0
+    restored = denoise(image, rounds=1, progress=False)
+    assert bool(restored.image.isfinite().all())
+    np.testing.assert_allclose(np.asarray(restored)[10:28, 10:28], 1.0, atol=0.05)
