@@ -18,8 +18,6 @@ from pyro_truncated.models.linear_mixture import MIN_COMPONENT_COUNT, Shares
 
 # Outliers are in columns whose deviation is so many times that of their middle half.
 OUTLIER_RATIO = 5.0
-# Eigenvalues below this share of a variance are rounding errors, and would have no Cholesky factor.
-_LEAST_SHARE = 1e-14
 
 
 def bulk_deviation(centred: Tensor) -> Tensor:
@@ -47,7 +45,8 @@ def variance_floor(variance: Tensor, power: Tensor, dtype: torch.dtype) -> Tenso
 
 def floor_covariance(covariance: Tensor, floor: Tensor) -> Tensor:
     """The likeliest covariance without eigenvalues below a floor."""
-    units = floor.maximum(_LEAST_SHARE * covariance.diagonal(dim1=-2, dim2=-1)).sqrt()
+    # Eigenvalues below this share of a variance are rounding errors, and would have no Cholesky factor.
+    units = floor.maximum(1e-14 * covariance.diagonal(dim1=-2, dim2=-1)).sqrt()
     squares = units.unsqueeze(-1) * units.unsqueeze(-2)
     relative = covariance / squares
     # What is above the floor has a Cholesky factor; eigenvalues take much longer.

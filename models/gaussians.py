@@ -163,8 +163,6 @@ class Gaussians:
 # data of other seeds than those of the tables.
 _PSEUDO_COUNT = 10
 _ROWS_PER_BLOCK, _MAX_ROWS_PER_BLOCK, _PAIRS = 2**14, 2**16, 2**12
-# Rows are compared as they are up to so many roots of the least variance, which is a millionth of the variance.
-_MAX_FLOORS = 1e8
 
 
 class Agglomeration:
@@ -251,7 +249,8 @@ class Agglomeration:
 
         Numbers above a hundred thousand deviations grow as their logarithms, or sums of squares would lack the digits of the others.
         """
-        limit = _MAX_FLOORS * self.floor.sqrt()
+        # Of the root of the least variance, which is a millionth of the variance.
+        limit = 1e8 * self.floor.sqrt()
         x = torch.where(self.x.abs() > limit, limit * self.x.sign() * (1 + (self.x.abs() / limit).log()), self.x)
         # Larger covariances are compared in the directions in which the data vary most.
         kind, number = self.kind.by_itself(), max(32, self.kind.least_directions)

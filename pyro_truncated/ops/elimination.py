@@ -84,12 +84,6 @@ class BucketTree:
         return -self.depth - 1 - self.colours[node]
 
     @functools.cached_property
-    def is_forest(self) -> bool:
-        """Whether cliques have at most two variables, in the same plates."""
-        pairs = zip(self.separators, self.parents, self.plates, strict=True)
-        return all(parent is None or (len(others) == 1 and plates == self.plates[parent]) for others, parent, plates in pairs)
-
-    @functools.cached_property
     def _forests(self) -> dict[Any, _Forest | None]:
         return {}
 
@@ -109,7 +103,7 @@ class BucketTree:
 
     def lay_out(self, tables: LogTables, weights: Mapping[int, Tensor]) -> _Forest | None:
         """Where compiled messages have their numbers; ``None`` where torch sends them."""
-        if len(self.order) < _MIN_COMPILED or not self.is_forest or is_vectorised(weights[self.order[0]]):
+        if len(self.order) < _MIN_COMPILED or is_vectorised(weights[self.order[0]]):
             return None
         if torch.is_grad_enabled() and any(table.requires_grad for _, table in tables):
             return None
@@ -140,7 +134,13 @@ class _Forest(NamedTuple):
     def from_shapes(
         cls, tree: BucketTree, tables: Sequence[tuple[Sequence[int], torch.Size]], weights: Sequence[torch.Size]
     ) -> _Forest | None:
-        """The places, unless tables are large or differ along some plates only."""
+        """The places.
+
+        ``None`` where cliques have more than two variables, or not the same plates, and where tables are large or differ along some plates.
+        """
+        pairs = zip(tree.separators, tree.parents, tree.plates, strict=True)
+        if any(parent is not None and (len(others) > 1 or plates != tree.plates[parent]) for others, parent, plates in pairs):
+            return None
         sizes = [shape[tree.dim(node)] for node, shape in enumerate(weights)]
         members = [shape.numel() // size for shape, size in zip(weights, sizes, strict=True)]
         pair_members, rows, begin = [1] * len(sizes), [], 0

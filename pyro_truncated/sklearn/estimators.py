@@ -116,15 +116,12 @@ class ColumnUnits:
         return (~rows.isnan()).to(self.deviation) @ self.deviation.log()
 
 
-# Deviations above so many extents of the middle half are those of outliers.
-_MAX_RATIO_OF_OUTLIERS = 100.0
-
-
 def _warn_of_outliers(rows: Tensor, deviation: Tensor) -> None:
     """Warns if deviations ``(D,)`` are those of few outliers."""
     low, high = rows[:: -(-len(rows) // 1000)].nanquantile(rows.new_tensor([0.25, 0.75]), 0)
     ratio = torch.where(high > low, deviation / (high - low), 0.0)
-    if bool((ratio > _MAX_RATIO_OF_OUTLIERS).any()):
+    # Deviations above a hundred extents of the middle half are those of outliers.
+    if bool((ratio > 100.0).any()):
         column = int(ratio.argmax())
         center = float((low + high)[column] / 2)
         farthest = float(rows[(rows[:, column] - center).abs().nan_to_num(0.0).argmax(), column])

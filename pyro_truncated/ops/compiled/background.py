@@ -33,7 +33,6 @@ except ImportError:  # Windows
 VARIABLE = "PYRO_TRUNCATED_BACKGROUND"
 # Seconds that the process waits for another kernel before it ends.
 _IDLE_SECONDS = 10.0
-_NICENESS = 19
 
 _asked: set[tuple[str, str, Any]] = set()
 _worker: subprocess.Popen[bytes] | None = None
@@ -122,7 +121,7 @@ def _lock_folder(folder: Path) -> Iterator[None]:
 def main() -> None:
     """Compiles what is asked for."""
     if hasattr(os, "nice"):
-        os.nice(_NICENESS)
+        os.nice(19)
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read_requests, args=(requests,), daemon=True).start()
     with contextlib.suppress(queue.Empty):
