@@ -193,7 +193,7 @@ class ProductBatch(SetBatch[ProductScorer]):
                 (-objective / self.num_draws(particles)).backward()
         with torch.no_grad():
             if temperature != 1.0:
-                messages = scorer.product.tree.collect(tables.parts, weights)
+                messages = scorer.product.tree.collect(tables, weights)
                 objective = scorer.sum_evidence(scorer.evidence(messages)) + outside
             self.populations.store_(self._populations(sets, messages))
             return -float(objective)

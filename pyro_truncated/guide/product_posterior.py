@@ -267,7 +267,7 @@ class ProductProgramRun(ProgramRun):
             particles = [f for f in inspection.plates_around(self._guide.frames, self._guide.index_name) if f.size > 1]
             count = math.prod(frame.size for frame in particles)
             tables = scorer.tables(sets)
-            messages = product.tree.collect(tables.parts, scorer.weights(sets))
+            messages = product.tree.collect(tables, scorer.weights(sets))
             draws = messages.draw(count)
             if messages.may_be_impossible:
                 for root, evidence in zip(product.roots, scorer.evidence(messages), strict=True):

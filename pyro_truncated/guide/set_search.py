@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.distributed import collectives
-from pyro_truncated.ops.elimination import IMPOSSIBLE, Messages
+from pyro_truncated.ops.elimination import IMPOSSIBLE, LogTables, Messages
 from pyro_truncated.program.factor_graph import CLIQUE_LIMIT
 from pyro_truncated.program.product_scorer import ProductScorer
 from pyro_truncated.search.base import Search, SearchBatch
@@ -54,9 +54,13 @@ class ScoredSets:
         """The messages on these sets."""
         return self.collect(self.scorer.weights(self.sets))
 
+    @cached_property
+    def _log_tables(self) -> LogTables:
+        return LogTables.from_parts(self.tables)
+
     def collect(self, weights: dict[int, Tensor], *, maximum: bool = False) -> Messages:
         """Messages with some log weights of the states."""
-        return self.scorer.product.tree.collect(self.tables, weights, maximum=maximum)
+        return self.scorer.product.tree.collect(self._log_tables, weights, maximum=maximum)
 
     def join(self, others: ScoredSets, number: int) -> ScoredSets:
         """Returns one group's sets joined with others; other groups share tables."""

@@ -24,8 +24,41 @@ _MIN_COMPILED, _MAX_COMPILED_ENTRIES = 64, 2**11
 # states and members of plates. Three say where states, messages to the parent and the table shared with it begin. The last one counts
 # members that have such a table of their own.
 PARENT, ROOT, SIZE, MEMBERS, STATES, MESSAGES, PAIRS, PAIR_MEMBERS = range(8)
-# Log tables with the variables that they are of.
-LogTables = Sequence[tuple[Sequence[int], Tensor]]
+
+
+@dataclasses.dataclass(frozen=True)
+class LogTables:
+    """Log densities as tables over states.
+
+    Attributes:
+        scopes: by table, the variables that it is of.
+        shapes: by table, its shape. One that is the same for all members of a plate has a one there.
+        entries: those of all tables, one table after the other, in float64. Impossible ones are finite.
+        dtypes: by table, the type that it was computed in.
+    """
+
+    scopes: Sequence[tuple[int, ...]]
+    shapes: Sequence[torch.Size]
+    entries: Tensor
+    dtypes: Sequence[torch.dtype]
+
+    @classmethod
+    def from_parts(cls, parts: Sequence[tuple[tuple[int, ...], Tensor]]) -> LogTables:
+        """Tables with the variables that they are of."""
+        scopes, tables = zip(*parts, strict=True)
+        entries = torch.cat([table.flatten() for table in tables]).double().clamp(min=IMPOSSIBLE)
+        return cls(scopes, [table.shape for table in tables], entries, [table.dtype for table in tables])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of all tables together."""
+        return functools.reduce(torch.promote_types, self.dtypes)
+
+    @functools.cached_property
+    def parts(self) -> list[tuple[tuple[int, ...], Tensor]]:
+        """The tables with their variables."""
+        parts = self.entries.split([shape.numel() for shape in self.shapes])
+        return [(scope, part.view(shape)) for scope, shape, part in zip(self.scopes, self.shapes, parts, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +128,7 @@ class BucketTree:
         """Sends messages from the first variable to the last.
 
         Args:
-            tables: log tables with the variables that they are of. One that is the same for all members of a plate has a one there.
+            tables: the tables.
             weights: by variable, the log weights of its states, with the state in its dimension, and its plates.
             maximum: whether to maximise over states in place of summing, for the most probable joint state.
         """
@@ -105,9 +138,9 @@ class BucketTree:
         """Where compiled messages have their numbers; ``None`` where torch sends them."""
         if len(self.order) < _MIN_COMPILED or is_vectorised(weights[self.order[0]]):
             return None
-        if torch.is_grad_enabled() and any(table.requires_grad for _, table in tables):
+        if torch.is_grad_enabled() and tables.entries.requires_grad:
             return None
-        key = tuple((tuple(nodes), table.shape) for nodes, table in tables), tuple(weights[node].shape for node in range(len(self.order)))
+        key = tuple(zip(tables.scopes, tables.shapes, strict=True)), tuple(weights[node].shape for node in range(len(self.order)))
         if key not in self._forests:
             if len(self._forests) >= 8:
                 self._forests.clear()
@@ -182,7 +215,7 @@ class _CompiledMessages(NamedTuple):
     @classmethod
     def send(cls, forest: _Forest, tree: BucketTree, tables: LogTables, weights: Mapping[int, Tensor]) -> _CompiledMessages:
         """Sends messages to the roots and back."""
-        entries = torch.cat([table.detach().reshape(-1) for _, table in tables]).double().clamp(min=IMPOSSIBLE)
+        entries = tables.entries.detach()
         flat = {id(own): own.detach().reshape(-1) for own in weights.values()}
         nodes = range(len(tree.order))
         log_weights = torch.cat([flat[id(weights[node])] for node in nodes])
@@ -206,7 +239,7 @@ class Messages:
 
     Args:
         tree: the order.
-        tables: log tables with the variables that they are of.
+        tables: the tables.
         weights: by variable, the log weights of its states.
         maximum: whether to maximise.
 
@@ -231,10 +264,10 @@ class Messages:
         # Tables of two variables that are the same for all members of the plates lie apart: sums over them are products of matrices.
         self._sums: list[Tensor | None] = [None] * number
         self._pair_tables: list[Tensor | None] = [None] * number
-        for nodes, table in self._tables:
+        for nodes, table in self._tables.parts:
             bucket = self.tree.find_bucket(nodes)
             into = self._pair_tables if len(nodes) == 2 and table.shape[table.dim() - self.tree.depth :].numel() == 1 else self._sums
-            previous, table = into[bucket], table.double().clamp(min=IMPOSSIBLE)
+            previous = into[bucket]
             into[bucket] = table if previous is None else previous + table
         self._messages: list[Tensor | None] = [None] * number
         # How many of the messages in a bucket are impossible, and which entries of a message are. They are counted and not added up:
@@ -347,7 +380,7 @@ class Messages:
         """
         if self._compiled is not None:
             return self._compiled.gradient
-        posterior = self.posterior([scope for scope, _ in self._tables], [table.shape for _, table in self._tables])
+        posterior = self.posterior(self._tables.scopes, self._tables.shapes)
         return torch.cat([table.flatten() for table in posterior])
 
     def _table_posterior(self, node: int, shape: torch.Size) -> Tensor:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyro.distributions as dist
 import torch
@@ -66,8 +65,7 @@ def site_log_density(node: Any, formula: Callable[[Any, Tensor], Tensor] = log_d
     return log_prob
 
 
-@dataclasses.dataclass(frozen=True)
-class _Site:
+class _Site(NamedTuple):
     """What a site's density is computed from.
 
     Attributes:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pyro_truncated.ops.elimination import IMPOSSIBLE, Messages
+from pyro_truncated.ops.elimination import IMPOSSIBLE, LogTables, Messages
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.densities import log_density, once, site_log_densities
 from pyro_truncated.program.known_levels import KnownLevels
@@ -37,34 +36,6 @@ from pyro_truncated.utils.arrays import rounding_tolerance
 NUM_TRIED = 3
 # Words of the sets of all groups: (rows, S, num_words) for each group.
 Sets = Sequence[Tensor]
-
-
-@dataclasses.dataclass(frozen=True)
-class Tables:
-    """Log densities of sample sites over the states of their nodes.
-
-    Attributes:
-        scopes: by table, the nodes that it is of.
-        shapes: by table, its shape.
-        entries: those of all tables, one table after the other, in float64. Impossible ones are finite.
-        dtypes: by table, the type that the model computes it in.
-    """
-
-    scopes: Sequence[tuple[int, ...]]
-    shapes: Sequence[torch.Size]
-    entries: Tensor
-    dtypes: Sequence[torch.dtype]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of all tables together."""
-        return functools.reduce(torch.promote_types, self.dtypes)
-
-    @cached_property
-    def parts(self) -> list[tuple[tuple[int, ...], Tensor]]:
-        """The tables with their nodes, without gradients."""
-        parts = self.entries.detach().split([shape.numel() for shape in self.shapes])
-        return [(scope, part.view(shape)) for scope, shape, part in zip(self.scopes, self.shapes, parts, strict=True)]
 
 
 def other_structure(problem: str, *, has_sets: bool = True) -> str:
@@ -136,7 +107,7 @@ class ProductScorer(Probe):
     def __init__(self, call: Call, product: ProductLayout, values: Mapping[str, Any] | None = None, sets: Sets | None = None) -> None:
         self.product, self.inside = product, product.graph.factors
         self.first_sets = None if sets is None else [words.clone() for words in sets]
-        self._first_tables: Tables | None = None
+        self._first_tables: LogTables | None = None
         super().__init__(call, product.layout, values)
         self._frames = {f.name: f for name in product.layout.sites for f in self.nodes[name]["cond_indep_stack"] if f.vectorized}
         self._refuse_shared_subsamples()
@@ -294,7 +265,7 @@ class ProductScorer(Probe):
 
     # --- tables and sums ---
 
-    def tables(self, sets: Sets) -> Tables:
+    def tables(self, sets: Sets) -> LogTables:
         """Returns the log density of each sample site as a table.
 
         The sites depend on discrete latents; a table is over the states of their nodes.
@@ -307,7 +278,7 @@ class ProductScorer(Probe):
         with pyro.validation_enabled(False):
             return self._build_tables(self._run_sets(sets))
 
-    def _reuse_first_run(self, sets: Sets) -> Tables | None:
+    def _reuse_first_run(self, sets: Sets) -> LogTables | None:
         """Returns the first run's tables if they are of these sets.
 
         It does so once, as a gradient goes through a run once.
@@ -338,11 +309,11 @@ class ProductScorer(Probe):
             )
             raise
 
-    def _run_tables(self, values: Mapping[str, Any]) -> Tables:
+    def _run_tables(self, values: Mapping[str, Any]) -> LogTables:
         with pyro.validation_enabled(False):
             return self._build_tables(sample_nodes(self.run(values)))
 
-    def _build_tables(self, nodes: Mapping[str, Any]) -> Tables:
+    def _build_tables(self, nodes: Mapping[str, Any]) -> LogTables:
         factors = self.product.graph.factors
         names = [name for name in factors if name in nodes and name not in self.uncovered_latents]
         with pyro.validation_enabled(False):
@@ -354,7 +325,7 @@ class ProductScorer(Probe):
             self._refuse_infinite(dict(zip(names, tables, strict=True)))
         if bool(lowest < IMPOSSIBLE):
             entries = entries.clamp(min=IMPOSSIBLE)
-        return Tables([factors[name] for name in names], [table.shape for table in tables], entries, [table.dtype for table in tables])
+        return LogTables([factors[name] for name in names], [table.shape for table in tables], entries, [table.dtype for table in tables])
 
     @staticmethod
     def _refuse_infinite(tables: Mapping[str, Tensor]) -> None:
@@ -428,7 +399,7 @@ class ProductScorer(Probe):
     @torch.no_grad()
     def messages(self, sets: Sets, *, maximum: bool = False) -> Messages:
         """The messages of a run of the model on the sets."""
-        return self.product.tree.collect(self.tables(sets).parts, self.weights(sets), maximum=maximum)
+        return self.product.tree.collect(self.tables(sets), self.weights(sets), maximum=maximum)
 
     def evidence(self, messages: Messages) -> list[Tensor]:
         """Returns, by component, the log of the sum over its sets.
@@ -448,14 +419,16 @@ class ProductScorer(Probe):
         """
         return self.free_energy_with_messages(self.tables(sets), self.weights(sets))[0]
 
-    def free_energy_with_messages(self, tables: Tables, weights: Mapping[int, Tensor], temperature: float = 1.0) -> tuple[Tensor, Messages]:
+    def free_energy_with_messages(
+        self, tables: LogTables, weights: Mapping[int, Tensor], temperature: float = 1.0
+    ) -> tuple[Tensor, Messages]:
         r"""Returns the scaled free energy at a temperature, :math:`\tau \mathcal F(\psi^{1/\tau})`, and its messages.
 
         Its gradient with respect to a table is the posterior of its states.
         """
         with torch.no_grad():
-            parts = tables.parts if temperature == 1.0 else [(scope, table / temperature) for scope, table in tables.parts]
-            messages = self.product.tree.collect(parts, weights)
+            hot = tables if temperature == 1.0 else dataclasses.replace(tables, entries=tables.entries / temperature)
+            messages = self.product.tree.collect(hot, weights)
             value = temperature * self.sum_evidence(self.evidence(messages))
             if not tables.entries.requires_grad:
                 return value, messages
@@ -531,7 +504,7 @@ class ProductScorer(Probe):
             nodes = sample_nodes(self.run({**self.values, **values}))
         return next(filter(None, (operations.reduced_site(nodes, place) for place in range(len(dimensions)))), None)
 
-    def _agrees_with_single_run(self, together: Tables, sets: Sets, generator: torch.Generator) -> bool:
+    def _agrees_with_single_run(self, together: LogTables, sets: Sets, generator: torch.Generator) -> bool:
         """Whether tables agree with a run of random states of the sets."""
         product = self.product
         levels: dict[str, Tensor] = {}
