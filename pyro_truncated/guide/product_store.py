@@ -40,6 +40,7 @@ class ProductStore(torch.nn.Module):
         portion: which of all data points these are, where other processes have the rest.
         first_position: position of the first of them among those of all processes.
         is_part: whether other processes hold the populations of other data points.
+        is_given: whether the sets begin with states that were given.
     """
 
     def __init__(self, num_states: int, num_groups: int, folder: Path | None = None) -> None:
@@ -49,7 +50,7 @@ class ProductStore(torch.nn.Module):
         self.groups = torch.nn.ModuleList(populations_in(own, num_states) for own in folders)
         self.seen = SeenData()
         self.portion: Portion | None = None
-        self.first_position, self.is_part = 0, False
+        self.first_position, self.is_part, self.is_given = 0, False, False
 
     @property
     def stores(self) -> list[PopulationStore]:
@@ -94,18 +95,17 @@ class ProductStore(torch.nn.Module):
 
         Raises:
             ValueError: if the populations that were loaded are of other nodes, or initial states are misshapen.
-            NotImplementedError: for initial states of a site of chains.
         """
-        if isinstance(product, ChainLayout):
-            product.refuse_init(init)
         if len(self.groups) != len(product.groups):
             raise ValueError(f"the state must have {len(product.groups)} groups of nodes, as the model; got {len(self.groups)}")
         if portion is not None:
             self.portion, self.first_position, self.is_part = portion, portion.first, True
             self.seed_()
         first_words: Sequence[Tensor | None] = [None] * len(self.groups)
-        if isinstance(product, ProductLayout) and init is not None and not all(store.is_filled for store in self.stores):
-            first_words = product.pack(given_levels(product.layout, init, self.num_states))
+        if init is not None and not all(store.is_filled for store in self.stores):
+            self.is_given = True
+            num_states = self.num_states if isinstance(product, ProductLayout) else min(self.num_states, product.groups[0].space.size)
+            first_words = product.pack(given_levels(product.layout, init, num_states))
         groups: Sequence[Any] = product.groups
         for number, (store, group) in enumerate(zip(self.stores, groups, strict=True)):
             store.num_states = min(store.num_states, group.space.size)

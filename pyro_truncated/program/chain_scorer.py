@@ -60,17 +60,17 @@ class ChainLayout:
         fn = trace.nodes[name]["fn"]
         return None if others or site.plates or not isinstance(fn, BinaryChains) else cls(layout, fn)
 
-    def refuse_init(self, init: Any) -> None:
-        """Refuses initial states.
+    def pack(self, levels: Tensor) -> list[Tensor]:
+        """Returns whole states as states of steps, ``(N * T, S, num_words)``.
 
-        Raises:
-            NotImplementedError: if there are any.
+        They may repeat.
+
+        Args:
+            levels: unpacked whole states, ``(N, S, T * M)``.
         """
-        if init is not None:
-            raise NotImplementedError(
-                f"init= gives whole states, and the sets of the steps of '{self.site.name}' begin with what the data ask for. "
-                "Leave it out, or use AutoTruncated(..., whole_states=True)."
-            )
+        space = self.groups[0].space
+        steps = levels.unflatten(2, (self.num_steps, space.num_latents)).transpose(1, 2)
+        return [space.pack(steps.flatten(0, 1))]
 
     def count_inner(self, number: int) -> int:
         """Returns how many successive rows belong to one sequence."""

@@ -21,6 +21,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from pyro_truncated.distributed.shards import find_memory_map
 from pyro_truncated.program.call import Call
@@ -36,6 +37,8 @@ from pyro_truncated.utils.parameter_store import read_variables
 _MOST_HELD = 4096
 # These hold none of a user's switches.
 _LIBRARIES = sys.stdlib_module_names - {"types", "argparse"} | {"torch", "pyro", "pyro_truncated", "numpy", "pandas", "scipy"}
+# Hashes of large tensors, with the version that they are of.
+_hashes_of_large: Any = WeakIdKeyDictionary()
 _NUMBERS = (bool, int, float, str, bytes, enum.Enum, np.generic)
 
 
@@ -215,21 +218,33 @@ def _numbers_of(value: Any, observed: set[int]) -> Sequence[Any]:
             return (value.shape,)
         if find_memory_map(value) is not None:
             return (value.shape,)
-        size, some = math.prod(value.shape), value
-        if size > 16 * _MOST_HELD:
+        size = math.prod(value.shape)
+        if size <= 16 * _MOST_HELD:
+            return (value.shape, *_hashes(value))
+        # Large tensors that were not written to since are not read again.
+        stamp = (value._version, value.data_ptr()) if isinstance(value, Tensor) and not value.is_inference() else None
+        if stamp is None or _hashes_of_large.get(value, (None,))[0] != stamp:
             # Without a copy of all entries, which may have been expanded or transposed.
             places = np.unravel_index(np.arange(0, size, 1 + size // (16 * _MOST_HELD)), value.shape)
-            some = value[tuple(map(torch.from_numpy, places))] if isinstance(value, Tensor) else value[places]
-        if isinstance(some, Tensor):
-            # NumPy knows no shorter ones.
-            is_short = some.is_floating_point() and some.dtype.itemsize < 4
-            some = (some.float() if is_short else some).detach().resolve_neg().numpy()
-        parts = [some == 0, some] if some.dtype.kind == "f" else [some] if some.dtype.kind in "biu" else []
-        return (value.shape, *(hash(part.tobytes()) for part in parts))
+            hashes = _hashes(value[tuple(map(torch.from_numpy, places))] if isinstance(value, Tensor) else value[places])
+            if stamp is None:
+                return (value.shape, *hashes)
+            _hashes_of_large[value] = stamp, hashes
+        return (value.shape, *_hashes_of_large[value][1])
     value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, float):
         return value != 0, value
     return (value if isinstance(value, (int, str, bytes, enum.Enum)) else None,)
+
+
+def _hashes(value: Tensor | np.ndarray) -> list[int]:
+    """Hashes of entries, and of which are zero."""
+    if isinstance(value, Tensor):
+        # NumPy knows no shorter ones.
+        is_short = value.is_floating_point() and value.dtype.itemsize < 4
+        value = (value.float() if is_short else value).detach().resolve_neg().numpy()
+    parts = [value == 0, value] if value.dtype.kind == "f" else [value] if value.dtype.kind in "biu" else []
+    return [hash(part.tobytes()) for part in parts]
 
 
 def _lies_in_memory(tensor: Tensor) -> bool:

@@ -172,13 +172,22 @@ def test_a_conditional_says_that_populations_hold_whole_states(caplog):
     assert "conditional= needs whole states" in caplog.text
 
 
-def test_given_states_of_chains_are_refused_by_name():
+@pytest.mark.parametrize("num_states", [3, 4])
+def test_sets_of_chains_begin_with_given_paths(num_states):
+    """Their bound is at least the log joint of each path; with all four states of two chains it is the evidence."""
+    chains = BinaryChains(torch.full((2,), 0.5), torch.tensor([[0.9, 0.1], [0.2, 0.8]]).expand(2, 2, 2), 5)
+
     def model(y):
         with pyro.plate("data", len(y)):
-            s = pyro.sample("s", BinaryChains(torch.full((2,), 0.5), torch.full((2, 2, 2), 0.5), y.shape[1]))
-            pyro.sample("y", dist.Normal(s.sum(-1), 1.0).to_event(1), obs=y)
+            s = pyro.sample("s", chains)
+            pyro.sample("y", dist.Normal((s * torch.tensor([1.0, 2.0])).sum(-1), 0.1).to_event(1), obs=y)
 
-    init, y = torch.zeros(2, 1, 3, 2), torch.randn(2, 3)
-    with pytest.raises(NotImplementedError, match=r"init= gives whole states.*whole_states=True"):
-        AutoTruncated(model, 1, init=init)(y)
-    assert math.isfinite(Truncated_ELBO().loss(model, AutoTruncated(model, 1, init=init, whole_states=True), y))
+    def log_joint(paths, y):
+        return chains.log_prob(paths) + dist.Normal((paths * torch.tensor([1.0, 2.0])).sum(-1), 0.1).log_prob(y.unsqueeze(1)).sum(-1)
+
+    y, init = torch.randn(2, 5), (torch.rand(2, num_states, 5, 2) < 0.5).float()
+    bound = -Truncated_ELBO().loss(model, AutoTruncated(model, num_states, init=init), y)
+    paths = torch.cartesian_prod(*[torch.tensor([0.0, 1.0])] * 10).view(1, -1, 5, 2)
+    evidence = float(log_joint(paths, y).logsumexp(1).sum())
+    assert float(log_joint(init, y).amax(1).sum()) - 1e-3 <= bound <= evidence + 1e-3
+    assert num_states < 4 or bound == pytest.approx(evidence, abs=1e-3)
