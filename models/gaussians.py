@@ -247,10 +247,10 @@ class Agglomeration:
     def _project(self) -> Agglomeration:
         """Simpler components, in leading directions, if covariances are large matrices.
 
-        Numbers above a hundred thousand deviations grow as their logarithms, or sums of squares would lack the digits of the others.
+        Numbers above a million deviations grow as their logarithms, or sums of squares would lack the digits of the others.
         """
         # Of the root of the least variance, which is a millionth of the variance.
-        limit = 1e8 * self.floor.sqrt()
+        limit = 1e9 * self.floor.sqrt()
         x = torch.where(self.x.abs() > limit, limit * self.x.sign() * (1 + (self.x.abs() / limit).log()), self.x)
         # Larger covariances are compared in the directions in which the data vary most.
         kind, number = self.kind.by_itself(), max(32, self.kind.least_directions)

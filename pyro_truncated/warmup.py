@@ -108,7 +108,7 @@ def _many_sites(dtype: torch.dtype) -> None:
     """A loop over sites."""
 
     def model(y: Tensor) -> None:
-        for place in range(70):
+        for place in range(260):
             z = pyro.sample(f"z_{place}", dist.Bernoulli(torch.tensor(0.5, dtype=dtype)))
             pyro.sample(f"y_{place}", dist.Normal(z, 1.0), obs=y[0, 0])
 

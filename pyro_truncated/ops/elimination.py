@@ -19,7 +19,7 @@ IMPOSSIBLE = -1e12
 # Joint states from which on a sum is a product of matrices, where it can be: below, that takes no less time.
 _MIN_MATMUL_STATES = 2**14
 # Variables of a forest from which on messages are compiled, and entries for each up to which that takes less time than torch.
-_MIN_COMPILED, _MAX_COMPILED_ENTRIES = 64, 2**11
+_MIN_COMPILED, _MAX_COMPILED_ENTRIES = 256, 2**11
 # Columns of the variables of compiled messages. Two name others: the parent (-1 of a root) and the last one of the component. Two count
 # states and members of plates. Three say where states, messages to the parent and the table shared with it begin. The last one counts
 # members that have such a table of their own.

@@ -101,10 +101,16 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     return torch.cat(_broadcast_beyond(tensors, dim), dim)
 
 
-def _gather(input: Tensor, dim: int, index: Tensor) -> Tensor:
+def _gather(input: Tensor, dim: int, index: Tensor, **options: Any) -> Tensor:
     dim = dim - input.dim() if dim >= 0 else dim
     values, places = _broadcast_beyond([input, index], dim)
-    return torch.gather(values, dim, places)
+    return torch.gather(values, dim, places, **options)
+
+
+def _take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
+    if dim is None:
+        raise RuntimeError("take_along_dim without dim mixes states that lie in dimensions of their own")
+    return _gather(input, dim, indices)
 
 
 def _broadcast_beyond(tensors: Sequence[Tensor], dim: int) -> list[Tensor]:
@@ -119,17 +125,19 @@ _BROADCAST: dict[str, Callable[..., Tensor]] = {
     "cat": _cat,
     "concat": _cat,
     "gather": _gather,
-    "take_along_dim": lambda input, indices, dim: _gather(input, dim, indices),
+    "take_along_dim": _take_along_dim,
 }
 
 
-def recognisable_size(nodes: Mapping[str, Any]) -> int | None:
+def recognisable_size(nodes: Mapping[str, Any], most: int = 63) -> int | None:
     """Returns a size that divides no dimension of some sample sites.
 
-    Values of so many states are recognised by their number of entries. ``None`` if there is no small one.
+    Values of so many states are recognised by their number of entries. It is larger than the number of sites where possible, which may be
+    stacked. ``None`` if there is none up to ``most``.
     """
     sizes = {size for node in nodes.values() for size in (*node["fn"].shape(), *torch.as_tensor(node["value"]).shape)}
-    primes = (number for number in range(3, 64) if all(number % divisor for divisor in range(2, number)))
+    primes = [number for number in range(3, most + 1) if all(number % divisor for divisor in range(2, number))]
+    primes.sort(key=lambda prime: prime <= len(nodes))
     return next((prime for prime in primes if all(size % prime for size in sizes if size)), None)
 
 

@@ -458,6 +458,14 @@ class ProductScorer(Probe):
             share_sets: whether to try sets that all members of a plate share, in place of one for each.
         """
         generator = torch.Generator().manual_seed(0)
+        # Few rows may have states by chance that hide a difference.
+        number = max(1, min(8, 128 // sum(map(self.num_rows, range(len(self.product.groups))))))
+        try:
+            return self._reduced_site(generator) is None and all(self._takes_random_sets(share_sets, generator) for _ in range(number))
+        except (RuntimeError, IndexError, ValueError):
+            return False
+
+    def _takes_random_sets(self, share_sets: bool, generator: torch.Generator) -> bool:
         product = self.product
         sets: list[Tensor] = []
         # Sets are as large as others only where they may be so in use.
@@ -466,20 +474,11 @@ class ProductScorer(Probe):
             size = NUM_TRIED + distinct.index(group.space.size)
             words = group.space.random((self.num_rows(number), size), 0.5, generator).to(self.device)
             sets.append(words[:1].expand_as(words) if share_sets else words)
-        try:
-            if self._reduced_site(generator) is not None:
-                return False
-            nodes = self._run_sets(sets)
-            together = self._build_tables(nodes)
-            observed = (node for node in density_nodes(nodes).values() if node["is_observed"])
-            beyond = (node for node in observed if not self.is_inside(node))
-            # Few rows may have equal states by chance.
-            number = max(1, min(8, 32 // sum(map(len, sets))))
-            return all(len(node["fn"].batch_shape) <= product.layout.depth for node in beyond) and all(
-                self._agrees_with_single_run(together, sets, generator) for _ in range(number)
-            )
-        except (RuntimeError, IndexError, ValueError):
-            return False
+        nodes = self._run_sets(sets)
+        together = self._build_tables(nodes)
+        beyond = (node for node in density_nodes(nodes).values() if node["is_observed"] and not self.is_inside(node))
+        takes_plates = all(len(node["fn"].batch_shape) <= product.layout.depth for node in beyond)
+        return takes_plates and self._agrees_with_single_run(together, sets, generator)
 
     def _reduced_site(self, generator: torch.Generator) -> str | None:
         """Returns a site that depends on several states of a set.

@@ -136,8 +136,8 @@ def _warn_if_reduced(log_joint: LogJoint) -> str | None:
 
     It does whatever values show. Also warns of a site that depends on several data points.
     """
-    number = recognisable_size(log_joint.nodes)
-    if log_joint.conditional is not None or number is None or number > max(3, log_joint.candidates_per_run()):
+    number = recognisable_size(log_joint.nodes, min(63, max(3, log_joint.candidates_per_run())))
+    if log_joint.conditional is not None or number is None:
         return None
     words = log_joint.layout.space.random((log_joint.num_data, number), 0.5, torch.Generator().manual_seed(0)).to(log_joint.device)
     site, crossing = CandidateRuns(log_joint, None, "together", ()).reduced_sites(words)

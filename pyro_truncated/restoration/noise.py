@@ -652,7 +652,7 @@ def warn_if_impulses(image: Tensor, num_dims: int) -> None:
         values = " or ".join(f"{value:g}" for value, _ in sorted(found))
         warnings.warn(
             f"{sum(share for _, share in found):.1%} of the entries stand alone at {values}, "
-            "far from their neighbours: not normal noise, but salt and pepper, or dead pixels. Make them NaN, and they are filled in.",
+            "far from their neighbours: no normal noise. Of salt and pepper or dead pixels make them NaN, and they are filled in.",
             UserWarning,
             stacklevel=5,
         )

@@ -86,7 +86,7 @@ class AutomaticSearch(Search):
         elif has_many_latents(space) or (space.is_binary and space.num_latents > self.SEVERAL and batch.is_linear):
             self.chosen, how = self._conditional + CombinedFlips(), f"{how} and {by_flips}"
         elif batch.is_global and (chains := self._num_chains(batch)):
-            self.chosen = self._conditional + IteratedLocalSearch(chains, generator=self.generator)
+            self.chosen, how = self._conditional + IteratedLocalSearch(chains, generator=self.generator), f"{how} and iterated local search"
         if not batch.population.is_complete:
             note_once(f"no search was given: spaces of {space.readable_size} states are searched {how}")
         return self.chosen
