@@ -98,7 +98,8 @@ def choose_run_mode(log_joint: LogJoint) -> tuple[RunMode, bool]:
         is_enumerable = _try_many_states(log_joint, log_joint.packed_model)
         return ("together" if is_enumerable else "singly"), is_enumerable
     with torch.no_grad(), spare_random_numbers(), isolate():
-        words = _candidates(log_joint)
+        # Few data points may have states by chance that hide a difference.
+        words = _candidates(log_joint, max(3, 12 // max(1, log_joint.num_data)))
         single, _ = _terms(log_joint, words, "singly")
         if isinstance(single, ChangingSitesError):
             raise single
@@ -209,7 +210,7 @@ def _try_many_states(log_joint: LogJoint, model: PackedModel, most: int = 2) -> 
         return _agree(sum_block(terms).movedim(0, -1), model.score(words))
 
 
-def _candidates(log_joint: LogJoint, most: int = 3) -> Tensor:
+def _candidates(log_joint: LogJoint, most: int) -> Tensor:
     """A draw from the prior and random states, ``(N, C, num_words)``."""
     space, layout = log_joint.layout.space, log_joint.layout
     number = max(1, min(most, log_joint.candidates_per_run()))
@@ -333,7 +334,7 @@ def run_mode_for(vectorize: bool | None, scorer: LogJoint, num_states: int) -> t
 def _takes_shared_states(log_joint: LogJoint) -> bool:
     """Whether the model takes states that all data points share in memory."""
     with torch.no_grad(), spare_random_numbers(), isolate():
-        words = _candidates(log_joint)[:1].expand(log_joint.num_data, -1, -1)
+        words = _candidates(log_joint, 3)[:1].expand(log_joint.num_data, -1, -1)
         apart, _ = _terms(log_joint, words.contiguous(), "together")
         log_joint.layout.takes_shared_states = True
         shared, _ = _terms(log_joint, words, "together")

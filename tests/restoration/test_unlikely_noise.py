@@ -45,7 +45,7 @@ def test_salt_and_pepper_are_told_and_filled_in_where_missing(low):
     if low is not None:
         damaged[random < 0.03] = low
     stands = "255" if low is None else "0 or 255"
-    with pytest.warns(UserWarning, match=rf"[2-6]\.\d% of the entries stand alone at {stands},.*Make them NaN"):
+    with pytest.warns(UserWarning, match=rf"[2-6]\.\d% of the entries stand alone at {stands},.*make them NaN"):
         denoise(damaged, rounds=1, stride=2, progress=False)
     holes = np.where((damaged == 0) | (damaged == 255), np.nan, damaged)
     restored = denoise(holes, rounds=2, progress=False)
