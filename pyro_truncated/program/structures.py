@@ -31,7 +31,7 @@ from pyro_truncated.program.discovery import refuse_wider_support
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.product_scorer import NUM_TRIED, ProductScorer, other_structure
 from pyro_truncated.program.sites import density_nodes, is_subsampled
-from pyro_truncated.utils.parameter_store import read_variables
+from pyro_truncated.utils.parameter_store import Assign, read_variables
 
 # Of programs so many values are looked at, and of arrays sixteen times as many entries.
 _MOST_HELD = 4096
@@ -108,7 +108,9 @@ def refuse_other_structure(scorer: LogJoint | ProductScorer | ChainScorer, max_c
         ValueError: naming the sites.
     """
     layout = scorer.layout
-    dependencies = Dependencies(scorer.call, max_count)
+    # A conditional may look at the minibatch that the model has kept: other runs take the same.
+    call = scorer.call.with_program(Assign(scorer.subsamples)(scorer.call.model))
+    dependencies = Dependencies(call, max_count)
     if problem := _find_problem(scorer, dependencies):
         raise ValueError(other_structure(problem, has_sets=isinstance(scorer, ProductScorer)))
     latents = set(layout.sites)
