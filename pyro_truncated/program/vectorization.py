@@ -98,8 +98,8 @@ def choose_run_mode(log_joint: LogJoint) -> tuple[RunMode, bool]:
         is_enumerable = _try_many_states(log_joint, log_joint.packed_model)
         return ("together" if is_enumerable else "singly"), is_enumerable
     with torch.no_grad(), spare_random_numbers(), isolate():
-        # Few data points may have states by chance that hide a difference. Draws of a conditional repeat for three.
-        words = _candidates(log_joint, 3 if log_joint.conditional is not None else max(3, 12 // max(1, log_joint.num_data)))
+        # Few data points may have states by chance that hide a difference.
+        words = _candidates(log_joint, max(3, 12 // max(1, log_joint.num_data)))
         single, _ = _terms(log_joint, words, "singly")
         if isinstance(single, ChangingSitesError):
             raise single
