@@ -167,9 +167,10 @@ class ChainBatch(SetBatch[ChainScorer]):
         with poutine.block():
             populations = store.take(self.scorer.rows)
             is_scored = not bool(populations.log_joint.isnan().any())
-            posterior = self._posterior(populations.num_states) if not is_scored else self.posterior()
-            if not is_scored and self.populations.is_given:
-                start, posterior = posterior, self.posterior()
+            is_given = is_scored or self.populations.is_given
+            posterior = self.posterior() if is_given else self._posterior(populations.num_states)
+            if not is_scored and is_given:
+                start = self._posterior(populations.num_states)
                 posterior.look_ahead_(start.words, start.unary, forward=True)
             for _ in range(steps):
                 posterior.improve_(2).search_(blocks)

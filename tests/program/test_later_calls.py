@@ -91,3 +91,30 @@ def test_what_max_count_leaves_out_may_grow():
     assert elbo.loss(categorical, guide, 6) == pytest.approx(-sum(math.log(sum(own)) for own in normal), rel=1e-5)
     with pytest.raises(ValueError, match="now has 3 values, but 4 when"):
         elbo.loss(categorical, guide, 3)
+
+
+class KeepsMinibatch:
+    """A model that keeps the rows of every run, of which its conditional reads the last."""
+
+    def __init__(self):
+        self.rows = []
+
+    def __call__(self, y):
+        with pyro.plate("data", len(y), subsample_size=3) as rows:
+            self.rows.append(rows)
+            z = pyro.sample("z", dist.Bernoulli(0.4))
+            shift = pyro.sample("shift", dist.Normal(z, 1.0))
+            pyro.sample("y", dist.Normal(shift, 1.0), obs=y[rows])
+
+    def conditional(self, states, y):
+        pyro.sample("shift", dist.Normal((states["z"] + y[self.rows[-1]]) / 2, 0.5**0.5))
+
+
+def test_looks_at_later_calls_take_the_rows_of_the_call():
+    model, y = KeepsMinibatch(), 3 * torch.randn(12)
+    guide = AutoTruncated(model, num_states=2, conditional=model.conditional)
+    z = torch.tensor([[0.0], [1.0]])
+    for _ in range(8):
+        loss = Truncated_ELBO().loss(model, guide, y)
+        joint = dist.Bernoulli(0.4).log_prob(z) + dist.Normal(z, 2**0.5).log_prob(y[model.rows[-1]])
+        assert loss == pytest.approx(-4 * float(joint.logsumexp(0).sum()), rel=1e-5)

@@ -130,11 +130,7 @@ def _sum_states(own, variables, above, member, sums, counts, weights, pairs, imp
         term = (impossible if counts[place] > 0 else sums[place]) + weights[place]
         if own[PARENT] >= 0:
             term += pairs[_pair(own, variables, state, above, member)]
-        if term <= top:
-            total += math.exp(term - top)
-        else:
-            total = total * math.exp(top - term) + 1.0
-            top = term
+        top, total = _add_log(top, total, term)
     return top + math.log(total)
 
 
@@ -144,9 +140,13 @@ def _sum_parent(own, variables, state, member, down, pairs):
     top, total = -math.inf, 0.0
     for above in range(variables[own[PARENT], SIZE]):
         term = pairs[_pair(own, variables, state, above, member)] + down[own[MESSAGES] + above * own[MEMBERS] + member]
-        if term <= top:
-            total += math.exp(term - top)
-        else:
-            total = total * math.exp(top - term) + 1.0
-            top = term
+        top, total = _add_log(top, total, term)
     return top + math.log(total)
+
+
+@njit
+def _add_log(top, total, term):
+    """Adds a term, given as a logarithm, to ``total`` times the exponential of ``top``."""
+    if term <= top:
+        return top, total + math.exp(term - top)
+    return term, total * math.exp(top - term) + 1.0
