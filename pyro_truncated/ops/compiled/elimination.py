@@ -146,7 +146,7 @@ def _sum_parent(own, variables, state, member, down, pairs):
 
 @njit
 def _add_log(top, total, term):
-    """Adds a term, given as a logarithm, to ``total`` times the exponential of ``top``."""
+    """Adds the exponential of a term to ``total * exp(top)``."""
     if term <= top:
         return top, total + math.exp(term - top)
     return term, total * math.exp(top - term) + 1.0
