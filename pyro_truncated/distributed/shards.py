@@ -369,6 +369,7 @@ class RowBatch:
         num_rows: number of data points of this process.
         scale: number of data points of all processes per one in the minibatch.
         is_idle: whether none of the minibatch is here.
+        weight: what the scale of the data plate lacks, where other processes hold other parts of the minibatch; one in a single process.
         data: what it is a minibatch of; what was read of it stays in memory only as long as the minibatch.
     """
 
@@ -376,6 +377,7 @@ class RowBatch:
     num_rows: int
     scale: float
     is_idle: bool
+    weight: float = 1.0
     data: Any = None
     _token: Token[RowBatch | None] | None = None
 
@@ -442,10 +444,11 @@ class Batches:
         starts = self._shuffle(epoch)[number * self._blocks_each : (number + 1) * self._blocks_each] * self.block
         rows = (starts.sort().values.unsqueeze(-1) + torch.arange(self.block)).flatten()
         rows = rows[rows < self._portion.total]
-        scale = self._portion.total / len(rows)
+        scale, size = self._portion.total / len(rows), self._portion.size
         own = rows[(rows >= self._portion.first) & (rows < self._portion.first + self._portion.size)] - self._portion.first
+        weight = self._portion.total * len(own) / (len(rows) * size)
         is_idle = not len(own)
-        return RowBatch(own.new_zeros(1) if is_idle else own, self._portion.size, scale, is_idle, self._y)
+        return RowBatch(own.new_zeros(1) if is_idle else own, size, scale, is_idle, 1.0 if is_idle else weight, self._y)
 
     def _shuffle(self, epoch: int) -> Tensor:
         if self._order is None or self._order[0] != epoch:

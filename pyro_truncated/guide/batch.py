@@ -32,10 +32,12 @@ class ProgramBatch(Generic[_Scorer]):
     Attributes:
         populations: where the states of all data points are kept.
         scorer: scores states of the data points of this batch.
+        is_idle: whether none of the minibatch's data points belong to this process, so that nothing is scored or kept.
     """
 
     populations: Any
     scorer: _Scorer
+    is_idle: bool = dataclasses.field(default_factory=lambda: getattr(current_batch(), "is_idle", False), kw_only=True)
 
     def _check_device(self, device: torch.device) -> None:
         if self.scorer.device != device:
@@ -48,12 +50,27 @@ class ProgramBatch(Generic[_Scorer]):
 
         Processes that have the rest of the data share it equally. Of new data it is without priors of parameters, which are known.
         """
-        return self.scorer.outside(with_parameters=not self.populations.seen.is_new, share=self.share)
+        share, own_share = self.share, 0.0 if self.is_idle else 1.0
+        return self.scorer.outside(with_parameters=not self.populations.seen.is_new, share=share, own_share=own_share)
 
     @property
     def share(self) -> float:
         """The share of this process in what belongs to no data point."""
         return 1 / collectives.size() if self.populations.is_part else 1.0
+
+    @property
+    def plate_indices(self) -> Tensor | None:
+        """Returns positions ``(N,)`` of the data points, ``None`` for all in order.
+
+        They are where the plates have them: on the CPU, mostly.
+        """
+        return torch.empty(0, dtype=torch.int64) if self.is_idle else self.scorer.plate_indices
+
+    @property
+    def data_per_row(self) -> float:
+        """How many data points each one of the batch stands for."""
+        batch = current_batch()
+        return self.scorer.full_size / self.scorer.num_data if batch is None else batch.scale
 
     def free_energy(self) -> Tensor:
         """The scaled free energy, differentiable in whatever the model is."""
@@ -100,12 +117,10 @@ class Batch(ProgramBatch[LogJoint]):
         populations: where the populations of all data points are kept.
         scorer: scores states of the data points of this batch.
         scored_population: the populations as this run has scored them, where it has.
-        is_idle: whether none of the minibatch's data points belong to this process, so that there is nothing to score.
     """
 
     populations: PopulationStore
     scored_population: Population | None = None
-    is_idle: bool = dataclasses.field(default_factory=lambda: getattr(current_batch(), "is_idle", False))
 
     def check(self) -> None:
         """Checks that the populations belong to these data and this device.
@@ -125,25 +140,13 @@ class Batch(ProgramBatch[LogJoint]):
 
     @property
     def indices(self) -> Tensor | None:
-        """Returns positions ``(N,)`` of the data points, ``None`` for all in order."""
+        """:attr:`plate_indices`, where the states are."""
         return self.populations.words.new_empty(0) if self.is_idle else self.scorer.indices
-
-    @property
-    def plate_indices(self) -> Tensor | None:
-        """The same where the plates have them: on the CPU, mostly."""
-        return torch.empty(0, dtype=torch.int64) if self.is_idle else self.scorer.plate_indices
 
     @property
     def scale(self) -> float | Tensor:
         """What the sum over the data points is scaled by."""
-        batch = current_batch()
-        return self.scorer.scale if batch is None else self.scorer.scale_beyond_plates * (0.0 if batch.is_idle else batch.scale)
-
-    @property
-    def data_per_row(self) -> float:
-        """How many data points each one of the batch stands for."""
-        batch = current_batch()
-        return self.scorer.full_size / self.scorer.num_data if batch is None else batch.scale
+        return 0.0 if self.is_idle else self.scorer.scale
 
     @property
     def holds_all_states(self) -> bool:

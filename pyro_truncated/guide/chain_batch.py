@@ -107,6 +107,8 @@ class ChainBatch(SetBatch[ChainScorer]):
 
     def free_energy(self) -> Tensor:
         """The scaled free energy, differentiable in whatever the model is."""
+        if self.is_idle:
+            return self.outside()
         words = self.words()
         unary = self.scorer.log_likelihood(words).masked_fill(~distinct_places(words), -math.inf)
         return self.scorer.scale * chains.free_energy(words, unary, self.scorer.transitions()).sum() + self.outside()
@@ -177,9 +179,11 @@ class ChainBatch(SetBatch[ChainScorer]):
                 if not isinstance(search, AutomaticSearch):
                     keys = dict[str, Any](is_new=is_new, random=random)
                     if self.populations.is_part:
-                        keys |= {"is_spread": True, "mean_active": mean_active(posterior.population()) if search.takes_activity else None}
+                        keys |= {"is_spread": True, "mean_active": None}
+                        if search.takes_activity:
+                            keys["mean_active"] = mean_active(posterior.population(), self.is_idle)
                     posterior.search_(search, **keys)
-            self.populations.store_(self._populations(posterior))
+            self.keep_(self._populations(posterior))
         return posterior
 
 

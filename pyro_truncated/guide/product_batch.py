@@ -14,7 +14,6 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from pyro_truncated.distributed.shards import current_batch
 from pyro_truncated.guide.batch import ProgramBatch
 from pyro_truncated.guide.product_store import ProductStore
 from pyro_truncated.guide.set_search import SetSearch
@@ -40,7 +39,6 @@ class SetBatch(ProgramBatch[_Scorer]):
     """
 
     populations: ProductStore
-    is_idle = False
     indices = None
 
     def rescore(self) -> list[Population]:
@@ -55,14 +53,16 @@ class SetBatch(ProgramBatch[_Scorer]):
 
         Raises:
             ValueError: if they are on another device.
-            NotImplementedError: for minibatches of data that several processes hold.
         """
         self._check_device(self.populations.stores[0].words.device)
-        if self.populations.is_part and current_batch() is not None:
-            raise NotImplementedError(
-                "distributed.Batches on several processes needs populations of whole states: AutoTruncated(..., whole_states=True). "
-                "Or leave the minibatches out, or train in one process."
-            )
+
+    def keep_(self, populations: list[Population]) -> None:
+        """Keeps sets with their log joints.
+
+        A process without a part of the minibatch has run the model on another data point, to take part in what all processes do.
+        """
+        if not self.is_idle:
+            self.populations.store_(populations)
 
     def rescore_(self) -> list[Population]:
         """Stores and returns the sets, scored in this run.
@@ -70,7 +70,7 @@ class SetBatch(ProgramBatch[_Scorer]):
         Their log joints are those of this run of the model.
         """
         populations = self.rescore()
-        self.populations.store_(populations)
+        self.keep_(populations)
         return populations
 
     def search_(self, search: Search, steps: int = 1, *, is_new: bool = False) -> list[Population]:
@@ -109,7 +109,6 @@ class ProductBatch(SetBatch[ProductScorer]):
 
         Raises:
             ValueError: if the model's plates have other sizes, or the populations are on another device.
-            NotImplementedError: for minibatches of data that several processes hold.
 
         Warns:
             ChangedDataWarning: if the data are others than last time.
@@ -171,7 +170,7 @@ class ProductBatch(SetBatch[ProductScorer]):
 
     def free_energy(self) -> Tensor:
         """The scaled free energy, differentiable in whatever the model is."""
-        return self.scorer.free_energy(self.sets()) + self.outside()
+        return self.outside() if self.is_idle else self.scorer.free_energy(self.sets()) + self.outside()
 
     def backward_(self, temperature: float = 1.0, particles: int = 1) -> float:
         r"""Accumulates the gradient of :math:`-\mathcal F`, stores the log joints, and returns :math:`-\mathcal F`.
@@ -188,14 +187,14 @@ class ProductBatch(SetBatch[ProductScorer]):
         with torch.enable_grad():
             tables, weights, outside = scorer.tables(sets), scorer.weights(sets), self.outside()
             value, messages = scorer.free_energy_with_messages(tables, weights, temperature)
-            objective = value + outside
+            objective = outside if self.is_idle else value + outside
             if objective.requires_grad:
                 (-objective / self.num_draws(particles)).backward()
         with torch.no_grad():
             if temperature != 1.0:
                 messages = scorer.product.tree.collect(tables, weights)
-                objective = scorer.sum_evidence(scorer.evidence(messages)) + outside
-            self.populations.store_(self._populations(sets, messages))
+                objective = outside if self.is_idle else scorer.sum_evidence(scorer.evidence(messages)) + outside
+            self.keep_(self._populations(sets, messages))
             return -float(objective)
 
     # --- the search ---
@@ -219,7 +218,7 @@ class ProductBatch(SetBatch[ProductScorer]):
         with poutine.block():
             scored_sets = self.set_search(is_new=is_new).improve(self.sets(), search, steps)
             populations = self._populations(scored_sets.sets, scored_sets.messages)
-            self.populations.store_(populations)
+            self.keep_(populations)
         return populations
 
     def after_search(self, search: Search, steps: int = 1) -> Self:
@@ -236,4 +235,4 @@ class ProductBatch(SetBatch[ProductScorer]):
         every = [store.global_rows(torch.arange(len(store.words), device=self.scorer.device)) for store in self.populations.stores]
         selections = [self.scorer.population_rows(number) for number in range(len(every))]
         positions = [rows if own is None else rows[own] for rows, own in zip(every, selections, strict=True)]
-        return SetSearch(self.scorer, random, is_new, positions)
+        return SetSearch(self.scorer, random, is_new, positions, self.is_idle)

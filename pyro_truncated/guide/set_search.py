@@ -142,12 +142,14 @@ class SetSearch:
         random: the seeds of this search.
         is_new: whether the data are new. Searches do not learn from new data.
         positions: by group, the positions of the rows among those of all processes, where others have the rest of the data.
+        is_idle: whether the rows are not searched in this process; its search only takes part in sums over all processes.
     """
 
     scorer: ProductScorer
     random: ops.Stream
     is_new: bool = False
     positions: Sequence[Tensor] | None = None
+    is_idle: bool = False
 
     def improve(self, sets: Sequence[Tensor], search: Search, steps: int) -> ScoredSets:
         """Returns the sets after some steps.
@@ -181,7 +183,7 @@ class SetSearch:
         population = Population(scorer.product.groups[number].space, current.sets[number], adds, rows)
         scores, keys = NodeScores(current, number), dict[str, Any](is_new=self.is_new, random=self.random)
         if self.positions is not None:
-            keys |= {"is_spread": True, "mean_active": mean_active(population) if search.takes_activity else None}
+            keys |= {"is_spread": True, "mean_active": mean_active(population, self.is_idle) if search.takes_activity else None}
         proposals = search.propose(SearchBatch(population, scores, {}, **keys))
         places, is_free = _select_new(population, proposals)
         if not bool(is_free.any()):
@@ -368,9 +370,10 @@ class NodeScores:
         return ScoredSets.from_scorer(self._current.scorer, sets)
 
 
-def mean_active(population: Population) -> Tensor:
-    """Mean probabilities ``(L,)`` that latents are active, in rows of all processes."""
-    sums, number = collectives.add([population.marginals().sum(0), torch.tensor(float(len(population)))])
+def mean_active(population: Population, is_idle: bool) -> Tensor:
+    """Mean probabilities ``(L,)`` that latents are active, over all processes."""
+    share = 0.0 if is_idle else 1.0
+    sums, number = collectives.add([share * population.marginals().sum(0), torch.tensor(share * len(population))])
     return sums / number
 
 

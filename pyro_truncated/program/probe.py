@@ -248,7 +248,7 @@ class Probe:
                     values[name] = value.flatten(0, len(dims) - 1) if value.shape[: len(dims)] == self.sizes else value
         return values
 
-    def outside(self, *, with_parameters: bool = True, share: float = 1.0) -> Tensor:
+    def outside(self, *, with_parameters: bool = True, share: float = 1.0, own_share: float = 1.0) -> Tensor:
         """Returns the scaled log probability of observations that are not inside.
 
         It is the same for all states, but a part of the objective. See :meth:`is_inside`.
@@ -256,21 +256,22 @@ class Probe:
         Args:
             with_parameters: whether priors of parameters, sites with ``infer={"of_parameters": True}``, count.
             share: of what has no row for each member of the left-most data plate, where several processes have the rest of the data.
+            own_share: of what has.
         """
         nodes = [node for node in self.nodes.values() if with_parameters or not node["infer"].get("of_parameters", False)]
         nodes = [node for node in nodes if not self.is_inside(node) and (node["is_observed"] or family(node["fn"]) == "Delta")]
-        return self.shared_density(nodes, share)
+        return self.shared_density(nodes, share, own_share)
 
-    def shared_density(self, nodes: Sequence[Any], share: float) -> Tensor:
+    def shared_density(self, nodes: Sequence[Any], share: float, own_share: float = 1.0) -> Tensor:
         """Returns the log density of nodes.
 
-        Of those without a row for each data point it counts a share.
+        It counts a share of those without a row for each data point, and another one of those with one.
         """
-        if share == 1.0:
+        if share == own_share == 1.0:
             return log_density(nodes, self.device)
         has_rows = [self.layout.plates[0] in {frame.name for frame in node["cond_indep_stack"]} for node in nodes]
         parts = [[node for node, has_own in zip(nodes, has_rows, strict=True) if has_own is is_per_row] for is_per_row in (True, False)]
-        return log_density(parts[0], self.device) + share * log_density(parts[1], self.device)
+        return own_share * log_density(parts[0], self.device) + share * log_density(parts[1], self.device)
 
     def insert_observed_values(self, words: Tensor) -> Tensor:
         """Returns distinct states ``(N, S, num_words)`` with observed values inserted.

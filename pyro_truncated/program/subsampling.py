@@ -26,7 +26,7 @@ class SparseSubsamples(Messenger):
         self._data_plate: str | None = None
 
     def _pyro_sample(self, msg: Any) -> None:
-        if not site_is_subsample(msg) or msg["value"] is not None:
+        if not site_is_subsample(msg):
             return
         fn, batch = msg["fn"], current_batch()
         if batch is not None and fn.size == batch.num_rows and self._data_plate in (None, msg["name"]):
@@ -36,10 +36,21 @@ class SparseSubsamples(Messenger):
                     f"plate '{msg['name']}' has subsample_size={fn.subsample_size}, but a minibatch of distributed.Batches chooses its "
                     "rows itself; leave subsample_size out"
                 )
-            msg["value"] = batch.rows.to(fn.device)
+            if msg["value"] is None:
+                msg["value"] = batch.rows.to(fn.device)
         # A permutation is as fast for a small plate, or one that is not much larger than its minibatch.
-        elif fn.subsample_size is not None and fn.size >= max(2**14, 32 * fn.subsample_size):
+        elif msg["value"] is None and fn.subsample_size is not None and fn.size >= max(2**14, 32 * fn.subsample_size):
             msg["value"] = random_subset(fn.size, fn.subsample_size, fn.device)
+
+
+class _Minibatch(SparseSubsamples):
+    """Effect handler that scales sites for all processes' data."""
+
+    def _pyro_sample(self, msg: Any) -> None:
+        super()._pyro_sample(msg)
+        batch = current_batch()
+        if batch is not None and batch.weight != 1.0 and self._data_plate in {frame.name for frame in msg["cond_indep_stack"]}:
+            msg["scale"] = msg["scale"] * batch.weight
 
 
 def in_minibatch(program: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,7 +58,7 @@ def in_minibatch(program: Callable[..., Any]) -> Callable[..., Any]:
 
     It finds them even if its sites are hidden from outer handlers.
     """
-    handler: Callable[..., Any] = program if current_batch() is None else SparseSubsamples()(program)
+    handler: Callable[..., Any] = program if current_batch() is None else _Minibatch()(program)
     return handler
 
 

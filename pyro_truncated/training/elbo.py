@@ -355,14 +355,15 @@ def collect_on_chains(closed_form: ClosedForm, batch: ChainBatch, search: Search
     with poutine.block():
         # No search step scores the sets and keeps their log joints.
         posterior = batch.improve_(AutomaticSearch(), 0) if search is None else batch.improve_(search, search_steps)
-        loss = -float(scorer.scale * posterior.free_energy().sum() + batch.outside())
+        loss = -float(batch.free_energy() if batch.is_idle else scorer.scale * posterior.free_energy().sum() + batch.outside())
         new = closed_form.model.sufficient_statistics(posterior, *call.args, **call.kwargs)
-    scale = scorer.full_size / scorer.num_data
-    closed_form.collect(new, None, scorer.plate_indices, scorer.full_size, scale=scale, is_part=is_part)
+    if batch.is_idle:
+        new = {name: torch.zeros_like(value) for name, value in new.items()}
+    closed_form.collect(new, None, _plate_indices(batch), scorer.full_size, scale=batch.data_per_row, is_part=is_part)
     return loss
 
 
-def _plate_indices(batch: Batch) -> Tensor | None:
+def _plate_indices(batch: Batch | ChainBatch) -> Tensor | None:
     """Returns positions of the data points, ``None`` for all.
 
     All means all of all processes: others may have more.

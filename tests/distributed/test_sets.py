@@ -135,7 +135,7 @@ def test_sets_beside_other_guides_are_trained_as_by_one_process(model, latent, o
             torch.testing.assert_close(own[name], value, rtol=1e-9, atol=1e-9)
 
 
-def train_chains(is_closed, steps, folder=None):
+def train_chains(is_closed, steps, folder=None, size=None):
     """Free energies of a factorial HMM, its weights and the sets of all steps."""
     pyro.clear_param_store()
     pyro.set_rng_seed(3)
@@ -144,7 +144,8 @@ def train_chains(is_closed, steps, folder=None):
     guide = AutoTruncated(model, 6)
     driver = ClosedForm(model) if is_closed else distributed.AllReduced(Adam({"lr": 0.02}))
     svi = SVI(model, guide, driver, Truncated_ELBO(EvolutionarySearch(2, 2)))
-    record = fit(svi, y, steps=steps, checkpoint=folder and folder / "run.pt", progress=False).record["free_energy"]
+    batches = None if size is None else distributed.Batches(y, size, block=1)
+    record = fit(svi, y, steps=steps, checkpoint=folder and folder / "run.pt", batches=batches, progress=False).record["free_energy"]
     return record, model.weight.detach(), guide.populations.stores[0].words
 
 
@@ -161,6 +162,16 @@ def test_chains_are_searched_and_trained_as_by_one_process(is_closed, crew, tmp_
     record, _, sets = train_chains(is_closed, 4, tmp_path)
     assert record == pytest.approx(expected, rel=1e-12)
     assert torch.equal(sets, words)
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_minibatches_of_chains_are_searched_and_trained_as_by_one_process(is_closed, crew):
+    expected, weight, words = train_chains(is_closed, 8, size=2)
+    for number in (2, 3):
+        found = crew.results(number, train_chains, is_closed, 8, size=2)
+        assert all(record == pytest.approx(expected, rel=1e-12) for record, *_ in found)
+        assert all(torch.allclose(own, weight, rtol=1e-9, atol=1e-9) for _, own, _ in found)
+        assert torch.equal(torch.cat([sets for *_, sets in found]), words)
 
 
 def continued(folder, steps):
@@ -189,11 +200,33 @@ def test_a_run_on_sets_goes_on_with_any_number_of_processes(crew, tmp_path):
             assert torch.equal(torch.cat([sets[place] for _, sets in found], 1), own)
 
 
-def in_minibatches():
+def in_minibatches(mutation, temperature=1.0):
+    """Losses of minibatches that some processes have no part of, the parameter afterwards and the sets of each group."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(3)
     y, z = map(distributed.shard, columns())
-    svi = SVI(rows_with_parts, AutoTruncated(rows_with_parts, 3), distributed.AllReduced(Adam({"lr": 0.05})), Truncated_ELBO())
-    svi.step(y, z, torch.tensor(1.0))
-    fit(svi, y, z, torch.tensor(1.0), steps=2, batches=distributed.Batches(y, 4, block=1), progress=False)
+    elbo = Truncated_ELBO(EvolutionarySearch(2, 2, mutation=mutation), temperature=temperature)
+    svi = SVI(rows_with_parts, AutoTruncated(rows_with_parts, 3), distributed.AllReduced(Adam({"lr": 0.05})), elbo)
+    losses = [svi.step(y, z, torch.tensor(1.0))]
+    for step in range(8):
+        with distributed.Batches(y, 2, block=1).at(step):
+            losses.append(svi.step(y, z, torch.tensor(1.0)))
+    groups = zip(svi.guide.product.groups, svi.guide.populations.stores, strict=True)
+    sets = [store.words.unflatten(0, (len(group.nodes), len(y), -1)) for group, store in groups]
+    return losses, pyro.param("loc").detach().clone(), sets
+
+
+@pytest.mark.nightly(keep=1)
+@pytest.mark.parametrize(("mutation", "temperature"), [("sparseflips", 1.0), ("randflips", 2.0)])
+def test_minibatches_of_several_processes_are_those_of_one(mutation, temperature, crew):
+    expected, loc, words = in_minibatches(mutation, temperature)
+    for number in (2, 3):
+        found = crew.results(number, in_minibatches, mutation, temperature)
+        for losses, own, _ in found:
+            assert losses == pytest.approx(expected, rel=1e-12)
+            torch.testing.assert_close(own, loc, rtol=1e-9, atol=1e-9)
+        for place, own in enumerate(words):
+            assert torch.equal(torch.cat([sets[place] for *_, sets in found], 1), own)
 
 
 def test_a_summed_elbo_refuses_what_counts_once_for_each_process():
@@ -205,7 +238,6 @@ def test_a_summed_elbo_refuses_what_counts_once_for_each_process():
 def test_what_several_processes_cannot_do_is_refused_by_name(crew):
     refused = {
         "the plates that hold all discrete latents": crew.run(2, train, 3, model=flag_above),
-        "Batches on several processes": crew.run(2, in_minibatches),
     }
     for words, errors in refused.items():
         for error in errors:
