@@ -33,7 +33,6 @@ from pyro_truncated.program.product_layout import ProductLayout
 from pyro_truncated.program.product_scorer import ProductScorer
 from pyro_truncated.program.sites import is_subsampled, sample_nodes
 from pyro_truncated.program.structures import warn_of_shared_subsamples
-from pyro_truncated.program.subsampling import in_minibatch
 from pyro_truncated.utils.arguments import naming_empty_plates
 from pyro_truncated.utils.console import note_once, readable_count
 from pyro_truncated.utils.parameter_store import ShadowWatch, empty_store, isolate, refuse_shadowed_parameters, spare_random_numbers
@@ -117,8 +116,9 @@ def find_product(
             product.broadcasts_parts = not scorer.takes_sets()
             if not product.broadcasts_parts or scorer.takes_sets():
                 layout.idle_sites -= exact
-                product.shares_sets = True
-                product.shares_sets = scorer.takes_sets(share_sets=True)
+                # Where nodes are in no plate there is nothing to share.
+                product.shares_sets = any(own.dims for own in product.node_layouts)
+                product.shares_sets = product.shares_sets and scorer.agrees_on_sets()
                 warn_of_shared_subsamples(scorer)
                 return product
     note_once(
@@ -151,20 +151,6 @@ def without_states(trace: Any, layout: Layout) -> torch.device:
         nodes[name]["value"] = nodes[name]["value"].new_zeros(()).expand(nodes[name]["value"].shape)
     device: torch.device = nodes[next(iter(layout.sites))]["value"].device
     return device
-
-
-@contextmanager
-def set_up_in_minibatch(guide: Any) -> Iterator[None]:
-    """Lets Pyro set a guide up from the current minibatch.
-
-    Handlers outside would not be seen.
-    """
-    model = guide._model
-    guide._model = (in_minibatch(model[0]),)
-    try:
-        yield
-    finally:
-        guide._model = model
 
 
 def plate_portion(layout: Layout, arguments: Any) -> Portion | None:

@@ -25,7 +25,6 @@ from pyro_truncated.guide.structure import (
     first_run,
     note_whole_states,
     observes_all,
-    set_up_in_minibatch,
     without_states,
 )
 from pyro_truncated.program.call import Call
@@ -185,22 +184,25 @@ class WholeModelGuide(AutoGuide):
                 note_whole_states(trace, self._layout, dependencies, self.num_states)
             if self._product is None:
                 refuse_partial_plates(self._layout.sites.values(), self._layout.plates)
-            # The prototype stays with the guide, which could not be copied if it held tensors with a graph behind them.
+            self._keep_prototype(trace)
             with torch.no_grad():
-                try:
-                    with set_up_in_minibatch(self):
-                        super()._setup_prototype(*args, **kwargs)  # type: ignore[no-untyped-call]
-                except NotImplementedError:
-                    # Sequential plates are no trouble to us: their sites are parts of a joint state.
-                    frames = [frame for _, site in trace.iter_stochastic_nodes() for frame in site["cond_indep_stack"]]
-                    self._prototype_frames = {frame.name: frame for frame in frames if frame.vectorized}
-                self._device = without_states(self.prototype_trace, self._layout)
                 if self._product is not None:
                     self._run_mode, self.is_enumerable = "together", False
                     return
                 scorer = self._whole_scorer(call)
                 warn_of_shared_subsamples(scorer)
                 self._run_mode, self.is_enumerable = run_mode_for(self.vectorize, scorer, self.num_states)
+
+    def _keep_prototype(self, trace: poutine.Trace) -> None:
+        """Keeps the latents of a run, as Pyro's guides do."""
+        for name in [name for name, node in trace.nodes.items() if self._prototype_hide_fn(node)]:
+            trace.remove_node(name)
+        self.prototype_trace = trace
+        if self.master is not None:
+            self.master()._check_prototype(trace)
+        frames = [frame for _, site in trace.iter_stochastic_nodes() for frame in site["cond_indep_stack"]]
+        self._prototype_frames = {frame.name: frame for frame in frames if frame.vectorized}
+        self._device = without_states(trace, self.layout)
 
     def _forget_model(self) -> None:
         """Forgets the model, so that the next call sets the guide up."""

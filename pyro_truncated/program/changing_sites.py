@@ -62,7 +62,8 @@ def refuse_changing_sites(call: Call, trace: poutine.Trace, dependencies: Depend
     # Those that Python code has read; any, where nobody knows.
     known = dependencies.read or (nodes.keys() if dependencies.scopes is None else set())
     read = [name for name, node in nodes.items() if not node["is_observed"] and name in known]
-    sites = _names(trace) - dependencies.parents.keys() | changing_sites(call, trace, _joint_values([nodes[name] for name in read]))
+    values = _joint_values([nodes[name] for name in read]) if read else ()
+    sites = _names(trace) - dependencies.parents.keys() | changing_sites(call, trace, values)
     if sites:
         raise ChangingSitesError(sites, [name for name in read if name not in sites])
 

@@ -449,23 +449,29 @@ class ProductScorer(Probe):
         return torch.stack([self.evidence_scale(root) * rows.sum() for root, rows in zip(self.product.roots, evidence, strict=True)]).sum()
 
     @torch.no_grad()
-    def takes_sets(self, *, share_sets: bool = False) -> bool:
+    def takes_sets(self) -> bool:
         """Whether a run on sets of states agrees with a single one.
 
         Then the model takes many states at once.
-
-        Args:
-            share_sets: whether to try sets that all members of a plate share, in place of one for each.
         """
-        generator = torch.Generator().manual_seed(0)
+        with contextlib.suppress(RuntimeError, IndexError, ValueError):
+            return self._reduced_site(torch.Generator().manual_seed(0)) is None and self.agrees_on_sets()
+        return False
+
+    @torch.no_grad()
+    def agrees_on_sets(self) -> bool:
+        """Whether runs on random sets agree with single ones.
+
+        All members of a plate share a set if the product says so.
+        """
+        generator = torch.Generator().manual_seed(1)
         # Few rows may have states by chance that hide a difference.
         number = max(1, min(8, 128 // sum(map(self.num_rows, range(len(self.product.groups))))))
-        try:
-            return self._reduced_site(generator) is None and all(self._takes_random_sets(share_sets, generator) for _ in range(number))
-        except (RuntimeError, IndexError, ValueError):
-            return False
+        with contextlib.suppress(RuntimeError, IndexError, ValueError):
+            return all(self._takes_random_sets(generator) for _ in range(number))
+        return False
 
-    def _takes_random_sets(self, share_sets: bool, generator: torch.Generator) -> bool:
+    def _takes_random_sets(self, generator: torch.Generator) -> bool:
         product = self.product
         sets: list[Tensor] = []
         # Sets are as large as others only where they may be so in use.
@@ -473,7 +479,7 @@ class ProductScorer(Probe):
         for number, group in enumerate(product.groups):
             size = NUM_TRIED + distinct.index(group.space.size)
             words = group.space.random((self.num_rows(number), size), 0.5, generator).to(self.device)
-            sets.append(words[:1].expand_as(words) if share_sets else words)
+            sets.append(words[:1].expand_as(words) if product.shares_sets else words)
         nodes = self._run_sets(sets)
         together = self._build_tables(nodes)
         beyond = (node for node in density_nodes(nodes).values() if node["is_observed"] and not self.is_inside(node))

@@ -136,7 +136,7 @@ def _find_problem(scorer: LogJoint | ProductScorer | ChainScorer, dependencies: 
         return f"Python looks at values of {read}"
     if names := _crossing_sites(scorer, dependencies):
         return f"the sites {names} depend on other discrete latents"
-    if isinstance(scorer, ProductScorer) and not scorer.takes_sets(share_sets=scorer.product.shares_sets):
+    if isinstance(scorer, ProductScorer) and not scorer.takes_sets():
         return "some of its densities depend on other discrete latents"
     return ""
 
