@@ -13,7 +13,7 @@ from torch.distributions import constraints
 from pyro_truncated import Population
 from pyro_truncated.distributions import BinaryChains, LinearSuperposition
 from pyro_truncated.extend import UniqueModule, check_counts, generator_device, names_arguments, selected_rows, some_rows, takes_arrays
-from pyro_truncated.models.data_model import FLOOR, MOST_ROWS, check_real, first_rows
+from pyro_truncated.models.data_model import FLOOR, MOST_ROWS, cast_like, check_real, first_rows
 from pyro_truncated.models.dictionary import best_dictionary_and_offset, best_scale
 from pyro_truncated.sequences import ChainPosterior, LinearGaussianSteps, ObservedSteps
 
@@ -161,7 +161,8 @@ class FactorialHMM(UniqueModule):
     @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_steps: int | None = None) -> Tensor:
         """The model of sequences ``(N, T, D)``; without data one of ``num_steps``."""
-        size, num_steps = (1, num_steps or 1) if y is None else self._check(y).shape[:2]
+        y = None if y is None else self._check(y)
+        size, num_steps = (1, num_steps or 1) if y is None else y.shape[:2]
         initial, transition, weight, scale, bias = self.initial, self.transition, self.weight, self.scale, self.bias
         with pyro.plate("sequences", size, subsample_size=batch_size) as index:
             rows = selected_rows(y, index)
@@ -288,7 +289,8 @@ class FactorialHMM(UniqueModule):
             raise ValueError(f"y must have shape (N, T, {self.num_observed}), one row per sequence; got {tuple(y.shape)}")
         if bool(y.isinf().any()):
             raise ValueError("y must hold finite numbers, or NaN where an entry is missing; got infinity")
-        return y
+        rows: Tensor = cast_like(y, y)
+        return rows
 
 
 def _lengths(y: Tensor) -> Tensor:

@@ -303,7 +303,8 @@ def check_one_array(y: Any) -> Tensor:
     rows = as_data("y", y)
     if rows.dim() == 0:
         raise ValueError(f"y must have a row for each data point, (N, ...); got one number, {rows.item()}")
-    return rows
+    # Linear algebra knows no half precision.
+    return rows.float() if rows.is_floating_point() and rows.dtype.itemsize < 4 else rows
 
 
 def _check_arguments(model: Any, search: Any, is_gibbs: bool, max_count: Any) -> None:

@@ -246,7 +246,7 @@ def _add_inactive_latents(profile: Profile, solution: Solution, original: Soluti
     states[..., positions] = solution.states
     # Training scores them anew.
     words = original.population.space.pack(states)
-    log_joint = states.new_zeros(words.shape[:-1], dtype=y.dtype)
+    log_joint = states.new_zeros(words.shape[:-1], dtype=original.population.log_joint.dtype)
     return solution.replace(parameters=parameters, population=Population(original.population.space, words, log_joint))
 
 

@@ -84,7 +84,7 @@ class Trainer:
         if profile.optimizer == "Gibbs sampling":
             from pyro_truncated.search.gp_select import GPSelect  # Gaussian processes are loaded where they are needed
 
-            search: Any = profile.search or GPSelect(5)
+            search: Any = profile.search or GPSelect(min(5, profile.model.num_latents))
             self.guide: Any = GibbsGuide(profile.model)
             self.elbo: Any = GibbsEM(search) if temperature is None else GibbsEM(search, warm_up=0, temperature=temperature)
         else:

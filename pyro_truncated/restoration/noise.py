@@ -28,7 +28,7 @@ _MIN_SAMPLES = 100
 
 
 def check_image(image: Any) -> Tensor:
-    """Returns a damaged array in single precision or more.
+    """Returns a damaged array, in double precision if squares need it.
 
     Raises:
         ValueError: if it is a single number, has no observed entry, infinite ones, or such whose squares are infinite or zero.
@@ -43,9 +43,15 @@ def check_image(image: Any) -> Tensor:
         raise ValueError(f"the image must have an observed entry; got {describe(array)}")
     if not bool(observed.isfinite().all()):
         raise ValueError(f"the image must be finite, or NaN where missing; got {describe(array)}")
-    if not bool(observed.square().sum().isfinite()):
+    # Inverse squares must be numbers, too.
+    small = torch.finfo(array.dtype).tiny / torch.finfo(array.dtype).eps
+    is_large = not bool(observed.square().sum().isfinite())
+    is_small = bool((observed != observed[0]).any()) and float((observed - observed.mean()).square().mean()) < small
+    if (is_large or is_small) and array.dtype == torch.float32:
+        return check_image(array.double())
+    if is_large:
         raise ValueError(f"the image has entries whose squares are too large for {array.dtype}: rescale it")
-    if bool((observed != observed[0]).any()) and float((observed - observed.mean()).square().mean()) < torch.finfo(array.dtype).tiny:
+    if is_small:
         raise ValueError(f"the image varies by so little that squares are zero in {array.dtype}: rescale it")
     return array
 
@@ -277,8 +283,8 @@ def channel_axis(image: Tensor, channels: Channels) -> int | None:
     By default:
 
     * two dimensions are a signal with channels if there are at most 32 of these and at least their square of entries in time;
-    * of more dimensions the last or the first holds channels if it has one, three or four entries. Four that vary, and are the
-      less alike the further they are apart, are slices of a volume.
+    * of more dimensions the last or the first, or the second of four, holds channels if it has one, three or four entries. Four
+      that vary, and are the less alike the further they are apart, are slices of a volume.
     * up to 32 planes with noise of unlike strength are bands.
 
     Args:
@@ -307,7 +313,9 @@ def _default_axis(image: Tensor) -> int | None:
     if image.dim() == 2:
         few = (axis for axis in axes if image.shape[axis] <= MAX_CHANNELS_OF_SIGNAL)
         return next((axis for axis in few if image.shape[axis] ** 2 <= image.shape[-1 - axis]), None)
-    few = (axis for axis in axes if image.shape[axis] in (1, 3, 4) and min(image.movedim(axis, 0).shape[1:]) > 4)
+    # Movies of networks have channels beside time, and a few frames are no channels.
+    each = (-1, 1, 0) if image.dim() == 4 else axes
+    few = (axis for axis in each if image.shape[axis] in (1, 3, 4) and sorted(image.movedim(axis, 0).shape[1:])[-2] > 4)
     first = next((axis for axis in few if image.shape[axis] < 4 or not _are_slices(image.movedim(axis, 0))), None)
     if first is None and image.dim() == 3:
         return next((axis for axis in axes if _are_bands(image.movedim(axis, 0))), None)
@@ -372,7 +380,7 @@ def check_noise(noise: Noise, image: Tensor, *, has_channels: bool) -> float | T
         ValueError: if it is not positive and finite, or there are more or fewer numbers than channels.
     """
     levels = torch.as_tensor(as_tensors(noise), dtype=torch.float64)
-    if not bool(((levels > 0) & levels.isfinite()).all()):
+    if isinstance(noise, bool) or not bool(((levels > 0) & levels.isfinite()).all()):
         raise ValueError(f"noise must be a positive standard deviation, or one for each channel; got {noise}")
     if levels.numel() == 1:
         return float(levels)
@@ -612,6 +620,12 @@ def warn_if_noise_varies(image: Tensor, num_dims: int, levels: float | Tensor) -
             darkest, and a fifth more than in the second. Or if the values are multiples of one
             number, and have the noise of counts.
     """
+    if isinstance(levels, Tensor):
+        # Flags and drawings beside sensors have no noise that could vary.
+        is_noisy = _noisy_mask(image, levels)
+        if not bool(is_noisy.any()):
+            return
+        image, levels = image[..., is_noisy], levels[is_noisy]
     is_large, growth = _noise_growth(image, num_dims, levels)
     if not is_large or not (growth or _is_poisson_noise(image, num_dims)):
         return

@@ -171,7 +171,7 @@ _SIDES_OF_MODELS = ((0.4, 8), (0.8, 12), (math.inf, 16))
 
 
 def mixture_patch_sides(image: Tensor, noise: float, shape: torch.Size, has_channels: bool) -> list[int]:
-    """Sides of patches for mixtures, none larger than the image."""
+    """Sides of patches for mixtures, of which axes may be shorter."""
     sides: tuple[int, ...]
     if len(shape) != 2:
         sides = _SIDES_OF_SIGNALS if len(shape) == 1 else _SIDES_OF_VOLUMES
@@ -182,7 +182,9 @@ def mixture_patch_sides(image: Tensor, noise: float, shape: torch.Size, has_chan
         sides = _SIDES_OF_COLOURS[:2] if bool(image.isnan().any()) else _SIDES_OF_COLOURS
     else:
         sides = _by_noise(_SIDES, image, noise)
-    return sorted({min(side, *shape) for side in sides})
+    # Patches may be as long as a quarter of the longest axis, though other axes are shorter.
+    most = max(min(shape), max(shape) // 4)
+    return sorted({min(side, most) for side in sides})
 
 
 def _pixel_share(image: Tensor, has_channels: bool) -> float:

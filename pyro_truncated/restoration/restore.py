@@ -187,6 +187,9 @@ def denoise(
     if noise is not None and not isinstance(noise, str):
         noise = check_noise(noise, last, has_channels=axis is not None)
         warn_if_unlikely(noise, last, last.dim() - (axis is not None))
+    shortest = min(last.shape if axis is None else last.shape[:-1])
+    if side is not None and side > shortest:
+        raise ValueError(f"side must be at most {shortest}, the shortest side of the image; got {side}")
     result = _restore(last, noise, settings, has_channels=axis is not None)
     restored = result.image if axis is None else result.image.movedim(-1, axis)
     return dataclasses.replace(result, image=restored.reshape(shape))
@@ -258,7 +261,8 @@ def _restore_at_level(image: Tensor, level: float, channels: int | None, setting
         sides = [side] if side is not None else mixture_patch_sides(image, level, shape, channels is not None)
         chooses = side is None and channels is None and settings.rounds > 1 and allows_stacking(image, level)
         others = [candidate for candidate in _CANDIDATES if chooses and candidate >= settings.stride]
-        usual, candidates = ([Patches(shape, one, **options) for one in group] for group in (sides, others))
+        # A short axis makes patches flat, not small.
+        usual, candidates = ([Patches(shape, [min(one, n) for n in shape], **options) for one in group] for group in (sides, others))
         return _by_mixtures(image, level, usual, candidates, settings, is_noise_known=is_noise_known)
     patches = Patches(shape, side or model_patch_side(model, shape, channels) or side_for_model(image, level, shape), **options)
     return _by_model(make_model(model, patches.num_observed), image, level, patches, settings)
@@ -334,6 +338,18 @@ def _check_mask(mask: Any) -> Tensor:
     return values.bool()
 
 
+def _broadcast_mask(mask: Tensor, image: Tensor) -> Tensor:
+    """Returns a mask of pixels in the shape of the array.
+
+    Axes of one entry count in neither.
+    """
+    array, seen = image.squeeze(), mask.squeeze()
+    axes = [axis for axis in (-1, 0, 1)[: array.dim() - 1] if array.select(axis, 0).shape == seen.shape]
+    if seen.shape != array.shape and not axes:
+        raise ValueError(f"mask must have the shape of the image {tuple(image.shape)} or of its pixels; got {tuple(mask.shape)}")
+    return (seen if seen.shape == array.shape else seen.unsqueeze(axes[0]).expand_as(array)).reshape(image.shape)
+
+
 def _warn_if_inverted(image: Tensor, mask: Tensor) -> None:
     """Warns if a mask hides more than half of the numbers."""
     hidden = float((as_floating(image).isfinite() & ~mask).double().mean())
@@ -385,11 +401,7 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: Noise | str = 0.0,
     """
     image = check_image(image) if mask is None else as_data("image", image)
     if mask is not None:
-        mask = _check_mask(mask)
-        if mask.shape not in (image.shape, image.shape[:-1], image.shape[1:]):
-            raise ValueError(f"mask must have the shape of the image {tuple(image.shape)} or of its pixels; got {tuple(mask.shape)}")
-        if mask.dim() < image.dim():
-            mask = mask.unsqueeze(-1 if mask.shape == image.shape[:-1] else 0)
+        mask = _broadcast_mask(_check_mask(mask), image)
         _warn_if_inverted(image, mask)
         image = check_image(torch.where(mask, as_floating(image), math.nan))
     if noise is None or isinstance(noise, str) or bool(np.any(np.asarray(noise) != 0.0)):

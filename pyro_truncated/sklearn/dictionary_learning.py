@@ -25,8 +25,8 @@ from pyro_truncated.training.loop import fit
 from pyro_truncated.utils.arguments import check_count, check_counts
 
 _FAMILIES = ("spike_slab", "gaussian", "bernoulli")
-# Data points that the running sums of partial_fit stand for: any number, for all are scaled alike.
-_NOMINAL_ROWS = 1000
+# Of fewer rows, partial_fit only collects statistics (Cappé and Moulines, 2009).
+_MIN_ROWS = 20
 
 
 class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
@@ -125,16 +125,17 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
             )
         with isolated_state(self.random_state) as generator:
             model = self._make(rows)
-            starts, steps = self._learn(model, own, generator)
+            starts, steps, statistics = self._learn(model, own, generator)
         shift = float(units.log_volume(rows).mean())
         self.model_, self.starts_, self.n_iter_, self._units = model, [start - shift for start in starts], steps, units
-        self._online: ClosedForm | None = None
+        self._statistics, self._num_rows = statistics, len(rows)
         return self
 
     def partial_fit(self, X: Any, y: Any = None) -> Self:
-        """Makes one step of online EM on a minibatch.
+        r"""Makes one step of online EM on a minibatch.
 
-        It starts from the fitted dictionary, or initialises one from these data.
+        It goes on from :meth:`fit`, or initialises a dictionary from these data. Statistics of the ``B`` new rows count
+        :math:`(B / N)^{0.6}` beside those of all ``N`` rows so far. Fewer than 20 rows train nothing yet.
 
         Args:
             X: data ``(n_samples, n_features)``, NaN where missing.
@@ -146,10 +147,9 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
             if is_first:
                 units = self._column_units(rows)
                 model = self._make(rows).initialize(units.standardise(rows), generator)
-                self.model_, self.n_iter_, self._online, self._units = model, 0, None, units
-            if self._online is None:
-                self._online = ClosedForm(self.model_, minibatch="online")
-            self._step(self._online, self._units.standardise(rows))
+                self.model_, self.n_iter_, self._units = model, 0, units
+                self._statistics, self._num_rows = {}, 0
+            self._step(self._units.standardise(rows))
         self.n_iter_ += 1
         return self
 
@@ -181,7 +181,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         if codes.shape[1] != self.model_.num_latents:
             raise ValueError(f"X must have {self.model_.num_latents} columns, one per component; got {codes.shape[1]}")
         with torch.no_grad():
-            data = self._units.to_original(_data(self.model_, torch.from_numpy(codes).double()))
+            data = self._units.to_original(_data(self.model_, torch.from_numpy(np.array(codes, dtype=np.float64))))
         return data.numpy().astype(codes.dtype)
 
     def score_samples(self, X: Any) -> Any:
@@ -259,7 +259,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         Means are taken off where a background is learned.
         """
         if self.family == "bernoulli":
-            return ColumnUnits.none(rows.shape[1])
+            return ColumnUnits.none(rows)
         return ColumnUnits.from_rows(rows, is_centred=bool(self.offset))
 
     def _make(self, rows: Tensor, *, max_components: int = 100) -> Any:
@@ -281,8 +281,8 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
             raise ValueError(f"ridge must be a finite number of at least 0; got {self.ridge}")
         return float(self.ridge)
 
-    def _learn(self, model: Any, rows: Tensor, generator: torch.Generator) -> tuple[list[float], int]:
-        """Trains the model; what each start reached, and how many steps followed."""
+    def _learn(self, model: Any, rows: Tensor, generator: torch.Generator) -> tuple[list[float], int, dict[str, Tensor]]:
+        """Trains the model; what starts reached, later steps, and mean statistics."""
         ridge = self._ridge(rows)
         # Complete data have several starts.
         n_init = (1 if ridge else 4) if self.n_init is None else self.n_init
@@ -307,17 +307,24 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
             svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(EvolutionarySearch(crossover=True)))
             fit(svi, rows, steps=max_iter, progress=progress)
             num_steps = max_iter
-        return list(guide.starts), num_steps
+        statistics = model.sufficient_statistics(guide.population(), rows)
+        return list(guide.starts), num_steps, {name: value / len(rows) for name, value in statistics.items()}
 
-    def _step(self, driver: ClosedForm, rows: Tensor) -> None:
+    def _step(self, rows: Tensor) -> None:
+        """Blends in the statistics of a minibatch, and makes an M-step."""
         rows = rows.to(self.model_.weight.dtype)
         total: dict[str, Tensor] = {}
         for block, population in binary_posteriors(self.model_, rows, self.model_.num_latents, check_count("n_states", self.n_states)):
             for name, value in self.model_.sufficient_statistics(population, block).items():
                 total[name] = total[name] + value if name in total else value
-        scale = _NOMINAL_ROWS / len(rows)
-        driver.collect({name: scale * value for name, value in total.items()}, None, torch.arange(_NOMINAL_ROWS), _NOMINAL_ROWS)
-        driver([])
+        self._num_rows += len(rows)
+        rate, old = (len(rows) / self._num_rows) ** 0.6, self._statistics
+        self._statistics = {name: rate * value / len(rows) + ((1 - rate) * old[name] if old else 0.0) for name, value in total.items()}
+        if self._num_rows >= _MIN_ROWS:
+            driver = ClosedForm(self.model_)
+            driver.collect({name: self._num_rows * value for name, value in self._statistics.items()}, None, None, self._num_rows)
+            driver([])
+            driver.release()
 
 
 def _codes(model: Any, rows: Tensor, population: Population) -> Tensor:

@@ -62,7 +62,8 @@ def _with_nan(name: str, values: Any) -> Any:
     if isinstance(values, Tensor) or holds_arrays(values):
         tensor = as_data(name, values).detach().cpu()
         return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
-    return as_plain_array(values, name)
+    # Scikit-learn takes None among targets for NaN only after it has looked for NaN.
+    return as_plain_array(np.asarray(values) if name == "y" and isinstance(values, list) else values, name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,20 +86,28 @@ class ColumnUnits:
 
         Without centring all means are taken for zero.
 
+        Raises:
+            ValueError: for columns that are all missing.
+
         Warns:
             UserWarning: if a column has outliers, beside which its other entries are lost.
         """
-        center = rows.nanmean(0).nan_to_num(0.0)
-        deviation = (rows - center).square().nanmean(0).nan_to_num(0.0).sqrt()
+        _check_observed(rows)
+        low, high = rows.nan_to_num(torch.inf).amin(0), rows.nan_to_num(-torch.inf).amax(0)
+        center = torch.where(high > low, rows.nanmean(0), low)
+        # In units of the extent, a power of two, no square is too small or too large.
+        extent = torch.ldexp(torch.ones_like(low), torch.frexp(high - low).exponent)
+        deviation = extent * ((rows - center) / extent).square().nanmean(0).sqrt()
         _warn_of_outliers(rows, deviation)
         # Rounding errors of a constant column are no deviation.
         varies = deviation > torch.finfo(rows.dtype).eps * center.abs()
         return cls(center if is_centred else torch.zeros_like(center), torch.where(varies, deviation, 1.0))
 
     @classmethod
-    def none(cls, num_columns: int) -> Self:
-        """Returns units that leave columns as they are."""
-        return cls(torch.zeros(num_columns, dtype=torch.float64), torch.ones(num_columns, dtype=torch.float64))
+    def none(cls, rows: Tensor) -> Self:
+        """Returns units that leave the columns of data ``(N, D)`` as they are."""
+        _check_observed(rows)
+        return cls(torch.zeros(rows.shape[1], dtype=torch.float64), torch.ones(rows.shape[1], dtype=torch.float64))
 
     def standardise(self, rows: Tensor) -> Tensor:
         """Returns data ``(N, D)`` in these units."""
@@ -114,6 +123,13 @@ class ColumnUnits:
         That is :math:`\sum_d \log u_d` over the columns that are observed.
         """
         return (~rows.isnan()).to(self.deviation) @ self.deviation.log()
+
+
+def _check_observed(rows: Tensor) -> None:
+    """Refuses columns without any observed entry."""
+    unseen = rows.isnan().all(0).nonzero().flatten().tolist()
+    if unseen:
+        raise ValueError(f"columns {unseen} of X have no observed entry, only NaN; leave them out")
 
 
 def _warn_of_outliers(rows: Tensor, deviation: Tensor) -> None:

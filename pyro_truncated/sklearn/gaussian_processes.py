@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -11,7 +12,6 @@ from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, Regress
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
-from pyro_truncated.gp.data_kernels import smooth_rbf
 from pyro_truncated.gp.subset.regression import SubsetGPRegression
 from pyro_truncated.gplvm.decoders.sas_decoder import SASDecoder
 from pyro_truncated.gplvm.spike_slab.fitting import fit
@@ -40,8 +40,8 @@ class SubsetGPRegressor(RegressorMixin, BaseEstimator):
         mean, deviation = regressor.predict(X[100:], return_std=True)
 
     Args:
-        kernel: ``"rbf"`` for squared exponentials with a length-scale per feature, or a function that makes a
-            :class:`~pyro_truncated.gp.DataKernel` of the training inputs, a tensor ``(n_samples, n_features)``.
+        kernel: ``"rbf"`` for squared exponentials with a length-scale per feature, a kernel of :mod:`pyro.contrib.gp.kernels`, or a
+            function that makes a :class:`~pyro_truncated.gp.DataKernel` of the training inputs, a tensor ``(n_samples, n_features)``.
         n_inducing: number of inducing inputs, at most as many as there are data. Default: none, exact regression, for up to 5000 data;
             above so many as the objective gains by, at most 512.
         objective: ``"vfe"``, ``"pp"`` (smallest errors where inducing inputs are few for the data) or ``"fitc"``.
@@ -93,13 +93,15 @@ class SubsetGPRegressor(RegressorMixin, BaseEstimator):
             y: targets ``(n_samples,)`` or ``(n_samples, n_targets)``.
         """
         if self.kernel != "rbf" and not callable(self.kernel):
-            raise ValueError(f'kernel must be "rbf" or a function that makes a data kernel of the training inputs; got {self.kernel!r}')
+            raise ValueError(
+                f'kernel must be "rbf", a kernel of Pyro, or a function that makes a DataKernel of the inputs; got {self.kernel!r}'
+            )
         X, y = validated_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True, ensure_min_samples=2)
         number = None if self.n_inducing is None else min(check_count("n_inducing", self.n_inducing), len(X))
         inputs, targets = torch.from_numpy(np.array(X)), torch.from_numpy(np.array(y, dtype=np.float64))
         with isolated_state(self.random_state):
-            kernel = self.kernel(inputs) if callable(self.kernel) else smooth_rbf(inputs)
-            regression = SubsetGPRegression(kernel, targets, num_inducing=number, objective=self.objective)
+            kernel = copy.deepcopy(self.kernel) if callable(self.kernel) else None
+            regression = SubsetGPRegression(inputs, targets, kernel, num_inducing=number, objective=self.objective)
             regression.fit(max_epochs=self.max_epochs, free_inputs=self.free_inputs)
         self.regression_ = regression
         self.inducing_, self.objective_value_ = regression.subset.numpy(), regression.objective_value

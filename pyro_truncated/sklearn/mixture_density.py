@@ -25,7 +25,7 @@ from pyro_truncated.sklearn.estimators import isolated_state, mixture_posteriors
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.loop import fit
 from pyro_truncated.utils.arguments import check_count, check_counts
-from pyro_truncated.utils.arrays import find_package
+from pyro_truncated.utils.arrays import find_package, holds_arrays
 
 # Columns with more values, in numbers and as a share of the rows, are hardly categorical.
 _MANY_CATEGORIES, _MAX_SHARE_OF_CATEGORIES = 10, 0.5
@@ -65,7 +65,8 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         model_: the fitted model, a Pyro program.
         weights_: mixing proportions, ``(n_components,)``.
         means_: means of Gaussian and Poisson components, ``(n_components, n_features)``.
-        categories_: of categorical components: the values of each column, as scikit-learn's ``OrdinalEncoder`` has them.
+        categories_: of categorical components: the values of each column, as scikit-learn's ``OrdinalEncoder`` has them, or as a
+            categorical dtype of pandas declares them.
         probabilities_: of categorical components: a list of their probabilities, ``(n_components, n_categories)`` for each column.
         starts_: the log density per data point that each start reached, in nats.
         covariances_: of Gaussian components, shaped as scikit-learn's: ``(K, D, D)``, ``(K, D)``, ``(K,)`` or ``(D, D)``.
@@ -131,7 +132,7 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
 
     def predict(self, X: Any) -> Any:
         """The most probable component of each data point, ``(n_samples,)``."""
-        return self._map_posteriors(X, lambda population: population.space.unpack(population.mode())[:, 0])
+        return self._map_posteriors(X, lambda population: population.space.unpack(population.mode())[:, 0].long())
 
     def fit_predict(self, X: Any, y: Any = None) -> Any:
         """:meth:`fit`, then :meth:`predict` of the same data."""
@@ -165,7 +166,7 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
     def _num_parameters(self) -> int:
         components, features = len(self.weights_), self.n_features_in_
         if self.family == "categorical":
-            return int(components - 1 + components * sum(len(values) - 1 for values in self.categories_))
+            return int(components - 1 + components * sum(number - 1 for number in self._numbers_of_values))
         of_covariances = {
             "full": components * features * (features + 1) // 2,
             "diag": components * features,
@@ -257,23 +258,29 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
     def _codes(self, X: Any, *, reset: bool) -> Tensor:
         """Positions of the values among the categories of their columns."""
         options = {"ensure_all_finite": False, "ensure_min_samples": 2 if reset else 1}
-        # Categories of pandas would become numbers.
-        table = X.astype(object) if find_package(X) == "pandas" else X
+        table, dtypes = X, list[Any]()
+        # Categories of pandas would become numbers, and numbers in lists strings.
+        if find_package(X) == "pandas":
+            table, dtypes = (X.astype(object), list(X.dtypes)) if X.ndim == 2 else (X.to_numpy(dtype=object), [])
+        elif isinstance(X, (list, tuple)) and not holds_arrays(X):
+            table = np.array(X, dtype=object)
         data = validated_data(self, table, reset=reset, dtype=None, **options).astype(object)
         if count := int(_null_mask(data).sum()) if data.dtype == object else 0:
             advice = "Give them a category of their own, such as 'missing', or leave these rows out"
             raise ValueError(f"X must be complete; got {count} missing entries. {advice}")
         if reset:
-            self._encoder = OrdinalEncoder().fit(data)
-            numbers_of_values = [len(values) for values in self.categories_]
-            if max(numbers_of_values) > max(_MANY_CATEGORIES, _MAX_SHARE_OF_CATEGORIES * len(data)):
-                warnings.warn(
-                    f"column {int(np.argmax(numbers_of_values))} has {max(numbers_of_values)} values in {len(data)} rows, and each is a "
-                    "category of its own for family='categorical': sort numbers into a few bins, or take family='gaussian'.",
-                    UserWarning,
-                    stacklevel=4,
-                )
-        return torch.from_numpy(self._encoder.transform(data))
+            self._encoder = _make_encoder(data, dtypes)
+        codes = self._encoder.transform(data)
+        if len(unseen := np.argwhere(codes < 0)):
+            row, column = unseen[0]
+            raise ValueError(
+                f"X must hold values that fit has seen; got {data[row, column]!r} in row {row}, column {column}. Declare all values of a "
+                "column before fit, by a categorical dtype of pandas."
+            )
+        if reset:
+            self._numbers_of_values = [len(np.unique(column)) for column in codes.T]
+            _warn_if_many(self._numbers_of_values, len(data))
+        return torch.from_numpy(codes)
 
     def _make(self, rows: Tensor) -> Any:
         number = check_count("n_components", self.n_components)
@@ -312,6 +319,31 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         with isolated_state(), torch.no_grad():
             blocks = mixture_posteriors(self.model_, rows, check_count("n_states", self.n_states))
             return torch.cat([reader(population) for _, population in blocks]).numpy()
+
+
+def _make_encoder(data: Any, dtypes: list[Any]) -> OrdinalEncoder:
+    """Returns the positions of declared values, or of those found."""
+    options = {"handle_unknown": "use_encoded_value", "unknown_value": -1}
+    try:
+        encoder = OrdinalEncoder(**options).fit(data)
+    except TypeError as error:
+        mixed = [d for d, column in enumerate(data.T) if len({isinstance(value, str) for value in column}) > 1]
+        raise TypeError(f"columns of X must hold strings or numbers, not both, as columns {mixed} do: make all strings") from error
+    declared = {d: np.array(list(dtype.categories), dtype=object) for d, dtype in enumerate(dtypes) if hasattr(dtype, "categories")}
+    categories = [declared.get(d, values) for d, values in enumerate(encoder.categories_)]
+    return OrdinalEncoder(categories=categories, **options).fit(data) if declared else encoder
+
+
+def _warn_if_many(numbers_of_values: list[int], num_rows: int) -> None:
+    """Warns of a column with more values than categories have."""
+    most = max(numbers_of_values)
+    if most > max(_MANY_CATEGORIES, _MAX_SHARE_OF_CATEGORIES * num_rows):
+        warnings.warn(
+            f"column {numbers_of_values.index(most)} has {most} values in {num_rows} rows, and each is a category of its own for "
+            "family='categorical': sort numbers into a few bins, or take family='gaussian'.",
+            UserWarning,
+            stacklevel=5,
+        )
 
 
 def _check_counts(data: Any) -> None:

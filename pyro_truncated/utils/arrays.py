@@ -116,7 +116,7 @@ def _not_numbers(value: Any, name: str | None, columns: Sequence[tuple[Any, Any,
     others = ", ".join(f"{label} ({kind})" for label, kind, _ in columns[:5]) + (
         f" and {len(columns) - 5} more" if len(columns) > 5 else ""
     )
-    subject = f"a {type(value).__name__} of data" if name is None else f"{name}, a {type(value).__name__},"
+    subject = f"a {type(value).__name__} of data" if name is None else f"{name.rstrip(',')}, a {type(value).__name__},"
     return TypeError(f"{subject} must hold numbers; got also {others}: leave them out, or encode them as numbers")
 
 
@@ -208,14 +208,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def as_tensors(value: Any, like: Tensor | None = None) -> Any:
+def as_tensors(value: Any, like: Tensor | None = None, name: str | None = None) -> Any:
     """Converts arrays in a value, or its lists and dictionaries, to tensors.
 
     Arrays are NumPy's, and those of pandas, polars, xarray and Pillow that hold numbers. What is masked or null becomes NaN.
 
-    Floating point arrays take the type of ``like``, all arrays its device.
+    Floating point arrays take the type of ``like``, all arrays its device. Errors tell the argument's ``name``.
     """
-    value = as_plain_array(value)
+    value = as_plain_array(value, name)
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return _move(torch.from_numpy(_torchable(value)), like)
     if isinstance(value, (list, tuple)) and any(map(is_array, value)):
@@ -362,7 +362,10 @@ def is_array(value: Any) -> bool:
 
 def _torchable(array: np.ndarray) -> np.ndarray:
     """The array, or a copy if torch cannot share its memory."""
-    native = array.astype(np.float64 if array.dtype == np.longdouble else array.dtype.newbyteorder("="), copy=False)
+    # Linear algebra of torch knows neither half nor extended precision.
+    kinds = {np.dtype(np.float16): np.float32, np.dtype(np.longdouble): np.float64}
+    kind = array.dtype.newbyteorder("=")
+    native = array.astype(kinds.get(kind, kind), copy=False)
     return native if native.flags.writeable and all(stride >= 0 for stride in native.strides) else native.copy()
 
 
@@ -385,7 +388,7 @@ def takes_arrays(method: Callable[P, T]) -> Callable[P, T]:
     data = {parameter.name for parameter in parameters if parameter.annotation in _ANNOTATIONS_OF_DATA}
 
     def convert(name: str | None, value: Any, like: Tensor | None) -> Any:
-        return as_data(str(name), value, like) if name in data and isinstance(value, _LISTS) else as_tensors(value, like)
+        return as_data(str(name), value, like) if name in data and isinstance(value, _LISTS) else as_tensors(value, like, name)
 
     @functools.wraps(method)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:

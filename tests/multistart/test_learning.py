@@ -8,6 +8,7 @@ import math
 import re
 import warnings
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -22,6 +23,8 @@ from pyro_truncated.models import (
     BinarySparseCoding,
     BinaryVAE,
     DiscreteSparseCoding,
+    ExponentialFamilyMaximalCauses,
+    FactorialHMM,
     GaussianMixture,
     MaximalCauses,
     MaxSpikeSlabSparseCoding,
@@ -251,6 +254,33 @@ def test_gibbs_sampling_learns_with_a_search_that_selects():
         learn(MaxSpikeSlabSparseCoding(9, 6), y, y, **QUICK)
     with pytest.raises(ValueError, match="max_count bounds count sites"):
         learn(MaxSpikeSlabSparseCoding(9, 6), y, max_count=3, **QUICK)
+
+
+@pytest.mark.slow
+def test_gibbs_sampling_learns_fewer_latents_than_it_selects_by_default():
+    guide = learn(MaxSpikeSlabSparseCoding(9, 3), torch.rand(60, 9, generator=generator()), **QUICK | {"restarts": 1})
+    assert all(math.isfinite(start) for start in guide.starts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8, torch.float16, torch.bfloat16, np.float16])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ExponentialFamilyMaximalCauses(5, 3, family="poisson"),
+        lambda: GaussianMixture(5, 2),
+        lambda: FactorialHMM(5, 2),
+    ],
+)
+def test_data_of_any_type_train_alike(make, dtype):
+    y = (torch.rand(60, 5, generator=generator()) > 0.6).float()
+    free_energies = []
+    for data in (y, y.to(dtype) if isinstance(dtype, torch.dtype) else y.numpy().astype(dtype)):
+        torch.manual_seed(0)
+        model = make()
+        sequences = data[None] if isinstance(model, FactorialHMM) else data
+        free_energies.append(learn(model, sequences, generator=generator(), **QUICK | {"restarts": 1}).starts)
+    assert free_energies[0] == free_energies[1]
 
 
 def mixture(y):

@@ -41,6 +41,11 @@ def waves(*shape: int) -> torch.Tensor:
         ((12, 40), None),
         ((50,), None),
         ((12, 20, 20, 3), -1),
+        ((3, 20, 20, 3), -1),
+        ((12, 3, 20, 20), 1),
+        ((3, 3, 20, 20), 1),
+        ((3, 12, 20, 20), 0),
+        ((12, 20, 20, 20), None),
     ],
 )
 def test_shapes_say_which_dimension_holds_channels(shape, axis):
@@ -152,6 +157,30 @@ def test_a_constant_channel_is_returned_as_it_is():
     assert bool((found.image[..., 3] == 255).all())
     assert found.image.shape == image.shape
     assert found.channel_noise.shape == (4,)
+
+
+def test_a_flag_beside_a_sensor_is_no_noise_that_varies():
+    sensor = 10 + 5 * (torch.arange(500) / 4).sin() + 0.5 * torch.randn(500, generator=generator())
+    table = torch.stack([sensor, (sensor > 10).float()], -1)
+    with warnings.catch_warnings(action="error"):
+        denoise(table, generator=generator(), **QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frames", [2, 3])
+def test_movies_of_a_few_frames_are_restored_as_well_as_frames(frames):
+    movie = 10 * waves(28, 28, frames + 4).movedim(2, 0)[3 : 3 + frames]
+    noisy = movie + 15 * torch.randn(movie.shape, generator=generator())
+    alone = torch.stack([denoise(frame, generator=generator(), progress=False).image for frame in noisy])
+    found = denoise(noisy, generator=generator(), progress=False).image
+    assert (found - movie).square().mean() < 1.1 * (alone - movie).square().mean()
+
+
+def test_movies_of_networks_are_restored_as_others():
+    movie = torch.randn(5, 12, 12, 3, generator=generator())
+    mask = torch.rand(5, 12, 12, generator=generator()) > 0.1
+    found = [inpaint(movie.movedim(-1, axis), mask, generator=generator(), **QUICK).image.movedim(axis, -1) for axis in (-1, 1)]
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.slow

@@ -234,13 +234,14 @@ def test_signals_colours_and_volumes_keep_their_shape_and_type(shape):
         (torch.full((8, 8), math.nan), {}, "an observed entry; got float32 of shape .*64 NaN"),
         (torch.full((8, 8), math.inf), {}, "infinite"),
         (torch.tensor(3.0), {}, "single number"),
-        (1e25 * torch.randn(8, 8), {}, "too large"),
-        (1e-25 * torch.randn(8, 8), {}, "varies by so little"),
+        (1e200 * torch.randn(8, 8, dtype=torch.float64), {}, "too large"),
         (1e-170 * torch.randn(8, 8, dtype=torch.float64), {}, "varies by so little"),
         (torch.randn(8, 8), {"channels": 3}, "channels"),
         (torch.randn(8), {"channels": True}, "channels"),
         (torch.randn(8, 8), {"noise": 0.0}, "noise"),
-        (torch.randn(8, 8), {"side": 9}, "size"),
+        (torch.randn(8, 8), {"noise": True}, "noise .* got True"),
+        (torch.randn(8, 9), {"side": 9}, "side must be at most 8, the shortest side of the image; got 9"),
+        (torch.randn(40, 2), {"side": 41}, "side must be at most 40"),
         (torch.randn(8, 8), {"passes": 0}, "passes"),
         (torch.randn(8, 8), {"rounds": 0}, "rounds"),
         (torch.randn(8, 8), {"num_components": 0}, "num_components"),
@@ -253,6 +254,27 @@ def test_what_cannot_be_restored_is_refused(image, options, named):
         inpaint(torch.randn(8, 8), noise=-1.0)
     with pytest.raises(ValueError, match="mask"):
         inpaint(torch.randn(8, 8), torch.ones(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("shape", "mask_shape"),
+    [((8, 9), (8, 9, 1)), ((8, 9), (1, 8, 9)), ((1, 3, 8, 9), (8, 9)), ((1, 3, 8, 9), (1, 1, 8, 9)), ((9,), (9, 1))],
+)
+def test_axes_of_one_entry_count_in_no_mask(shape, mask_shape):
+    image, seen = torch.randn(shape), torch.ones(mask_shape, dtype=torch.bool)
+    seen.flatten()[3] = False
+    found = inpaint(image, seen, side=3, rounds=1, progress=False).image
+    assert found.shape == shape
+    assert int((found != image).sum()) == image.numel() // seen.numel()
+
+
+@pytest.mark.parametrize("unit", [1e-20, 1e-30, 1e25])
+def test_units_beyond_single_precision_are_restored_in_double(unit):
+    image = torch.randn(12, 12).double()
+    options = {"side": 3, "rounds": 1, "progress": False}
+    arrays = (image, (unit * image).float())
+    found = [denoise(array, generator=torch.Generator().manual_seed(0), **options).image for array in arrays]
+    torch.testing.assert_close(found[1] / unit, found[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sklearn.base import clone
 
 from pyro_truncated.sklearn import (
     ActiveSetGPLVM,
@@ -117,3 +118,27 @@ def test_an_input_far_from_all_others_hides_no_function(value):
     X[0, 0] = value
     found = SubsetGPRegressor(random_state=0).fit(X, y)
     np.testing.assert_allclose(found.predict(X)[1:], y[1:], atol=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("unit", "dtype"), [(1e-200, "f8"), (1e150, "f8"), (1e-30, "f4")])
+def test_units_whose_squares_are_no_numbers_are_standardised(unit, dtype):
+    X = clusters()
+    expected, found = (SparseCoding(2, **QUICK).fit(data) for data in (X, (unit * X).astype(dtype)))
+    assert found.score((unit * X).astype(dtype)) + 3 * np.log(unit) == pytest.approx(expected.score(X), rel=1e-4)
+
+
+def test_constant_columns_of_single_precision_do_not_vary():
+    with pytest.warns(UserWarning, match="X does not vary"):
+        SparseCoding(2, **QUICK).fit(np.full((150, 3), 1e9 + 64, dtype=np.float32))
+
+
+@pytest.mark.parametrize("family", ["gaussian", "bernoulli"])
+@pytest.mark.parametrize("estimator", [SparseCoding(2, **QUICK), ActiveSetGPLVM(1, max_iter=1), SpikeSlabGPLVMTransformer(1, max_iter=1)])
+def test_columns_that_are_all_missing_are_refused(estimator, family):
+    X = np.where([True, True, False, True], np.random.default_rng(0).integers(0, 2, (20, 4)), np.nan)
+    estimator = clone(estimator)
+    if isinstance(estimator, SparseCoding):
+        estimator.set_params(family=family)
+    with pytest.raises(ValueError, match=r"columns \[2\] of X have no observed entry, only NaN; leave them out"):
+        estimator.fit(X)

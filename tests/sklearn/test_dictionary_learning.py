@@ -168,6 +168,28 @@ def test_minibatches_lead_where_all_data_lead():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["spike_slab", "gaussian", "bernoulli"])
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_few_new_rows_change_a_fitted_dictionary_little(family, num_rows):
+    y = bars(200) if family != "bernoulli" else (bars(200) > 5).astype(float)
+    coder = SparseCoding(6, family=family, max_iter=15, n_init=1, random_state=0).fit(y)
+    before = coder.score(y)
+    for start in range(3):
+        coder.partial_fit(y[start : start + num_rows])
+    assert coder.score(y) > before - 1
+
+
+@pytest.mark.slow
+def test_rows_that_come_one_by_one_train_a_dictionary():
+    y = bars(200)
+    coder = SparseCoding(6, family="gaussian", random_state=0).partial_fit(y[:2])
+    first = coder.score(y)
+    for row in y:
+        coder.partial_fit(row[None])
+    assert coder.score(y) > first + 1
+
+
+@pytest.mark.slow
 def test_starts_are_one_by_default_where_entries_are_missing():
     damaged = np.random.default_rng(0).normal(size=(60, 4))
     damaged[::3, 1] = np.nan

@@ -140,8 +140,40 @@ def test_latent_classes_of_binary_and_categorical_columns(kind):
     assert found.bic(X) == pytest.approx(-2 * found.score_samples(X).sum() + num_parameters * np.log(300))
     drawn, _ = found.sample(4)
     assert set(drawn.ravel()) <= set(X.ravel())
-    with pytest.raises(ValueError, match="unknown categories"):
+    with pytest.raises(ValueError, match=r"values that fit has seen; got .*7.* in row 0, column 0. Declare"):
         found.predict(np.full((1, X.shape[1]), "7" if kind is str else 7))
+
+
+def test_values_that_a_categorical_dtype_declares_may_come_later():
+    random = np.random.default_rng(0)
+    answers = pd.DataFrame(random.choice(["no", "yes"], (60, 3)), columns=list("abc"))
+    mixture = TruncatedMixture(2, family="categorical", n_init=1, random_state=0)
+    found, criterion = mixture.fit(answers).score_samples(answers), mixture.bic(answers)
+    declared = answers.astype(pd.CategoricalDtype(["yes", "no", "never"]))
+    mixture.fit(declared)
+    assert mixture.categories_[0].tolist() == ["yes", "no", "never"]
+    np.testing.assert_allclose(mixture.score_samples(declared), found, atol=1e-4)
+    # Values that do not occur are no parameters.
+    assert mixture.bic(declared) == pytest.approx(criterion, abs=0.01)
+    declared.iloc[0, 0] = "never"
+    scores = mixture.score_samples(declared)
+    assert bool(np.isfinite(scores).all())
+    assert scores[0] < found[0] - 10
+
+
+def test_lists_of_strings_and_numbers_are_categories_as_tables_are():
+    rows = [["a", 1], ["b", 2], ["b", 1]] * 10
+    mixture = TruncatedMixture(2, family="categorical", n_init=1, random_state=0).fit(rows)
+    assert [values.tolist() for values in mixture.categories_] == [["a", "b"], [1, 2]]
+    np.testing.assert_array_equal(mixture.predict(rows), mixture.predict(np.array(rows, dtype=object)))
+    with pytest.raises(TypeError, match=r"columns of X must hold strings or numbers, not both, as columns \[1\] do"):
+        mixture.fit([["a", 1], ["b", "2"]])
+
+
+def test_labels_are_signed():
+    X = np.random.default_rng(0).normal(size=(40, 2))
+    labels = TruncatedMixture(2, n_init=1, random_state=0).fit_predict(X)
+    assert (labels - 1).min() == -1
 
 
 @pytest.mark.parametrize("value", [9.5, -1.0])

@@ -8,6 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from pyro.contrib.gp.kernels import Matern52
 from scipy import linalg, stats
 from sklearn.datasets import load_diabetes
 from sklearn.gaussian_process import GaussianProcessRegressor
@@ -152,6 +153,17 @@ def test_kernels_of_ones_own_and_unknown_ones():
     assert len(regressor.inducing_) == 40
     with pytest.raises(ValueError, match=r"kernel must be .*; got 'matern'"):
         SubsetGPRegressor("matern").fit(X[:40], y[:40])
+    # Kernels of scikit-learn make matrices, which are no inputs.
+    with pytest.raises(TypeError, match=r"kernel must be a DataKernel .*; got ndarray"):
+        SubsetGPRegressor(RBF() + WhiteKernel()).fit(X[:40], y[:40])
+
+
+def test_kernels_of_pyro_are_trained_as_copies():
+    X, y = load_diabetes(return_X_y=True)
+    kernel = Matern52(10, lengthscale=torch.tensor(0.1))
+    regressor = SubsetGPRegressor(kernel, random_state=0).fit(X[:60], y[:60])
+    assert kernel.lengthscale.item() == pytest.approx(0.1)
+    assert regressor.regression_.kernel.kernel.lengthscale.item() != pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, -1e9])

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from pyro_truncated.sklearn import SparseCoding, SubsetGPRegressor, TruncatedMixture
+from pyro_truncated.sklearn import SparseCoding, SpikeSlabRegressor, SubsetGPRegressor, TruncatedMixture
 
 
 def test_missing_entries_among_objects_of_a_table_are_missing():
@@ -15,6 +15,14 @@ def test_missing_entries_among_objects_of_a_table_are_missing():
     table = pd.DataFrame(values, columns=["a", "b"]).astype(object).where(~np.isnan(values), pd.NA)
     coder = SparseCoding(2, max_iter=2, n_init=1, random_state=0)
     np.testing.assert_array_equal(coder.fit_transform(table), coder.fit_transform(values))
+
+
+@pytest.mark.parametrize("regressor", [SpikeSlabRegressor(), SubsetGPRegressor()])
+def test_missing_targets_are_refused_in_lists_too(regressor):
+    y = np.arange(20.0)
+    for targets in ([None, *y[1:]], [np.nan, *y[1:]], np.ma.masked_equal(y, 0)):
+        with pytest.raises(ValueError, match="y contains NaN"):
+            regressor.fit(y[:, None], targets)
 
 
 def test_times_are_named():

@@ -532,7 +532,7 @@ class InputKernel(DataKernel):
     inputs: Tensor
 
     def __init__(self, inputs: Tensor) -> None:
-        inputs = as_tensors(inputs)
+        inputs = as_tensors(inputs, name="inputs")
         if not isinstance(inputs, Tensor) or inputs.dim() not in (1, 2) or not inputs.is_floating_point():
             raise TypeError(f"inputs must be a floating point tensor of shape (n, D) or (n,); got {describe(inputs)}")
         if not bool(inputs.isfinite().all()):
@@ -575,7 +575,7 @@ class InputKernel(DataKernel):
         Raises:
             ValueError: if they are not of this shape, or not finite.
         """
-        new = as_tensors(new)
+        new = as_tensors(new, name="new inputs")
         if not isinstance(new, Tensor) or new.is_complex() or new.shape[1:] != self.inputs.shape[1:]:
             raise ValueError(f"new inputs must be real and have shape {('n_new', *self.inputs.shape[1:])}; got {describe(new)}")
         if not bool(new.isfinite().all()):
@@ -662,7 +662,8 @@ def smooth_rbf(inputs: Tensor) -> PyroKernel:
     Args:
         inputs: training inputs ``(n, D)``, or ``(n,)`` for one dimension.
     """
-    inputs = as_tensors(inputs)
+    inputs = as_tensors(inputs, name="inputs")
+    inputs = inputs if inputs.is_floating_point() else inputs.double()
     points = inputs if inputs.dim() == 2 else inputs[:, None]
     dim = points.shape[1]
     spread = points.std(0, correction=0)
@@ -694,7 +695,7 @@ def bound_kernel(X: Any, kernel: Any = None) -> DataKernel:
         return as_data_kernel(X)
     if isinstance(kernel, holders) and not isinstance(kernel, type):
         raise TypeError("kernel holds its inputs already: give it in the place of X")
-    inputs = as_tensors(X)
+    inputs = as_tensors(X, name="X")
     if isinstance(kernel, kernels.Kernel):
         return PyroKernel(kernel, inputs)
     if isinstance(kernel, torch.nn.Module):
@@ -703,8 +704,8 @@ def bound_kernel(X: Any, kernel: Any = None) -> DataKernel:
         return as_data_kernel(kernel(inputs))
     if kernel is not None:
         raise TypeError(f"kernel must be a kernel of Pyro or GPyTorch, or make a DataKernel of the inputs; got {type(kernel).__name__}")
-    if isinstance(inputs, Tensor) and inputs.is_floating_point() and inputs.dim() in (1, 2):
+    if isinstance(inputs, Tensor) and not inputs.is_complex() and inputs.dim() in (1, 2):
         return smooth_rbf(inputs)
     if isinstance(X, kernels.Kernel):
         raise TypeError("kernel has no data yet: give inputs, targets, kernel in this order")
-    raise TypeError(f"kernel is needed where X is neither a floating point matrix nor a DataKernel; X is {type(X).__name__}")
+    raise TypeError(f"kernel is needed where X is neither a matrix of numbers nor a DataKernel; X is {type(X).__name__}")

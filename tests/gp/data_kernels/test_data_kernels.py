@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pandas as pd
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -24,6 +25,7 @@ from pyro_truncated.gp import (
     PrecomputedKernel,
     PyroKernel,
     RestrictedKernel,
+    SubsetGPRegression,
     SumKernel,
     as_data_kernel,
     shortest_path,
@@ -229,6 +231,22 @@ def test_types(dtype):
     histogram = HistogramIntersectionKernel(torch.rand(9, 4, dtype=dtype))
     assert histogram.columns(INDEX).dtype == dtype
     assert histogram.double().columns(INDEX).dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
+def test_numbers_of_any_type_have_a_default_kernel(dtype):
+    inputs = torch.tensor([[0, 1], [1, 1], [1, 0]]).to(dtype)
+    found, expected = (smooth_rbf(one) for one in (inputs, inputs.double()))
+    torch.testing.assert_close(found.columns(torch.arange(3)), expected.columns(torch.arange(3)))
+
+
+def test_tables_of_inputs_are_named():
+    table = pd.DataFrame({"height": [1.0, 2.0, 3.0], "colour": ["red", "blue", "red"]})
+    for call in (lambda: smooth_rbf(table), lambda: smooth_rbf(torch.zeros(3, 2)).cross(table, INDEX[:1])):
+        with pytest.raises(TypeError, match=r"inputs, a DataFrame, must hold numbers; got also colour"):
+            call()
+    with pytest.raises(TypeError, match=r"^X, a DataFrame, must hold numbers"):
+        SubsetGPRegression(table, [0.0, 1.0, 2.0])
 
 
 def molecule(atoms: list[int], bonds: list[tuple[int, int, int]]):
