@@ -29,6 +29,7 @@ from pyro_truncated.guide.set_search import mean_active
 from pyro_truncated.ops import binary_chains as chains
 from pyro_truncated.ops.binary_chains import Transitions
 from pyro_truncated.program.chain_scorer import ChainScorer, distinct_places
+from pyro_truncated.program.linear_sites import linear_steps
 from pyro_truncated.program.sites import trim
 from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search, check_search
@@ -190,21 +191,26 @@ class ChainBatch(SetBatch[ChainScorer]):
 def _linear_steps(scorer: ChainScorer) -> LinearGaussianSteps | None:
     """Returns kernels that score the states of a linear Gaussian program.
 
-    Its one observed site is a :class:`.LinearSuperposition` of the very chains; ``None`` stands for other programs.
+    Its one observed site is a :class:`.LinearSuperposition` of the very chains, or normal around a linear function of them;
+    ``None`` stands for other programs.
     """
     site = scorer.product.site.name
     names = (scorer.layout.dependents - {site} - scorer.uncovered_latents) & scorer.nodes.keys()
     if len(names) != 1:
         return None
-    node = scorer.nodes[next(iter(names))]
-    fn = getattr(node["fn"], "base_dist", None)
-    if not isinstance(fn, LinearSuperposition) or node["fn"].reinterpreted_batch_ndims != 1:
+    node, states = scorer.nodes[next(iter(names))], scorer.nodes[site]["value"]
+    fn, value = getattr(node["fn"], "base_dist", None), node["value"]
+    if node["mask"] is not None or not bool(torch.as_tensor(node["scale"] == scorer.scale).all()):
         return None
-    is_shared = fn.weight.dim() == 2 and fn.scale.dim() <= 1 and fn.bias.dim() == 1
-    is_whole = node["mask"] is None and bool(torch.as_tensor(node["scale"] == scorer.scale).all())
-    if fn.states is not scorer.nodes[site]["value"] or not (is_shared and is_whole and node["value"].dim() == 3):
+    if isinstance(fn, LinearSuperposition):
+        is_shared = fn.weight.dim() == 2 and fn.scale.dim() <= 1 and fn.bias.dim() == 1
+        is_own = fn.states is states and node["fn"].reinterpreted_batch_ndims == 1
+        likelihood = fn if is_shared and is_own and value.shape[:-1] == states.shape[:-1] else None
+    else:
+        likelihood = linear_steps(scorer, node["name"])
+    if likelihood is None:
         return None
-    return LinearGaussianSteps(node["value"], fn.weight, fn.scale, fn.bias)
+    return LinearGaussianSteps(value.reshape(scorer.num_data, *value.shape[-2:]), likelihood.weight, likelihood.scale, likelihood.bias)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -60,7 +60,9 @@ class Fields:
     @functools.cached_property
     def size(self) -> int:
         """Number of states, a Python integer of any size."""
-        return math.prod(self.cardinality.tolist())
+        # A product of millions of factors one by one would take time that is quadratic in their number.
+        values, counts = self.cardinality.unique(return_counts=True)
+        return math.prod(value**count for value, count in zip(values.tolist(), counts.tolist(), strict=True))
 
     @functools.cached_property
     def is_binary(self) -> bool:

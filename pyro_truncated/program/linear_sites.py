@@ -82,6 +82,57 @@ def linear_superpositions(probe: Probe, is_first: bool = False) -> list[tuple[An
     return found or None
 
 
+def linear_steps(probe: Probe, name: str) -> LinearSuperposition | None:
+    """Returns the likelihood of a site that is linear in each step.
+
+    It is normal around one linear function of the chains of a step. A run on three paths tells: no active chain and each alone, in
+    turn; any states; and the other value of each of these. So a step whose function differs in one chain shows it. ``None`` stands for
+    other sites, and for fewer steps than chains.
+
+    Args:
+        probe: a run of a program whose only discrete site has chains.
+        name: the observed site.
+    """
+    (site,) = probe.layout.sites.values()
+    value, shape = probe.nodes[name]["value"], probe.nodes[site.name]["value"].shape
+    (*_, num_chains), number = shape, shape[:-1].numel()
+    if _normal_of_steps(probe.nodes[name]) is None or number <= num_chains or not bool(value.isfinite().all()):
+        return None
+    any_states = torch.rand(number, num_chains, generator=torch.Generator().manual_seed(0)) < 0.5
+    alone = torch.eye(num_chains + 1, num_chains).roll(1, 0)[torch.arange(number) % (num_chains + 1)]
+    paths = torch.stack([alone, any_states, ~any_states]).to(probe.device, probe.dtypes[site.name])
+    states = paths.reshape(3, *shape)
+    with torch.no_grad(), pyro.validation_enabled(False), Operations([states]) as operations:
+        functions = _LinearFunctions(states, operations)
+        with functions:
+            nodes = sample_nodes(probe.run({**probe.values, site.name: states}))
+        normal = _normal_of_steps(nodes[name])
+        if normal is None or functions.is_lost or id(normal.loc) not in functions.linear or functions.depends(normal.scale, value):
+            return None
+    scale = once(normal.scale)
+    if normal.loc.shape != (3, *value.shape) or value.shape[:-1] != shape[:-1] or scale.shape[:-1].numel() != 1:
+        return None
+    means = normal.loc.reshape(3, number, -1)
+    weight, bias = (means[0, 1 : num_chains + 1] - means[0, 0]).mT, means[0, 0]
+    if not _agree(means, paths, weight, bias):
+        return None
+    return LinearSuperposition(paths[0, 0], weight, scale.flatten(), bias, validate_args=False)
+
+
+def _normal_of_steps(node: Mapping[str, Any]) -> Any:
+    """Returns the normal distribution of an observed matrix, or ``None``."""
+    fn = node["fn"]
+    is_matrix = isinstance(fn, torch.distributions.Independent) and fn.reinterpreted_batch_ndims == 2
+    is_normal = is_matrix and type(fn.base_dist) in (dist.Normal, torch.distributions.Normal)
+    return fn.base_dist if is_normal and node["is_observed"] and node["mask"] is None else None
+
+
+def _agree(means: Tensor, states: Tensor, weight: Tensor, bias: Tensor) -> bool:
+    """Whether means are those of a linear function, up to rounding."""
+    rounding = 32 * torch.finfo(weight.dtype).eps * (bias.abs() + weight.abs().sum(1))
+    return bool(((means - bias - states.to(weight.dtype) @ weight.mT).abs() <= rounding).all())
+
+
 def _basis(probe: Probe, site: DiscreteSite) -> Tensor:
     """States ``(H + 1, 1, H)``: no active latent, and each alone."""
     number = probe.layout.space.num_latents
@@ -127,9 +178,7 @@ def _tells_means(likelihood: LinearSuperposition, probe: Probe, site: DiscreteSi
     means = means.reshape(len(means), -1)
     if states.shape != (len(means), weight.shape[1]) or means.shape[1:] != bias.shape or len(value) != probe.num_data:
         return False
-    rounding = 32 * torch.finfo(weight.dtype).eps * (bias.abs() + weight.abs().sum(1))
-    is_alike = (means - bias - states @ weight.mT).abs() <= rounding
-    return bool(is_alike.all() & value.isfinite().all())
+    return _agree(means, states, weight, bias) and bool(value.isfinite().all())
 
 
 class _LinearFunctions(TorchFunctionMode):

@@ -208,3 +208,46 @@ def test_chains_without_observations_have_their_prior():
     y = torch.zeros(2, 3)
     assert Truncated_ELBO().loss(model, guide, y) == pytest.approx(0.0, abs=1e-10)
     torch.testing.assert_close(guide.marginals()["s"][:, 0], torch.full((2, 2), 0.4, dtype=DOUBLE))
+
+
+def marginals(model, y: Tensor, num_chains: int) -> Tensor:
+    """Probabilities that chains are on: sums over all paths of a program with one sequence ``(T, D)``."""
+    weights, paths = [], torch.tensor(list(itertools.product((0.0, 1.0), repeat=len(y) * num_chains)), dtype=DOUBLE)
+    for path in paths.view(-1, len(y), num_chains):
+        trace = poutine.trace(poutine.condition(model, {"s": path})).get_trace(y)
+        weights.append(trace.log_prob_sum().detach())
+    return (torch.stack(weights).softmax(0) @ paths).view(len(y), num_chains)
+
+
+@pytest.mark.parametrize("form", ["linear", "superposition", "a step of its own", "clamped", "a scale for each step", "scales of columns"])
+def test_one_sequence_without_a_plate(form: str) -> None:
+    weight, scale = torch.arange(6.0, dtype=DOUBLE).view(2, 3).cos(), torch.tensor(0.7, dtype=DOUBLE)
+    calls = []
+
+    def model(y: Tensor) -> None:
+        calls.append(1)
+        s = pyro.sample("s", BinaryChains(torch.full((2,), 0.4, dtype=DOUBLE), SWITCH.repeat(2, 1, 1), num_steps=len(y)))
+        mean, noise = 0.3 + s @ weight, scale
+        if form == "superposition":
+            pyro.sample("y", LinearSuperposition(s, weight.mT, scale, mean.new_full((3,), 0.3)).to_event(1), obs=y)
+            return
+        if form == "a step of its own":
+            mean = mean + s[..., :1] * (torch.arange(len(y)) == 4).unsqueeze(1)
+        elif form == "clamped":
+            mean = mean.clamp(max=0.6)
+        elif form == "a scale for each step":
+            noise = scale + torch.arange(len(y), dtype=DOUBLE).unsqueeze(1)
+        elif form == "scales of columns":
+            noise = scale + torch.arange(3, dtype=DOUBLE)
+        pyro.sample("y", dist.Normal(mean, noise).to_event(2), obs=y)
+
+    y = torch.randn(5, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
+    guide = AutoTruncated(model, num_states=4)
+    Truncated_ELBO().loss(model, guide, y)
+    torch.testing.assert_close(guide.marginals()["s"].squeeze(0).to(DOUBLE), marginals(model, y, 2), rtol=1e-9, atol=1e-9)
+    guide = AutoTruncated(model, num_states=3)
+    Truncated_ELBO().loss(model, guide, y)
+    calls.clear()
+    Truncated_ELBO(search_steps=4).loss_and_grads(model, guide, y)
+    # Kernels score states; otherwise the program is run for each block of candidates.
+    assert (len(calls) < 10) == (form in ("linear", "superposition", "scales of columns"))
