@@ -12,7 +12,7 @@ import torch
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
-from pyro_truncated.multistart.model_parameters import Medians, learned_parameters, load_snapshot
+from pyro_truncated.multistart.model_parameters import Medians
 from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.multistart.pruning import deletion_losses, redundant_mask, value_deletion_losses
 from pyro_truncated.multistart.solution import ROUNDING, FreeEnergyEstimate, Solution, match_latents, shared_mask
@@ -162,7 +162,7 @@ def exchangeable_latents(medians: Medians, state: dict[str, Tensor]) -> list[Exc
     alike.sort(key=lambda one: -max(one[0].stop - one[0].start, one[1]))
     with torch.no_grad(), spare_random_numbers():
         groups = [_exchangeable(medians, state, *one) for one in alike]
-        load_snapshot(medians.model, medians.y, state)
+        medians.load(state)
         return [group for group in groups if group is not None]
 
 
@@ -497,7 +497,7 @@ def dead_latents(profile: Profile, solution: Solution, max_bytes: int = 2**28) -
         population = trainer.truncated_guide.population()
         is_off = (population.marginals().amax(0) < _DEAD_PROBABILITY).cpu()
         latents: Tensor = (is_off & (population.space.cardinality.cpu() == 2)).nonzero().squeeze(1)
-        parameters = learned_parameters(profile.model, profile.y)
+        parameters = profile.parameters.learned()
         steps = [(value.detach() - solution.parameters[name]).abs() for name, value in parameters.items()]
     if all(bool((step.max() > 0) & (step >= step.max() / 2).all()) for step in steps):
         return latents[:0]

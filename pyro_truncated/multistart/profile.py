@@ -16,7 +16,7 @@ from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.em.gibbs import GibbsModel
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.multistart.config import Initializer, LearnConfig
-from pyro_truncated.multistart.model_parameters import layer_parameters, learned_parameters, num_weights
+from pyro_truncated.multistart.model_parameters import ModelParameters
 from pyro_truncated.program.candidate_runs import Conditional
 from pyro_truncated.program.chain_scorer import ChainLayout
 from pyro_truncated.program.sites import is_subsampled
@@ -151,6 +151,11 @@ class Profile:
     watch: Callable[[float], None] = lambda free_energy: None
 
     @property
+    def parameters(self) -> ModelParameters:
+        """What the model has learned, by name."""
+        return ModelParameters(self.model, self.y)
+
+    @property
     def num_data(self) -> int:
         """How many rows the data of all processes have."""
         return total_rows(self.y)
@@ -223,7 +228,7 @@ class Profile:
             num_causes = space.cardinalities[0]
         number = max(config.min_data, config.data_per_latent * num_causes)
         if self.is_mixture:
-            num_parameters = sum(value.numel() for value in learned_parameters(self.model, self.y).values())
+            num_parameters = sum(value.numel() for value in self.parameters.learned().values())
             number = max(number, config.mixture_min_data, config.mixture_data_per_parameter * num_parameters)
         is_all = self.shares_latents or self.is_product or self.num_data <= number
         part = some_rows(self.y, self.num_data) if is_all else drawn_rows(self.y, number, self.generator)
@@ -355,8 +360,8 @@ def _with_latents(profile: Profile) -> Profile:
         is_chain=chain is not None,
         # Models of a single binary cause have no search of their own.
         is_mixture=has_one and profile.optimizer != "gradients" and isinstance(model, SearchedModel) and not profile.is_informed,
-        is_network=num_weights(model, y) > 1,
-        layers=frozenset(layer_parameters(model, y)),
+        is_network=profile.parameters.num_weights() > 1,
+        layers=profile.parameters.layers,
         has_companion=bool(guide.layout.other_latents) and not profile.is_conditional,
     )
 

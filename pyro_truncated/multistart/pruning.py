@@ -9,7 +9,7 @@ import pyro
 import torch
 from torch import Tensor
 
-from pyro_truncated.multistart.model_parameters import learned_tensors, load_snapshot, snapshot
+from pyro_truncated.multistart.model_parameters import ModelParameters
 from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.multistart.solution import NOTHING, Solution
 from pyro_truncated.multistart.trainer import Trainer, convergence_schedule, train
@@ -179,7 +179,7 @@ class _Pruner:
 
     def converge(self, steps: int) -> Solution:
         """Trains to convergence; returns what was learned."""
-        return self.trainer.record(train(self.trainer, convergence_schedule(self.trainer, steps)))
+        return self.trainer.record(train(self.trainer, convergence_schedule(self.trainer.profile, steps)))
 
     def take(self, steps: int) -> None:
         """Takes steps of training."""
@@ -234,8 +234,8 @@ def _add_inactive_latents(profile: Profile, solution: Solution, original: Soluti
     model, y, number = profile.model, profile.y, original.states.shape[-1]
     place = torch.zeros(number, dtype=torch.long).index_copy(0, positions, torch.arange(len(positions)))
     spare = torch.ones(number, dtype=torch.bool).index_fill(0, positions, False).nonzero().squeeze(1)
-    load_snapshot(model, y, solution.parameters)
-    parameters = snapshot(model.with_latents(place), y)
+    profile.parameters.load(solution.parameters)
+    parameters = ModelParameters(model.with_latents(place), y).snapshot()
     for name, value in parameters.items():
         # Sizes differ along axes of latents. Parameters of pairs, such as covariances, have two and stay.
         axes = [axis for axis, (one, other) in enumerate(zip(value.shape, solution.parameters[name].shape, strict=True)) if one != other]
@@ -253,5 +253,5 @@ def _add_inactive_latents(profile: Profile, solution: Solution, original: Soluti
 def num_parameters_per_latent(profile: Profile) -> int:
     """Returns how many parameters one latent has, those of pairs included."""
     models = profile.model, profile.model.with_latents(torch.arange(profile.model.num_latents - 1))
-    larger, smaller = (sum(value.numel() for value in learned_tensors(model, profile.y).values()) for model in models)
+    larger, smaller = (sum(value.numel() for value in ModelParameters(model, profile.y).tensors().values()) for model in models)
     return larger - smaller

@@ -14,7 +14,6 @@ import torch
 from pyro.infer import SVI
 from pyro.infer.autoguide import AutoGuideList, AutoNormal, init_to_feasible
 from pyro.optim import ClippedAdam
-from pyro.params.param_store import normalize_param_name
 from torch import Tensor
 
 from pyro_truncated.distributed.launch import AllReduced
@@ -23,16 +22,7 @@ from pyro_truncated.em.closed_form import ClosedForm
 from pyro_truncated.em.gibbs import GibbsEM, GibbsGuide
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.multistart.decoders import fit_decoder
-from pyro_truncated.multistart.model_parameters import (
-    Medians,
-    approach,
-    learned_tensors,
-    load_snapshot,
-    optimiser_options,
-    optimiser_units,
-    prior_draw,
-    snapshot,
-)
+from pyro_truncated.multistart.model_parameters import Medians, ModelParameters, optimiser_options, prior_draw
 from pyro_truncated.multistart.profile import Profile, RelocatingModel
 from pyro_truncated.multistart.solution import STANDARD_ERRORS, FreeEnergyEstimate, Solution, estimate_mean, estimate_on_trend, vary
 from pyro_truncated.program.call import Call
@@ -76,7 +66,7 @@ class Trainer:
     def __init__(self, profile: Profile, temperature: Temperature | None = None, solution: Solution | None = None) -> None:
         self.profile, self._names_before = profile, set(pyro.get_param_store())
         if solution is not None:
-            load_snapshot(profile.model, profile.y, solution.parameters)
+            profile.parameters.load(solution.parameters)
         self.truncated_guide: AutoTruncated | None = None
         self._driver = None if profile.optimizer == "gradients" else ClosedForm(profile.model)
         if profile.search is not None:
@@ -96,13 +86,13 @@ class Trainer:
         self._relocation_generator = torch.Generator().manual_seed(0)
         self._rate, self._num_steps = 1.0, 0
 
+        self.parameters = ModelParameters(profile.model, profile.y, self.guide[0] if profile.has_companion else None)
         units: dict[str, float] = {}
-        layers = tuple(f".{normalize_param_name(layer)}" for layer in profile.layers)
 
         def options(name: str) -> dict[str, float]:
             if name not in units:
-                units.update(optimiser_units(profile.model, profile.y, layers, self.guide[0] if profile.has_companion else None))
-            return optimiser_options(profile.lr * self._rate, profile.lrd, units[name], f".{name}".endswith(layers))
+                units.update(self.parameters.units())
+            return optimiser_options(profile.lr * self._rate, profile.lrd, units[name], self.parameters.is_of_layer(name))
 
         self._adam = ClippedAdam(cast("Any", options))
         # Of data that all processes hold whole, as restarts do, each has the whole gradient.
@@ -119,7 +109,7 @@ class Trainer:
 
     def __exit__(self, *error: object) -> None:
         store = pyro.get_param_store()
-        for name in set(store) - self._names_before - learned_tensors(self.profile.model, self.profile.y).keys():
+        for name in set(store) - self._names_before - self.parameters.tensors().keys():
             del store[name]
 
     @property
@@ -141,12 +131,6 @@ class Trainer:
             for name, value in self.companion.items():
                 if value.shape == companion[name].shape:
                     value.copy_(companion[name])
-
-    def approach(self) -> None:
-        """Moves parameters near the data, where they begin far from these."""
-        if self.profile.optimizer == "gradients":
-            self.set_up()
-            approach(self.profile.model, self.profile.y, self.profile.generator, self.guide[0] if self.profile.has_companion else None)
 
     @torch.no_grad()
     def scorer(self) -> LogJoint:
@@ -247,7 +231,7 @@ class Trainer:
         profile, truncated_guide = self.profile, self.truncated_guide
         population = None if truncated_guide is None or profile.is_product else copy_population(truncated_guide.population())
         if truncated_guide is None or not profile.has_companion:
-            return Solution(estimate, snapshot(profile.model, profile.y), population, probabilities=self._probabilities())
+            return Solution(estimate, self.parameters.snapshot(), population, probabilities=self._probabilities())
         companion = self.companion
         parameters = Medians(profile.model, profile.y, truncated_guide).state(companion)
         return Solution(estimate, parameters, population, {name: value.clone() for name, value in companion.items()})
@@ -361,43 +345,43 @@ class Schedule:
         return self.gain(values, self.window) <= self.tol * unit
 
 
-def convergence_schedule(trainer: Trainer, max_steps: int) -> Schedule:
+def convergence_schedule(profile: Profile, max_steps: int) -> Schedule:
     """Closed-form EM at temperature one, with a thorough search.
 
     Beside continuous latents it is :func:`gradient_schedule`.
     """
-    config = trainer.profile.config
-    if trainer.profile.has_companion:
-        return gradient_schedule(trainer, max_steps)
+    config = profile.config
+    if profile.has_companion:
+        return gradient_schedule(profile, max_steps)
     return Schedule(0, max_steps, config.gain, window=config.window, stride=config.window, is_thorough=True)
 
 
-def gradient_schedule(trainer: Trainer, steps: int) -> Schedule:
+def gradient_schedule(profile: Profile, steps: int) -> Schedule:
     """Gradient steps while the free energy rises, then at a falling rate.
 
     There are at least so many, and at most four times as many. Beside continuous latents, where it is noisy and rises for long, there are
     up to sixteen times as many; nats up to the tolerance may remain there.
     """
-    config = trainer.profile.config
-    if trainer.profile.has_companion:
+    config = profile.config
+    if profile.has_companion:
         # There 240 steps ended up to 250 nats below the optimum.
         window = min(_COMPANION_WINDOW_STEPS, max(2, 2 * steps))
-        return Schedule(steps, 16 * steps, trainer.profile.tolerance, window=window, stride=window, first_rate=1.0)
+        return Schedule(steps, 16 * steps, profile.tolerance, window=window, stride=window, first_rate=1.0)
     # Weights of networks change long after their latents are found.
-    least, window = config.network_gain if trainer.profile.has_decoder else config.gradient_gain, config.gradient_window
+    least, window = config.network_gain if profile.has_decoder else config.gradient_gain, config.gradient_window
     return Schedule(steps, 4 * steps, least, mean_gain, window, window, decay=config.decay_steps)
 
 
-def restart_schedule(trainer: Trainer, temperature: Temperature, steps: int) -> Schedule:
+def restart_schedule(profile: Profile, temperature: Temperature, steps: int) -> Schedule:
     """Returns the schedule of a restart at a temperature.
 
     There are so many steps, at least by gradients, and at most where EM may converge before.
     """
-    profile, config = trainer.profile, trainer.profile.config
+    config = profile.config
     if profile.is_informed:
         return Schedule(1, steps, config.informed_gain, window=config.window, is_relative=True)
     if profile.optimizer == "gradients":
-        return gradient_schedule(trainer, steps)
+        return gradient_schedule(profile, steps)
     if profile.is_mixture and temperature_at(temperature, 0) == 1.0:
         return Schedule(0, steps, config.mixture_gain, window=config.window)
     return Schedule(steps, steps)
@@ -527,36 +511,38 @@ def run_restart(profile: Profile, temperature: Temperature, states: Tensor | Non
     """
     profile.initialize()
     with Trainer(profile, temperature) as trainer:
-        trainer.approach()
+        if profile.optimizer == "gradients":
+            trainer.set_up()
+            trainer.parameters.approach(profile.generator)
         if states is not None:
             trainer.insert_states(states.unsqueeze(1))
-        return trainer.record(train(trainer, restart_schedule(trainer, temperature, profile.config.restart_steps)))
+        return trainer.record(train(trainer, restart_schedule(profile, temperature, profile.config.restart_steps)))
 
 
-def retrain(profile: Profile, solution: Solution, schedule: Callable[[Trainer], Schedule], *, searches: bool = False) -> Solution:
+def retrain(profile: Profile, solution: Solution, schedule: Schedule, *, searches: bool = False) -> Solution:
     """Trains from a solution and its states, searched before if wanted."""
     with Trainer(profile, solution=solution) as trainer:
         if solution.population is not None:
             trainer.insert_states(solution.states)
         if searches:
             trainer.find_states()
-        return trainer.record(train(trainer, schedule(trainer)))
+        return trainer.record(train(trainer, schedule))
 
 
 def search_and_train(profile: Profile, solution: Solution) -> Solution:
     """Searches for states of a solution and trains it by gradients."""
-    return retrain(profile, solution, lambda trainer: gradient_schedule(trainer, profile.config.restart_steps), searches=True)
+    return retrain(profile, solution, gradient_schedule(profile, profile.config.restart_steps), searches=True)
 
 
 def converge(profile: Profile, solution: Solution) -> Solution:
     """Trains to convergence from a solution and its states."""
-    return retrain(profile, solution, lambda trainer: convergence_schedule(trainer, profile.config.restart_steps))
+    return retrain(profile, solution, convergence_schedule(profile, profile.config.restart_steps))
 
 
 def settle(profile: Profile, solution: Solution) -> Solution:
     """Trains briefly in ever smaller steps from a nearly final solution."""
     steps = max(1, profile.config.restart_steps // 2)
-    return retrain(profile.with_decay(steps, LAST_RATE), solution, lambda trainer: Schedule(steps, steps))
+    return retrain(profile.with_decay(steps, LAST_RATE), solution, Schedule(steps, steps))
 
 
 def fit_likeliest_states(profile: Profile, solution: Solution) -> Solution:
