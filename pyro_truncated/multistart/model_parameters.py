@@ -44,7 +44,7 @@ _UNIFORM_SHARE = 0.5
 
 
 class ModelParameters:
-    """What a model has learned of its data, and units of its steps.
+    """What a model has learned, and the units of its steps.
 
     Args:
         model: the model; its parameters are changed.
