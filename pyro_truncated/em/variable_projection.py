@@ -220,10 +220,6 @@ def fit_unit_by_unit(decoder: Decoder, targets: Targets) -> bool:
     A network as narrow as the one that made the data has many bad optima. Two of its units do what one should, and others are missing,
     which no gradient mends. Random numbers are torch's own.
 
-    Args:
-        decoder: the network, changed in place.
-        targets: what it shall decode.
-
     Returns:
         Whether the square error has fallen; otherwise the network is as it was.
     """

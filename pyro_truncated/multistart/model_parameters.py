@@ -289,11 +289,6 @@ class Medians(ModelParameters):
 
     So they change places as parameters do: a program may learn the weights of its latents by either. Shares are in the coordinates of
     Pyro's parameters, one number for each of them.
-
-    Args:
-        model: the model; its parameters are changed.
-        y: its data.
-        guide: the truncated guide, which has seen them.
     """
 
     def __init__(self, model: Any, y: Tensor, guide: AutoTruncated) -> None:

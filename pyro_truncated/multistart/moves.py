@@ -61,15 +61,7 @@ class Move(Protocol):
 
 
 def improve(best: Solution, move: Move, refine: Callable[[Solution], Solution], min_gain: float, counts: Counts) -> Solution:
-    """Returns the best solution after a move: itself, or a refined proposal.
-
-    Args:
-        best: the best one before.
-        move: what proposes.
-        refine: trains a proposal.
-        min_gain: least gain in free energy per data point.
-        counts: changed in place.
-    """
+    """Returns the best solution after a move: itself, or a refined proposal."""
     proposals = move.propose(best)
     proposal = next(proposals, None)
     while proposal is not None:
@@ -143,12 +135,8 @@ def exchangeable_latents(medians: Medians, state: dict[str, Tensor]) -> list[Exc
     that generate all others, and for axes as long as there are latents. Values of latents that are alone in their site are tested
     likewise.
 
-    Args:
-        medians: scores states; the populations of its guide stay as they are.
-        state: parameters and medians, which must differ between latents, or anything seems exchangeable.
-
-    Returns:
-        Such groups of latents or values that have parameters of their own, the largest first.
+    Parameters and medians must differ between latents, or anything seems exchangeable. Groups have parameters of their own, the largest
+    first; populations stay as they are.
     """
     # Vectors of one cardinality, and values of single latents.
     start, alike = 0, []
@@ -206,12 +194,6 @@ class Recombination:
 
     Every block of the better model is replaced by that of the other one, and populations are adapted. Blocks are accepted in the order
     of their gains in free energy, as long as it rises. This is the partition crossover of Whitley, Hains and Howe (2009).
-
-    Args:
-        medians: scores states; the populations of its guide are changed.
-        search: fills the populations.
-        latents: which latents may change places, see :func:`exchangeable_latents`.
-        tolerance: least gain in free energy per data point.
     """
 
     def __init__(self, medians: Medians, search: Search, latents: Exchangeable, tolerance: float) -> None:
@@ -320,11 +302,6 @@ def build_recombinations(profile: Profile, tolerance: float, state: dict[str, Te
     """Returns recombinations for each group of exchangeable latents.
 
     There are none behind a network, where most parameters are shared by all latents: they mean nothing in another network.
-
-    Args:
-        profile: of the model.
-        tolerance: least gain in free energy per data point.
-        state: parameters, and medians of continuous latents, in which latents differ.
     """
     if profile.is_conditional:
         return []  # its draws given the states hold for these states only
@@ -334,7 +311,7 @@ def build_recombinations(profile: Profile, tolerance: float, state: dict[str, Te
     own = {name for group in groups for name in group.axes}
     if sum(state[name].numel() for name in profile.layers - own) > sum(state[name].numel() for name in own):
         return []
-    search = profile.search or profile.default_search(guide.space)
+    search = profile.make_search(guide.space)
     search.forget()
     return [Recombination(medians, search, latents, tolerance) for latents in groups]
 
@@ -374,8 +351,7 @@ class Complement:
     A latent may have the negative of its dictionary element, with a constant added elsewhere. Then it is active for all data points
     without the cause. Gradients do not lead from there to the cause, but parameters fitted to complemented states do.
 
-    Args:
-        profile: of restarts, by gradients; the model is left somewhere else.
+    The model is left somewhere else.
     """
 
     name = "complement"
@@ -448,8 +424,7 @@ class DeadLatents:
 
     so that each explains a part of the residual. Then states are searched and the model is trained, while the free energy rises.
 
-    Args:
-        profile: of restarts, by gradients; the model is left somewhere else.
+    The model is left somewhere else.
     """
 
     name = "revival of dead latents"
@@ -493,7 +468,6 @@ def dead_latents(profile: Profile, solution: Solution, max_bytes: int = 2**28) -
     with Trainer(profile, solution=solution) as trainer:
         trainer.insert_states(solution.states)
         trainer.step()
-        assert trainer.truncated_guide is not None
         population = trainer.truncated_guide.population()
         is_off = (population.marginals().amax(0) < _DEAD_PROBABILITY).cpu()
         latents: Tensor = (is_off & (population.space.cardinality.cpu() == 2)).nonzero().squeeze(1)

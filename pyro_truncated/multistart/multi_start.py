@@ -192,11 +192,8 @@ class SolutionPool:
         Beside continuous latents the free energy of an untrained child is an estimate with the parent's spread. There only trained
         children count.
         """
-        solution = self._populate(self._refine(self._profile, child), child)
+        solution = self.groups[0].populate(self._refine(self._profile, child), child)
         return solution if child.companion else max(child, solution, key=attrgetter("free_energy"))
-
-    def _populate(self, solution: Solution, near: Solution) -> Solution:
-        return self.groups[0].populate(solution, near)
 
     def _find_singletons(self, group: Recombination) -> Tensor:
         return torch.stack([group.shared_mask(self.best, member) for member in self._members]).sum(0) < 2
@@ -205,9 +202,7 @@ class SolutionPool:
 class MultiStart:
     """Restarts of a model.
 
-    Args:
-        profile: of restarts.
-        restart: makes one, from where the model is; default: as the profile says.
+    A given function makes each from where the model is.
 
     Attributes:
         pool: their solutions.
@@ -302,12 +297,7 @@ def linear_code(profile: Profile, targets: Tensor) -> Tensor:
 
 
 class StopRule:
-    """Says whether another restart is made, and whether two agree.
-
-    Args:
-        profile: of restarts.
-        pool: their solutions.
-    """
+    """Says whether another restart is made, and whether two agree."""
 
     def __init__(self, profile: Profile, pool: SolutionPool) -> None:
         self._profile, self._config, self._pool = profile, profile.config, pool
@@ -496,8 +486,8 @@ def learn(
     steps = None if steps is None else check_count("steps", steps)
     num_states = None if num_states is None else check_count("num_states", num_states)
     restarts = None if restarts is None else check_count("restarts", restarts)
-    settings: dict[str, Any] = {"max_restarts": restarts, "max_count": max_count, "generator": generator, "config": config}
-    profile = profile_model(model, check_one_array(y), search, num_states=num_states, **settings)
+    options: dict[str, Any] = {"max_restarts": restarts, "max_count": max_count, "generator": generator, "config": config}
+    profile = profile_model(model, check_one_array(y), search, num_states=num_states, **options)
     steps = steps or (profile.config.companion_steps if profile.has_companion else profile.config.steps)
     if find_part(profile.y) is not None:
         profile.parameters.load(agree(profile.parameters.snapshot()))
@@ -528,11 +518,7 @@ def learn(
         advice = "Try more steps, or LearnConfig(lr=...) with a larger one."
         warnings.warn(f"training has not converged in {last.steps} steps{gain}. {advice}", ConvergenceWarning, stacklevel=3)
     guide.steps, guide.starts = last.steps, pool.energies
-    values = {
-        "search": type(trainer.elbo.search).__name__,
-        "num_states": profile.num_states,
-        "temperature": profile.temperature(0),
-    }
+    values = {"search": type(trainer.elbo.search).__name__, "num_states": profile.num_states, "temperature": profile.temperature(0)}
     values |= {"tolerance": profile.tolerance, "lr": profile.lr, "num_data": restart.num_data}
     outcome = disagreement, last.steps, last.remaining_gain, profile.optimizer
     guide.learn_report = LearnReport(tuple(pool.restarts), dict(pool.moves), multi_start.reason or "", *outcome, values)

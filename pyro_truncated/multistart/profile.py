@@ -197,8 +197,10 @@ class Profile:
             guide.setup(self.y)
         return guide
 
-    def default_search(self, space: StateSpace) -> Search:
-        """What fills populations if no search was named."""
+    def make_search(self, space: StateSpace) -> Search:
+        """What fills populations: the search that was named, or one that fits."""
+        if self.search is not None:
+            return self.search
         if isinstance(self.model, SearchedModel) and not self.is_product:
             return self.model.default_search(self.num_states)
         is_crossed = 2 * space.cardinalities.count(2) > space.num_latents or self.is_resizable

@@ -39,14 +39,8 @@ def deletion_losses(population: Population, log_joint: LogJoint, depth: int = 2)
     where the second maximum is over :math:`s^*_n` without :math:`h`, with up to ``depth`` other latents switched on greedily. A latent
     that repeats another one, or stands for two others, has a small loss. One that nothing else explains loses what it explained.
 
-    Args:
-        population: populations of a batch of data points.
-        log_joint: scores their states.
-        depth: number of latents that may replace one.
-
-    Returns:
-        Losses ``(H,)`` in nats, in float64, and the share ``(H, H)`` of data points with latent ``h`` in which latent ``j`` changes
-        without ``h``.
+    Returns losses ``(H,)`` in nats, in float64, and the share ``(H, H)`` of data points with latent ``h`` in which latent ``j`` changes
+    without ``h``.
     """
     space = population.space
     words, top = population.mode(), population.log_joint.amax(-1).double()
@@ -187,7 +181,6 @@ class _Pruner:
             self.trainer.step()
 
     def _losses(self) -> tuple[Tensor, Tensor]:
-        assert self.trainer.truncated_guide is not None
         return deletion_losses(self.trainer.truncated_guide.population(), self.trainer.scorer(), self.trainer.profile.config.pruning_depth)
 
     def prune(self, number: int) -> None:
@@ -213,7 +206,6 @@ class _Pruner:
     def _drop(self, latents: Tensor) -> Tensor:
         """Drops some latents and returns the positions of the others."""
         before, model = self.trainer, self.trainer.profile.model
-        assert before.truncated_guide is not None
         others = torch.ones(model.num_latents, dtype=torch.bool, device=latents.device).index_fill(0, latents, False).nonzero().squeeze(1)
         states = before.truncated_guide.population().states()[..., others]
         profile = before.profile.replace(model=model.with_latents(others))

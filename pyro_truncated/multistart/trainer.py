@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Self, cast
 
 import pyro
@@ -67,7 +68,8 @@ class Trainer:
         self.profile, self._names_before = profile, set(pyro.get_param_store())
         if solution is not None:
             profile.parameters.load(solution.parameters)
-        self.truncated_guide: AutoTruncated | None = None
+        # Samplers have none.
+        self.truncated_guide: Any = None
         self._driver = None if profile.optimizer == "gradients" else ClosedForm(profile.model)
         if profile.search is not None:
             profile.search.forget()
@@ -79,10 +81,10 @@ class Trainer:
             self.elbo: Any = GibbsEM(search) if temperature is None else GibbsEM(search, warm_up=0, temperature=temperature)
         else:
             self.guide, self.truncated_guide, space = _guides(profile, temperature is not None)
-            search = profile.search or profile.default_search(space)
+            search = profile.make_search(space)
             self.elbo = Truncated_ELBO(search, temperature=1.0 if temperature is None or profile.has_companion else temperature)
-        populations = None if self.truncated_guide is None else self.truncated_guide.populations
-        self._moves_components = isinstance(profile.model, RelocatingModel) and populations is not None and not populations.is_part
+        is_relocating = isinstance(profile.model, RelocatingModel) and self.truncated_guide is not None
+        self._moves_components = is_relocating and not self.truncated_guide.populations.is_part
         self._relocation_generator = torch.Generator().manual_seed(0)
         self._rate, self._num_steps = 1.0, 0
 
@@ -100,7 +102,6 @@ class Trainer:
         self._svi = SVI(profile.model, self.guide, self._driver or optimizer, self.elbo)
         if solution is not None and solution.companion:
             self.set_up()
-            assert self.truncated_guide is not None
             medians = Medians(profile.model, profile.y, self.truncated_guide)
             self.take_over(medians.companion(solution.parameters, solution.companion))
 
@@ -135,11 +136,10 @@ class Trainer:
     @torch.no_grad()
     def scorer(self) -> LogJoint:
         """The scorer of states, given the medians of continuous latents beside."""
-        assert self.truncated_guide is not None
         self.set_up()
         with spare_random_numbers(), poutine.block():
             values = self.truncated_guide.other_values(Call(self.truncated_guide.model, (self.profile.y,)), median=True)
-            return self.truncated_guide.make_scorer(self.profile.y, values=values)
+            return cast("LogJoint", self.truncated_guide.make_scorer(self.profile.y, values=values))
 
     def step(self) -> float:
         """Takes a training step; returns the free energy before it."""
@@ -161,7 +161,6 @@ class Trainer:
     def fit_decoder(self) -> None:
         """Refits a network to the states of the populations."""
         if self.profile.has_decoder and self.profile.num_data == len(self.profile.y):
-            assert self.truncated_guide is not None
             fit_decoder(self.profile.model, self.profile.y, self.truncated_guide)
 
     def slow_down(self, steps: int) -> None:
@@ -185,7 +184,6 @@ class Trainer:
         """
         is_evolutionary = self.profile.search is None and isinstance(self.elbo.search, EvolutionarySearch)
         if is_evolutionary:
-            assert self.truncated_guide is not None
             space = self.truncated_guide.space
             self.elbo.search = CombinedFlips() if space.is_binary and space.num_latents > AutomaticSearch.SEVERAL else ConditionalSearch()
         return is_evolutionary
@@ -243,8 +241,8 @@ class Trainer:
             return None
         if profile.is_chain:
             (chains,) = guide.marginals().values()
-            return chains.flatten(0, -2).float().cpu()
-        probabilities = guide.population().marginals().double().cpu()
+            return cast("Tensor", chains.flatten(0, -2).float().cpu())
+        probabilities: Tensor = guide.population().marginals().double().cpu()
         return probabilities if bool(vary(probabilities).any()) else None
 
 
@@ -315,7 +313,7 @@ class Schedule:
         steps: least number of steps.
         max_steps: largest number, without those at a falling rate.
         tol: gain in nats per data point at convergence.
-        gain: measures it, given free energies per data point and the window; of plateaus it is :func:`remaining_gain`.
+        gain: measures it, given free energies per data point and the window.
         window: steps of which the gain is measured.
         stride: steps between two measurements.
         is_relative: whether the gain is divided by that of all steps.
@@ -339,8 +337,6 @@ class Schedule:
 
     def has_converged(self, values: Sequence[float]) -> bool:
         """Whether the gain is below the tolerance."""
-        if self.first_rate is not None:
-            return remaining_gain(values, self.window, self.errors) <= self.tol
         unit = values[-1] - values[0] if self.is_relative and values else 1.0
         return self.gain(values, self.window) <= self.tol * unit
 
@@ -420,8 +416,8 @@ def _train_by_plateaus(trainer: Trainer, schedule: Schedule, first_rate: float) 
         steps_left = schedule.max_steps - steps
         most = steps_left if reduction == _REDUCTIONS else (steps_left + 1) // 2
         window = min(schedule.window, max(_COMPANION_WINDOW_STEPS, most // 2))
-        least = 0 if reduction else min(schedule.steps, most)
-        values = _until_convergence(trainer, dataclasses.replace(schedule, steps=least, max_steps=most, window=window, stride=window))
+        least, gain = 0 if reduction else min(schedule.steps, most), partial(remaining_gain, errors=schedule.errors)
+        values = _until_convergence(trainer, Schedule(least, most, schedule.tol, gain, window, window))
         steps, before = steps + len(values), estimate
         if values:
             estimate = estimate_on_trend(values[-max(window, int(_WINDOW_SHARE * len(values))) :])
@@ -504,10 +500,7 @@ class FixedStates(Search):
 def run_restart(profile: Profile, temperature: Temperature, states: Tensor | None = None) -> Solution:
     """Runs a short training from a drawn start, or from present parameters.
 
-    Args:
-        profile: of restarts.
-        temperature: as a function of the step.
-        states: one of each data point, ``(N, L)``, which the search begins with.
+    The search begins with states ``(N, L)``, one of each data point, if there are any.
     """
     profile.initialize()
     with Trainer(profile, temperature) as trainer:
@@ -562,7 +555,6 @@ def fit_states(
     """Fits parameters to packed states ``(N, S, W)`` that stay as they are."""
     with Trainer(profile.replace(search=FixedStates(), num_states=num_states), temperature, solution) as trainer:
         scorer, guide, steps = trainer.scorer(), trainer.truncated_guide, profile.config.restart_steps
-        assert guide is not None
         states = words(scorer)
         guide.populations.store_(scorer.score(states), None, states)
         return trainer.record(train(trainer, Schedule(steps, steps)))

@@ -53,8 +53,8 @@ def likeliest_states(profile: Profile, solution: Solution) -> Tensor:
     """Returns a model's likeliest state of each data point, ``(N, H)``."""
     with Trainer(profile, solution=solution) as trainer:
         trainer.insert_states(solution.states)
-        assert trainer.truncated_guide is not None
-        return trainer.truncated_guide.space.unpack(trainer.truncated_guide.population().mode())
+        population: Population = trainer.truncated_guide.population()
+    return population.space.unpack(population.mode())
 
 
 @torch.no_grad()

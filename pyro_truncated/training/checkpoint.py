@@ -135,12 +135,7 @@ def load_checkpoint(
 
 
 def read_checkpoint(path: str | Path, svi: SVI) -> dict[str, Any]:
-    """Reads a file, with parameter names of this run.
-
-    Raises:
-        OSError: if it cannot be read.
-        ValueError: if it is no checkpoint, of another version, or damaged.
-    """
+    """Reads a file, with parameter names of this run."""
     content = checkpoint_file.read(Path(path))
     kind = content.get("format") if isinstance(content, dict) else None
     if not isinstance(kind, str) or not kind.startswith(_FORMAT):
@@ -187,11 +182,7 @@ MAY_DIFFER = ("model", "guide", "optimizer", "elbo", "search", "data")
 def refuse_other_runs(
     content: dict[str, Any], run: Mapping[str, str], settings: Mapping[str, Any] | None, may_differ: Collection[str], path: str | Path
 ) -> None:
-    """Compares a run and its settings with the saved ones.
-
-    Raises:
-        ValueError: naming what differs.
-    """
+    """Compares a run and its settings with the saved ones."""
     if unknown := sorted(set(may_differ) - set(MAY_DIFFER)):
         raise ValueError(f"may_differ names {unknown}; the parts of a run are {list(MAY_DIFFER)}")
     if settings is not None:
@@ -425,11 +416,7 @@ _POPULATIONS = "populations."
 
 
 def refuse_partial_checkpoint(svi: SVI) -> None:
-    """Refuses checkpoints that would not hold what every process has.
-
-    Raises:
-        NotImplementedError: saying what they would not.
-    """
+    """Refuses checkpoints that would not hold what every process has."""
     if not isinstance(svi.guide, (AutoTruncated, AutoGuideList, GibbsGuide)) or getattr(svi.guide, "companions", None) is not None:
         raise NotImplementedError(
             "checkpoints of several processes need an AutoTruncated, an AutoGuideList or a GibbsGuide; "
@@ -459,17 +446,7 @@ def save_sharded_checkpoint(
     Each process writes its populations, and what the search has learned of them, into a folder beside the file. Then the first one
     writes the file, which appears under its name last.
 
-    Args:
-        path: the file.
-        svi: the run.
-        number: of this checkpoint; different from that of the last one.
-        portion: the data points of this process.
-        history: what :func:`~pyro_truncated.training.checkpoint.save_checkpoint` takes, as what follows.
-        settings: likewise.
-        run: likewise.
-
-    Raises:
-        OSError: on all processes, if one of them cannot write; the last checkpoint is as it was.
+    Numbers of successive checkpoints differ. If one process cannot write, all fail, and the last checkpoint is as it was.
     """
     content = _make_content(svi, history=history, settings=settings, run=run)
     modules, optim = content["modules"], content["optim"]
@@ -506,11 +483,7 @@ def _run_on_all(act: Any) -> list[Any]:
 
 
 def for_this_process(content: dict[str, Any], path: Path, svi: SVI, arguments: Any) -> dict[str, Any]:
-    """Returns a checkpoint's part for this process, whoever wrote it.
-
-    Raises:
-        ValueError: if files are damaged or missing, or the checkpoint is of another number of data points.
-    """
+    """Returns a checkpoint's part for this process, whoever wrote it."""
     portion = find_portion(arguments)
     stored_rows = content.get("rows")
     if stored_rows is None and (portion is None or not portion.is_part):

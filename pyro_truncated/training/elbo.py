@@ -216,11 +216,7 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
 
     @torch.no_grad()
     def _collect(self, closed_form: ClosedForm, batch: Batch, temperature: float) -> float:
-        """Improves a batch's populations, collects statistics, returns the loss.
-
-        Raises:
-            ValueError: if statistics would have to be taken out of the sums at another temperature than they went in with.
-        """
+        """Improves a batch's populations, collects statistics, returns the loss."""
         call, store, scorer = batch.scorer.call, batch.populations, batch.scorer
         with poutine.block(), memory_budget(scorer.memory_budget):
             # Another caller scored or searched: the sums do not hold the old contribution.
@@ -548,10 +544,6 @@ def free_energy_given_draws(part: AutoTruncated, guide: Call) -> Tensor:
 
     with :math:`z_n` the draws inside the data plates and :math:`z` those outside. The enumerating ELBO computes the same for these
     draws; here the guide's own scores are used.
-
-    Args:
-        part: the truncated part.
-        guide: the whole guide, an :class:`~pyro.infer.autoguide.AutoGuideList` or any callable that runs ``part``, and its arguments.
 
     Raises:
         NotImplementedError: if a draw depends on parameters that its distribution is not reparametrised in.
