@@ -120,12 +120,6 @@ class Exchangeable(NamedTuple):
         permutation[..., self.latents] = order.argsort()[own] if self.num_values else own[..., order]
         return permutation
 
-    def probabilities(self, population: Population) -> Tensor:
-        """Returns posterior probabilities of latents or values, ``(N, H)``."""
-        if self.num_values:
-            return population.value_probabilities()[:, self.latents.start, : self.num_values]
-        return population.marginals()[:, self.latents]
-
 
 def exchangeable_latents(medians: Medians, state: dict[str, Tensor]) -> list[Exchangeable]:
     r"""Finds the groups of latents that a program treats alike.
@@ -263,7 +257,11 @@ class Recombination:
         return correlation, partner
 
     def _marginals(self, member: Solution) -> Tensor:
-        return self.latents.probabilities(_population(member)).double().cpu()
+        """Returns posterior probabilities of latents or values, ``(N, H)``."""
+        population, (latents, _, num_values) = _population(member), self.latents
+        if num_values:
+            return population.value_probabilities()[:, latents.start, :num_values].double().cpu()
+        return population.marginals()[:, latents].double().cpu()
 
     def _exchange(self, member: Solution, other: Solution, block: tuple[int, ...], partner: Tensor) -> Solution:
         """Returns a model with a block of latents of the other one."""

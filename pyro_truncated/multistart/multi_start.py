@@ -65,7 +65,8 @@ class SolutionPool:
 
     Attributes:
         best: the one with the highest free energy, with what others have added to it.
-        solutions: what independent restarts have found, without parameters and states: those from one place agree in poor optima.
+        estimates: what each restart has reached.
+        codes: probabilities ``(N, H)`` that latents of each are active, where restarts are compared by these, else ``None``.
         groups: exchange latents between restarts; none where these exchange nothing.
         is_network: whether restarts exchange nothing, as weights of networks mean nothing in another network.
         targets: the values that a network decodes states into, if a linear model can warm-start it.
@@ -76,7 +77,9 @@ class SolutionPool:
     def __init__(self, profile: Profile, refine: Refine = settle, moves: Sequence[Move] | None = None) -> None:
         self._profile, self._refine = profile, refine
         self._own_moves = (Complement(profile),) if moves is None else moves
-        self.best, self.solutions = NOTHING, list[Solution]()
+        self.best = NOTHING
+        self.estimates: list[FreeEnergyEstimate] = []
+        self.codes: list[Tensor | None] = []
         self.groups: list[Recombination] = []
         self.is_network = profile.initialization == "draw_start"
         self.targets: Tensor | None = None
@@ -91,18 +94,14 @@ class SolutionPool:
         """The free energy per data point of each restart, in order."""
         return [restart.free_energy for restart in self.restarts]
 
-    @property
-    def estimates(self) -> list[FreeEnergyEstimate]:
-        """What each restart has reached."""
-        return [solution.estimate for solution in self.solutions]
-
     def add(self, solution: Solution, restart: Restart) -> None:
         """Adds a restart."""
         self.restarts.append(restart)
+        self.estimates.append(solution.estimate)
         code = solution.probabilities
         if self._profile.learns_causes and solution.population is not None:
             code = solution.population.marginals().double().cpu()
-        self.solutions.append(solution.replace(parameters={}, population=None, companion={}, probabilities=code))
+        self.codes.append(code)
         if self.groups:
             self._join(solution)
         else:
@@ -137,12 +136,15 @@ class SolutionPool:
             number += int((singletons & ~redundant if is_minority else singletons).sum())
         return number
 
+    def ranked_codes(self) -> list[tuple[float, Tensor]]:
+        """Free energies and codes of restarts, the best one first."""
+        ranked = sorted(zip(self.energies, self.codes, strict=True), key=lambda one: -one[0])
+        return [(energy, code) for energy, code in ranked if code is not None]
+
     def share_chains(self) -> bool:
         """Whether each chain of the best was found by another restart, too."""
-        best, *others = [one.probabilities for one in sorted(self.solutions, key=lambda one: -one.free_energy)]
-        if best is None or not others:
-            return False
-        is_shared = torch.stack([shared_mask(best, other) for other in others if other is not None]).any(0)
+        (_, best), *others = self.ranked_codes()
+        is_shared = torch.stack([shared_mask(best, other) for _, other in others]).any(0)
         return not bool((vary(best) & ~is_shared).any())
 
     def use_redundant_latents(self) -> bool:
@@ -377,8 +379,7 @@ class StopRule:
 
         Its free energy must not be lower by more than the gap.
         """
-        codes = [(one.free_energy, one.probabilities) for one in self._pool.solutions if one.probabilities is not None]
-        codes.sort(key=lambda one: -one[0])
+        codes = self._pool.ranked_codes()
         most = self._config.max_unmatched if self._pool.is_network else 0.0
         return any(codes[0][0] - energy <= gap and share_most(codes[0][1], code, most) for energy, code in codes[1:])
 

@@ -130,11 +130,11 @@ class Profile:
     optimizer: Optimizer
     initialization: str
     initializer: Initializer | None
-    space: StateSpace | None
     num_posteriors: float
-    temperature: Callable[[int], float]
-    tolerance: float
     config: LearnConfig
+    space: StateSpace | None = None
+    temperature: Callable[[int], float] = lambda step: 1.0
+    tolerance: float = 0.0
     lrd: float = 1.0
     max_count: int | Mapping[str, int] | None = None
     generator: torch.Generator | None = None
@@ -270,15 +270,15 @@ def profile_model(
     _check_arguments(model, search, is_gibbs, max_count)
     lr = (config.conditional_lr if is_conditional else config.gradient_lr) if config.lr is None else config.lr
     optimizer: Optimizer = "Gibbs sampling" if is_gibbs else "closed-form M-steps" if has_closed_form else "gradients"
-    starts = _find_initializer(model, config.initializer)
-    profile = Profile(model, y, search, num_states or 1, lr, optimizer, *starts, None, total_rows(y), lambda step: 1.0, 0.0, config)
+    name, initializer = _find_initializer(model, config.initializer)
+    profile = Profile(model, y, search, num_states or 1, lr, optimizer, name, initializer, total_rows(y), config)
     profile = profile.replace(
         max_count=max_count,
         generator=generator,
         is_conditional=is_conditional,
         # The first steps of an optimiser may lose more than they gain in the end.
         is_informed=optimizer != "gradients" and config.initializer is None and bool(getattr(model, "has_informed_init", False)),
-        is_resizable=isinstance(model, ResizableModel) and not is_gibbs and starts[1] is not None,
+        is_resizable=isinstance(model, ResizableModel) and not is_gibbs and initializer is not None,
         max_restarts=max_restarts,
     )
     if not is_gibbs:
