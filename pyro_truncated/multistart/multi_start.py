@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,21 +17,10 @@ from pyro_truncated.distributed.shards import find_part, own_rows
 from pyro_truncated.em.closed_form import restore_driver
 from pyro_truncated.multistart.config import LearnConfig
 from pyro_truncated.multistart.learn_report import LearnReport, Restart
-from pyro_truncated.multistart.moves import (
-    Complement,
-    Counts,
-    Crossover,
-    DeadLatents,
-    Move,
-    Recombination,
-    RedundantLatents,
-    build_recombinations,
-    improve,
-)
+from pyro_truncated.multistart.moves import Complement, DeadLatents, SolutionPool, build_recombinations, improve
 from pyro_truncated.multistart.profile import Profile, check_one_array, profile_model
 from pyro_truncated.multistart.pruning import start_overcomplete
 from pyro_truncated.multistart.solution import (
-    NOTHING,
     FreeEnergyEstimate,
     Solution,
     best_two,
@@ -40,165 +28,12 @@ from pyro_truncated.multistart.solution import (
     explain_equally,
     is_gain_below_error,
     share_most,
-    shared_mask,
-    vary,
 )
-from pyro_truncated.multistart.trainer import LAST_RATE, Trainer, converge, finish, run_restart, search_and_train, settle
+from pyro_truncated.multistart.trainer import LAST_RATE, Trainer, converge, finish, run_restart, search_and_train
 from pyro_truncated.multistart.warm_start import LinearCauses, decoder_targets, likeliest_states, shuffle, teach
 from pyro_truncated.search.base import Search
 from pyro_truncated.utils.arguments import check_count, check_kinds
 from pyro_truncated.utils.console import ProgressBar, progress_bar
-
-Refine = Callable[[Profile, Solution], Solution]
-
-
-class SolutionPool:
-    """The solutions of restarts, and the best one, improved by moves.
-
-    Restarts are independent, so a latent that two of them have found is hardly an accident. Once each latent of the best has been found
-    twice, few are missing. The number of kinds that a sample misses grows with the square of the number seen only once (Chao, 1987).
-
-    Args:
-        profile: of restarts.
-        refine: trains what a move proposes.
-        moves: what is tried on the best after each exchange; default: complements.
-
-    Attributes:
-        best: the one with the highest free energy, with what others have added to it.
-        estimates: what each restart has reached.
-        codes: probabilities ``(N, H)`` that latents of each are active, where restarts are compared by these, else ``None``.
-        groups: exchange latents between restarts; none where these exchange nothing.
-        is_network: whether restarts exchange nothing, as weights of networks mean nothing in another network.
-        targets: the values that a network decodes states into, if a linear model can warm-start it.
-        restarts: what each was.
-        moves: what was tried beyond restarts.
-    """
-
-    def __init__(self, profile: Profile, refine: Refine = settle, moves: Sequence[Move] | None = None) -> None:
-        self._profile, self._refine = profile, refine
-        self._own_moves = (Complement(profile),) if moves is None else moves
-        self.best = NOTHING
-        self.estimates: list[FreeEnergyEstimate] = []
-        self.codes: list[Tensor | None] = []
-        self.groups: list[Recombination] = []
-        self.is_network = profile.initialization == "draw_start"
-        self.targets: Tensor | None = None
-        self.restarts: list[Restart] = []
-        self.moves: Counts = {}
-        # All restarts that exchange latents, with populations; and, by name of a move, the best one that gained nothing by it.
-        self._members: list[Solution] = []
-        self._failures: dict[str, Solution] = {}
-
-    @property
-    def energies(self) -> list[float]:
-        """The free energy per data point of each restart, in order."""
-        return [restart.free_energy for restart in self.restarts]
-
-    def add(self, solution: Solution, restart: Restart) -> None:
-        """Adds a restart."""
-        self.restarts.append(restart)
-        self.estimates.append(solution.estimate)
-        code = solution.probabilities
-        if self._profile.learns_causes and solution.population is not None:
-            code = solution.population.marginals().double().cpu()
-        self.codes.append(code)
-        if self.groups:
-            self._join(solution)
-        else:
-            self.best = solution if self.best is NOTHING else max(self.best, solution, key=attrgetter("finite_energy"))
-
-    def exchange(self, groups: list[Recombination]) -> None:
-        """Lets restarts exchange latents, from the best one on."""
-        self.groups = groups
-        if groups:
-            self._redundant = RedundantLatents(groups, self._profile.config.max_candidates, self._profile.generator)
-            first, self.best = self.best, NOTHING
-            if first.parameters:
-                self._join(first)
-
-    def is_complete(self) -> bool:
-        """Whether two restarts have found each latent of the best.
-
-        None of them may be redundant: of two equal ones one may be missing elsewhere.
-        """
-        return not any(bool((self._find_singletons(group) | group.find_redundant(self.best)).any()) for group in self.groups)
-
-    @property
-    def num_singletons(self) -> int:
-        """How many latents of the best only one restart has found.
-
-        Redundant ones do not count, unless they are the majority.
-        """
-        number = 0
-        for group in self.groups:
-            singletons, redundant = self._find_singletons(group), group.find_redundant(self.best)
-            is_minority = int(redundant.sum()) <= int((~singletons & ~redundant).sum())
-            number += int((singletons & ~redundant if is_minority else singletons).sum())
-        return number
-
-    def ranked_codes(self) -> list[tuple[float, Tensor]]:
-        """Free energies and codes of restarts, the best one first."""
-        ranked = sorted(zip(self.energies, self.codes, strict=True), key=lambda one: -one[0])
-        return [(energy, code) for energy, code in ranked if code is not None]
-
-    def share_chains(self) -> bool:
-        """Whether each chain of the best was found by another restart, too."""
-        (_, best), *others = self.ranked_codes()
-        is_shared = torch.stack([shared_mask(best, other) for _, other in others]).any(0)
-        return not bool((vary(best) & ~is_shared).any())
-
-    def use_redundant_latents(self) -> bool:
-        """Whether the best gains by its own redundant latents.
-
-        They are not tried while other restarts still add to it.
-        """
-        return bool(self.groups) and self._improve(self._redundant)
-
-    def _join(self, solution: Solution) -> None:
-        """Adds latents of a restart to the best, then of others."""
-        before = self.best
-        self._members.append(self.groups[0].populate(solution))
-        queue = [self._members[-1]]
-        while queue:
-            other = queue.pop()
-            gains = [self._cross(other), *(self._improve(move) for move in self._own_moves)]
-            if any(gains):
-                queue = [member for member in self._members if member is not other]
-        if self.best is before:
-            self._improve(self._redundant)
-
-    def _cross(self, other: Solution) -> bool:
-        """Whether the best has become better by what another one has found."""
-        if self.best is NOTHING:
-            self.best = other
-            return False
-        before = self.best
-        self.best, lesser = sorted((before, other), key=attrgetter("finite_energy"), reverse=True)
-        self.best = self._apply(self.best, Crossover(self.groups, lesser))
-        return self.best is not before
-
-    def _improve(self, move: Move) -> bool:
-        """Whether a move improves the best; it is not repeated on it."""
-        before = self.best
-        if before is self._failures.get(move.name):
-            return False
-        self.best = self._failures[move.name] = self._apply(before, move)
-        return self.best is not before
-
-    def _apply(self, best: Solution, move: Move) -> Solution:
-        return improve(best, move, self._train_child, self._profile.tolerance, self.moves)
-
-    def _train_child(self, child: Solution) -> Solution:
-        """Returns a trained proposal, or itself if training does not help.
-
-        Beside continuous latents the free energy of an untrained child is an estimate with the parent's spread. There only trained
-        children count.
-        """
-        solution = self.groups[0].populate(self._refine(self._profile, child), child)
-        return solution if child.companion else max(child, solution, key=attrgetter("free_energy"))
-
-    def _find_singletons(self, group: Recombination) -> Tensor:
-        return torch.stack([group.shared_mask(self.best, member) for member in self._members]).sum(0) < 2
 
 
 class MultiStart:

@@ -27,12 +27,12 @@ from pyro_truncated.multistart.moves import (
     Complement,
     Exchangeable,
     Recombination,
+    SolutionPool,
     build_recombinations,
     exchangeable_latents,
     find_unlikely,
     improve,
 )
-from pyro_truncated.multistart.multi_start import SolutionPool
 from pyro_truncated.multistart.profile import Profile, profile_model
 from pyro_truncated.multistart.pruning import value_deletion_losses
 from pyro_truncated.multistart.solution import FreeEnergyEstimate, Solution
