@@ -1,4 +1,4 @@
-"""Moves: changes of a solution beyond restarts; the pool whose best one they improve."""
+"""Moves of solutions, and the pool whose best one they improve."""
 
 from __future__ import annotations
 
