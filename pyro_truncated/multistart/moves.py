@@ -88,16 +88,11 @@ class Exchangeable(NamedTuple):
     """Exchangeable latents of a site, or values of a single latent.
 
     Their parameters change places with them. Components of a mixture are an example.
-
-    Attributes:
-        latents: positions of theirs among the latents of a data point.
-        axes: the axis along which the latents lie, by name of the parameters that have one.
-        num_values: how many values the latent has, if these are what is exchanged, else zero.
     """
 
-    latents: slice
-    axes: dict[str, int]
-    num_values: int = 0
+    latents: slice  # their positions among the latents of a data point
+    axes: dict[str, int]  # along which they lie, by name of the parameters that have one
+    num_values: int = 0  # how many values the latent has, if these are exchanged
 
     def replace_latents(self, state: dict[str, Tensor], index: Tensor, other: dict[str, Tensor], other_index: Tensor) -> dict[str, Tensor]:
         """Returns parameters with latents ``index`` replaced by ``other_index`` of ``other``."""
@@ -495,32 +490,23 @@ class SolutionPool:
         profile: of restarts.
         refine: trains what a move proposes.
         moves: what is tried on the best after each exchange; default: complements.
-
-    Attributes:
-        best: the one with the highest free energy, with what others have added to it.
-        estimates: what each restart has reached.
-        codes: probabilities ``(N, H)`` that latents of each are active, where restarts are compared by these, else ``None``.
-        groups: exchange latents between restarts; none where these exchange nothing.
-        is_network: whether restarts exchange nothing, as weights of networks mean nothing in another network.
-        targets: the values that a network decodes states into, if a linear model can warm-start it.
-        restarts: what each was.
-        moves: what was tried beyond restarts.
     """
 
     def __init__(self, profile: Profile, refine: Refine = settle, moves: Sequence[Move] | None = None) -> None:
         self._profile, self._refine = profile, refine
         self._own_moves = (Complement(profile),) if moves is None else moves
-        self.best = NOTHING
-        self.estimates: list[FreeEnergyEstimate] = []
-        self.codes: list[Tensor | None] = []
-        self.groups: list[Recombination] = []
-        self.is_network = profile.initialization == "draw_start"
-        self.targets: Tensor | None = None
+        self.best = NOTHING  # the highest free energy, with what others have added
         self.restarts: list[Restart] = []
-        self.moves: Counts = {}
-        # All restarts that exchange latents, with populations; and, by name of a move, the best one that gained nothing by it.
-        self._members: list[Solution] = []
-        self._failures: dict[str, Solution] = {}
+        self.estimates: list[FreeEnergyEstimate] = []  # what each has reached
+        # Probabilities (N, H) that latents of each are active, where restarts are compared by these.
+        self.codes: list[Tensor | None] = []
+        self.groups: list[Recombination] = []  # of latents that restarts exchange
+        # Restarts exchange nothing, as weights of networks mean nothing in another network.
+        self.is_network = profile.initialization == "draw_start"
+        self.targets: Tensor | None = None  # what a network decodes states into, if a linear model can warm-start it
+        self.moves: Counts = {}  # what was tried beyond restarts
+        self._members: list[Solution] = []  # restarts that exchange latents, with populations
+        self._failures: dict[str, Solution] = {}  # the best one that gained nothing by a move, by its name
 
     @property
     def energies(self) -> list[float]:

@@ -37,15 +37,7 @@ from pyro_truncated.utils.console import ProgressBar, progress_bar
 
 
 class MultiStart:
-    """Restarts of a model.
-
-    A given function makes each from where the model is.
-
-    Attributes:
-        pool: their solutions.
-        rule: says whether another one is made.
-        reason: why no further one is.
-    """
+    """Restarts of a model until two agree."""
 
     def __init__(self, profile: Profile, restart: Callable[[Profile], Solution] | None = None) -> None:
         self._num_steps, self._make_restart = 0, restart
@@ -58,7 +50,7 @@ class MultiStart:
             self._first = profile.parameters.snapshot()
         self.pool = SolutionPool(self._profile)
         self.rule = StopRule(self._profile, self.pool)
-        self.reason: str | None = None
+        self.reason: str | None = None  # why no further restart is made
 
     def _count(self, watch: Callable[[float], None], free_energy: float) -> None:
         self._num_steps += 1

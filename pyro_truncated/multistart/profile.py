@@ -91,64 +91,35 @@ class Profile:
     """A model, its data, and all that decides how it is trained.
 
     :func:`profile_model` makes it; nothing else asks what a model is.
-
-    Attributes:
-        model: the model; its parameters are changed in place.
-        y: the data.
-        search: fills the populations; ``None`` for the model's own.
-        num_states: states per data point.
-        lr: learning rate of gradient steps.
-        lrd: what it is multiplied by from step to step.
-        max_count: largest value of count sites without an upper end.
-        generator: source of randomness.
-        config: the numbers.
-        optimizer: how parameters are changed.
-        initialization: name of where restarts begin.
-        initializer: goes there; ``None`` where noise is added to one place.
-        space: the states of a data point; ``None`` for Gibbs samplers.
-        num_posteriors: how many posteriors all rows of data have; fewer than rows where rows share latents.
-        is_product: whether each node of the program has a set of states.
-        is_chain: whether these are steps of chains.
-        is_informed: whether ``initialize`` searches for the components itself, so that restarts need no annealing.
-        is_mixture: whether it is a mixture with closed-form M-steps and a search of its own.
-        is_resizable: whether it is a model of causes that can have more of them.
-        is_network: whether two or more of torch's layers hold weights.
-        layers: names of weights and biases of torch's own layers.
-        has_companion: whether continuous latents are left to a guide beside the truncated one.
-        is_conditional: whether the model samples its continuous latents given the discrete ones.
-        temperature: of a restart, as a function of the step.
-        max_restarts: most of them, if said.
-        tolerance: largest difference in nats per data point of two restarts that agree.
-        watch: is told the free energy per data point after every step.
     """
 
-    model: Any
+    model: Any  # its parameters are changed in place
     y: Tensor
-    search: Search | None
-    num_states: int
-    lr: float
+    search: Search | None  # fills the populations; None for the model's own
+    num_states: int  # per data point
+    lr: float  # learning rate of gradient steps
     optimizer: Optimizer
-    initialization: str
-    initializer: Initializer | None
-    num_posteriors: float
+    initialization: str  # name of where restarts begin
+    initializer: Initializer | None  # goes there; None where noise is added to one place
+    num_posteriors: float  # of all rows of data: fewer than rows where these share latents
     config: LearnConfig
-    space: StateSpace | None = None
-    temperature: Callable[[int], float] = lambda step: 1.0
-    tolerance: float = 0.0
-    lrd: float = 1.0
-    max_count: int | Mapping[str, int] | None = None
+    space: StateSpace | None = None  # states of a data point; None for Gibbs samplers
+    temperature: Callable[[int], float] = lambda step: 1.0  # of a restart, by its step
+    tolerance: float = 0.0  # largest difference in nats per data point of two restarts that agree
+    lrd: float = 1.0  # multiplies the learning rate from step to step
+    max_count: int | Mapping[str, int] | None = None  # largest value of count sites without an upper end
     generator: torch.Generator | None = None
-    is_product: bool = False
-    is_chain: bool = False
-    is_informed: bool = False
-    is_mixture: bool = False
-    is_resizable: bool = False
-    is_network: bool = False
-    layers: frozenset[str] = frozenset()
-    has_companion: bool = False
-    is_conditional: bool = False
-    max_restarts: int | None = None
-    watch: Callable[[float], None] = lambda free_energy: None
+    is_product: bool = False  # each node of the program has a set of states
+    is_chain: bool = False  # these are steps of chains
+    is_informed: bool = False  # initialize searches for the components itself: no annealing
+    is_mixture: bool = False  # one with closed-form M-steps and a search of its own
+    is_resizable: bool = False  # a model of causes that can have more of them
+    is_network: bool = False  # two or more of torch's layers hold weights
+    layers: frozenset[str] = frozenset()  # names of weights and biases of torch's own layers
+    has_companion: bool = False  # continuous latents are left to a guide beside the truncated one
+    is_conditional: bool = False  # the model samples its continuous latents given the discrete ones
+    max_restarts: int | None = None  # most of them, if said
+    watch: Callable[[float], None] = lambda free_energy: None  # is told the free energy after every step
 
     @property
     def parameters(self) -> ModelParameters:

@@ -307,33 +307,21 @@ def _noisy_gain(before: FreeEnergyEstimate, after: FreeEnergyEstimate, errors: f
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """When a run has converged, and what its last steps are.
+    """When a run has converged, and what its last steps are."""
 
-    Attributes:
-        steps: least number of steps.
-        max_steps: largest number, without those at a falling rate.
-        tol: gain in nats per data point at convergence.
-        gain: measures it, given free energies per data point and the window.
-        window: steps of which the gain is measured.
-        stride: steps between two measurements.
-        is_relative: whether the gain is divided by that of all steps.
-        decay: steps at a falling learning rate, after convergence.
-        first_rate: what the learning rate is multiplied by before the first plateau; ``None``: it does not fall from plateau to plateau.
-        errors: standard errors added to the gains of plateaus. One more hides no slow gain, one less ends no later than noise allows.
-        is_thorough: whether the search is intensified, from the beginning or from the second plateau on.
-    """
-
-    steps: int
-    max_steps: int
-    tol: float = 0.0
-    gain: Callable[[Sequence[float], int], float] = last_gain
-    window: int = 5
-    stride: int = 1
-    is_relative: bool = False
-    decay: int = 0
+    steps: int  # at least
+    max_steps: int  # at most, without those at a falling rate
+    tol: float = 0.0  # gain in nats per data point at convergence
+    gain: Callable[[Sequence[float], int], float] = last_gain  # of free energies, given the window
+    window: int = 5  # steps of which the gain is measured
+    stride: int = 1  # steps between two measurements
+    is_relative: bool = False  # the gain is divided by that of all steps
+    decay: int = 0  # steps at a falling learning rate, after convergence
+    # Multiplies the learning rate before the first plateau; None: it does not fall from plateau to plateau.
     first_rate: float | None = None
+    # Standard errors added to gains of plateaus. One more hides no slow gain, one less ends no later than noise allows.
     errors: float = -1.0
-    is_thorough: bool = False
+    is_thorough: bool = False  # the search is intensified, from the beginning or the second plateau on
 
     def has_converged(self, values: Sequence[float]) -> bool:
         """Whether the gain is below the tolerance."""
