@@ -392,7 +392,7 @@ class GibbsEM(ELBO):
 
     def loss(self, model: Any, guide: Any, y: Tensor, *args: Any, **kwargs: Any) -> float:
         """Returns minus the mean log joint of the present draws."""
-        return -float(_total(model.expected_log_joint(_check(guide, model).draws(), y), y))
+        return -float(shard_sum(y)([model.expected_log_joint(_check(guide, model).draws(), y)])[0])
 
     def loss_and_grads(self, model: Any, guide: Any, y: Tensor, *args: Any, **kwargs: Any) -> float:
         """Takes an E-step and an M-step; returns the loss.
@@ -417,7 +417,7 @@ class GibbsEM(ELBO):
         with defer_checks():
             draws = self._update(guide, y, indices)
             # A model that looks at its statistics brings it along.
-            values = lazy_values(_total(guide.model.expected_log_joint(draws, y), y))
+            values = lazy_values(shard_sum(y)([guide.model.expected_log_joint(draws, y)])[0])
             statistics = guide.model.sufficient_statistics(draws, y)
             loss = -values()[0] * scale
         self.num_steps += 1
@@ -473,11 +473,6 @@ def _draw_key(generator: torch.Generator | None) -> Iterator[None]:
     with spare_random_numbers():
         torch.manual_seed(seed)
         yield
-
-
-def _total(value: Tensor, y: Tensor) -> Tensor:
-    """Sums what each process has computed of its data."""
-    return shard_sum(y)([value])[0]
 
 
 def _check(guide: Any, model: Any) -> GibbsGuide:

@@ -18,33 +18,20 @@ _MIN_MEAN_SQUARE = 1e-4
 
 
 class Decoder(NamedTuple):
-    """A network whose last layer is linear.
+    """A network whose last layer is linear."""
 
-    Attributes:
-        network: maps states ``(M, H)`` to numbers ``(M, D)``, each by itself.
-        hidden: the linear layer that computes the last hidden units, before their nonlinearity.
-        last: the last layer.
-    """
-
-    network: torch.nn.Module
-    hidden: torch.nn.Linear
+    network: torch.nn.Module  # maps states (M, H) to numbers (M, D), each by itself
+    hidden: torch.nn.Linear  # computes the last hidden units, before their nonlinearity
     last: torch.nn.Linear
 
 
 class Targets(NamedTuple):
-    """What a network shall decode states into.
+    """What a network shall decode states into."""
 
-    Attributes:
-        states: distinct ones, ``(M, H)``, in the type of the weights.
-        weights: how many data points have each, ``(M,)`` in float64.
-        means: of what the network shall decode for these, ``(M, D)`` in float64.
-        rest: the square error of the means themselves.
-    """
-
-    states: Tensor
-    weights: Tensor
-    means: Tensor
-    rest: float
+    states: Tensor  # distinct ones, (M, H), in the type of the weights
+    weights: Tensor  # how many data points have each, (M,) in float64
+    means: Tensor  # what the network shall decode for these, (M, D) in float64
+    rest: float  # the square error of the means themselves
 
 
 def make_targets(population: Population, values: Tensor, dtype: torch.dtype) -> Targets:
@@ -219,10 +206,6 @@ def fit_unit_by_unit(decoder: Decoder, targets: Targets) -> bool:
 
     A network as narrow as the one that made the data has many bad optima. Two of its units do what one should, and others are missing,
     which no gradient mends. Random numbers are torch's own.
-
-    Args:
-        decoder: the network, changed in place.
-        targets: what it shall decode.
 
     Returns:
         Whether the square error has fallen; otherwise the network is as it was.

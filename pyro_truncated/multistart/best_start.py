@@ -9,7 +9,6 @@ from torch import Tensor
 
 from pyro_truncated.distributed.shards import drawn_rows
 from pyro_truncated.em.closed_form import restore_driver
-from pyro_truncated.multistart.model_parameters import load_snapshot, snapshot
 from pyro_truncated.multistart.profile import check_one_array, profile_model
 from pyro_truncated.multistart.trainer import Schedule, Trainer, train
 from pyro_truncated.search.base import Search
@@ -78,7 +77,7 @@ def best_start(
             model.initialize(part, generator)
             energies.append(train(Trainer(profile, temperature), Schedule(steps, steps)).free_energy)
             if energies[-1] == max(energies):
-                best = snapshot(model, part)
-        load_snapshot(model, part, best)
+                best = profile.parameters.snapshot()
+        profile.parameters.load(best)
     search.forget()
     return energies

@@ -49,11 +49,6 @@ def fit_decoder(model: Any, y: Tensor, guide: AutoTruncated) -> bool:
     A program may use the weights elsewhere, as in a prior or a noise, which one run does not show. So the free energy is evaluated
     afterwards, and all weights are restored if it has fallen.
 
-    Args:
-        model: any model; those in which there is no such network stay as they are.
-        y: its data, ``(N, ...)``.
-        guide: its posteriors; their log joints become those under the model as it is.
-
     Returns:
         Whether the network has changed.
     """

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import pyro
@@ -42,91 +43,202 @@ _LOC = "locs.{}_unconstrained"
 _UNIFORM_SHARE = 0.5
 
 
-def learned_tensors(model: Any, y: Tensor) -> dict[str, Tensor]:
-    """The tensors that hold what a model has learned, by name."""
-    if isinstance(model, torch.nn.Module):
-        return model.state_dict()
-    with spare_random_numbers(), poutine.block(), torch.no_grad():
-        nodes = poutine.trace(model, param_only=True).get_trace(y).nodes
-    return {name: _to_unconstrained(node["value"]) for name, node in nodes.items() if node["type"] == "param"}
-
-
-def learned_parameters(model: Any, y: Tensor) -> dict[str, Tensor]:
-    """Returns learned parameters by name, without buffers."""
-    return dict(model.named_parameters()) if isinstance(model, torch.nn.Module) else learned_tensors(model, y)
-
-
-def layer_parameters(model: Any, y: Tensor) -> set[str]:
-    """Returns names of parameters of torch's layers, or a function's modules."""
-    if not isinstance(model, torch.nn.Module):
-        return {name for name in learned_tensors(model, y) if _OF_A_MODULE in name}
-    names = set()
-    for name, layer in model.named_modules():
-        if hasattr(layer, "reset_parameters"):
-            parts = [("", layer.named_parameters(recurse=False))]
-            if is_parametrized(layer):
-                parts.append(("parametrizations.", layer.parametrizations.named_parameters()))
-            names |= {f"{name}.{prefix}{own}".lstrip(".") for prefix, parameters in parts for own, _ in parameters}
-    return names
-
-
-def num_weights(model: Any, y: Tensor) -> int:
-    """How many matrices of weights torch's own layers hold."""
-    tensors = learned_tensors(model, y)
-    return sum(tensors[name].dim() > 1 for name in layer_parameters(model, y))
-
-
-def snapshot(model: Any, y: Tensor) -> dict[str, Tensor]:
-    """What a model has learned, by name, apart from the model."""
-    return {name: value.clone() for name, value in learned_tensors(model, y).items()}
-
-
-@torch.no_grad()
-def load_snapshot(model: Any, y: Tensor, state: dict[str, Tensor]) -> None:
-    """Writes values in place, so that stores and optimisers keep their tensors."""
-    for name, value in learned_tensors(model, y).items():
-        value.copy_(state[name])
-
-
-@torch.no_grad()
-def disturb(model: Any, y: Tensor, other_parameters: dict[str, Tensor], generator: torch.Generator | None) -> None:
-    """Adds noise to unconstrained parameters.
-
-    It is of size one where these had constraints, else of their unit or their root mean square.
+class ModelParameters:
+    """What a model has learned, and the units of its steps.
 
     Args:
-        model: the model.
+        model: the model; its parameters are changed.
         y: its data.
-        other_parameters: what its parameters were elsewhere: where these are larger, their root mean square counts.
-        generator: source of randomness.
+        companion: a guide of continuous latents, which runs of the model take.
     """
-    layers = layer_parameters(model, y)
-    for name, value in learned_parameters(model, y).items():
-        unit = 1.0 if _constraint(value) is not constraints.real else 0.0 if name in layers else parameter_unit(model, y, value)
-        _add_noise(value, unit or max(_size(value), _size(other_parameters[name])) or 1.0, generator)
 
+    def __init__(self, model: Any, y: Tensor, companion: Any = None) -> None:
+        self.model, self.y, self._companion = model, y, companion
 
-def optimiser_units(model: Any, y: Tensor, layers: tuple[str, ...] = (), companion: Any = None) -> dict[str, float]:
-    """Returns units of all parameters, by name as optimisers get it.
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that hold what was learned."""
+        if isinstance(self.model, torch.nn.Module):
+            return self.model.state_dict()
+        with spare_random_numbers(), poutine.block(), torch.no_grad():
+            nodes = poutine.trace(self.model, param_only=True).get_trace(self.y).nodes
+        return {name: _to_unconstrained(node["value"]) for name, node in nodes.items() if node["type"] == "param"}
 
-    It is their own size where there is no other, at least 0.2. What has a prior is no larger than that says. Constrained parameters move on
-    logarithmic or similar scales, without units.
+    def learned(self) -> dict[str, Tensor]:
+        """Learned parameters, without buffers."""
+        return dict(self.model.named_parameters()) if isinstance(self.model, torch.nn.Module) else self.tensors()
 
-    Args:
-        model: the model.
-        y: its data.
-        layers: ends of the names of weights of torch's layers.
-        companion: a guide of continuous latents.
-    """
-    latents = {free.data_ptr() for free in ([] if companion is None else companion.locs.parameters())}
-    units = {}
-    # Several processes must measure in one order.
-    for key, free in sorted(pyro.get_param_store().named_parameters()):
-        name, size, unit = normalize_param_name(key), max(_LEAST_SIZE, _size(free)), 1.0
-        if _constraint(free) is constraints.real:
-            unit = (0.0 if f".{name}".endswith(layers) else parameter_unit(model, y, free, companion)) or size
-        units[name] = min(unit, size) if free.data_ptr() in latents else unit
-    return units
+    def trainable(self) -> dict[str, Tensor]:
+        """Learned parameters but frozen ones of modules."""
+        is_module = isinstance(self.model, torch.nn.Module)
+        return {name: value for name, value in self.learned().items() if value.requires_grad or not is_module}
+
+    @cached_property
+    def layers(self) -> frozenset[str]:
+        """Names of parameters of torch's layers, or a function's modules."""
+        if not isinstance(self.model, torch.nn.Module):
+            return frozenset(name for name in self.tensors() if _OF_A_MODULE in name)
+        names = set()
+        for name, layer in self.model.named_modules():
+            if hasattr(layer, "reset_parameters"):
+                parts = [("", layer.named_parameters(recurse=False))]
+                if is_parametrized(layer):
+                    parts.append(("parametrizations.", layer.parametrizations.named_parameters()))
+                names |= {f"{name}.{prefix}{own}".lstrip(".") for prefix, parameters in parts for own, _ in parameters}
+        return frozenset(names)
+
+    def is_of_layer(self, name: str) -> bool:
+        """Whether a name of Pyro's store is that of a layer's parameter."""
+        return f".{name}".endswith(tuple(f".{normalize_param_name(layer)}" for layer in self.layers))
+
+    def num_weights(self) -> int:
+        """How many matrices of weights torch's own layers hold."""
+        tensors = self.tensors()
+        return sum(tensors[name].dim() > 1 for name in self.layers)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """What was learned, apart from the model."""
+        return {name: value.clone() for name, value in self.tensors().items()}
+
+    @torch.no_grad()
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Writes values in place, so that stores and optimisers keep their tensors."""
+        for name, value in self.tensors().items():
+            value.copy_(state[name])
+
+    @torch.no_grad()
+    def disturb(self, others: dict[str, Tensor], generator: torch.Generator | None) -> None:
+        """Adds noise to unconstrained parameters.
+
+        It is of size one where these had constraints, else of their unit or their root mean square: here or among others, whichever is
+        larger.
+        """
+        for name, value in self.learned().items():
+            unit = 1.0 if _constraint(value) is not constraints.real else 0.0 if name in self.layers else self.unit(value)
+            _add_noise(value, unit or max(_size(value), _size(others[name])) or 1.0, generator)
+
+    def units(self) -> dict[str, float]:
+        """Returns units of all parameters, by name as optimisers get it.
+
+        It is their own size where there is no other, at least 0.2. What has a prior is no larger than that says. Constrained parameters
+        move on logarithmic or similar scales, without units.
+        """
+        latents = {free.data_ptr() for free in ([] if self._companion is None else self._companion.locs.parameters())}
+        units = {}
+        # Several processes must measure in one order.
+        for key, free in sorted(pyro.get_param_store().named_parameters()):
+            name, size, unit = normalize_param_name(key), max(_LEAST_SIZE, _size(free)), 1.0
+            if _constraint(free) is constraints.real:
+                unit = (0.0 if self.is_of_layer(name) else self.unit(free)) or size
+            units[name] = min(unit, size) if free.data_ptr() in latents else unit
+        return units
+
+    @torch.no_grad()
+    def unit(self, free: Tensor) -> float:
+        """Returns by how much a parameter changes observed means by a deviation.
+
+        All entries change by as much, and means by a deviation as a root mean square. It is zero where means are not linear in the
+        parameter, or where nothing real is observed.
+        """
+        size = _size(free) or 1.0
+        if (misfits := self._disturbed_misfits(free, size)) is None:
+            return 0.0
+        first, up, down = misfits
+        effects = (up - first).square().sum(), (up - 2 * first + down).square().sum(), up.new_tensor(up.numel())
+        effect, curvature, number = (float(total) for total in shard_sum(self.y)(effects))
+        return size * math.sqrt(number / effect) if effect > 0 and curvature <= _LINEAR_RTOL**2 * effect else 0.0
+
+    def _disturbed_misfits(self, free: Tensor, size: float) -> list[Tensor] | None:
+        """Returns misfits at a parameter, and after equal steps up and down."""
+        before = free.detach().clone()
+        change = size * torch.randn(free.shape, generator=torch.Generator().manual_seed(0)).sign().to(before)
+        misfits = []
+        try:
+            for value in (before, before + change, before - change):
+                free.copy_(value)
+                misfits.append(self._observe()[0])
+        except (ValueError, RuntimeError):  # whatever a program says to values of no use
+            return None
+        finally:
+            free.copy_(before)
+        return misfits
+
+    @torch.no_grad()
+    def warn_about_columns(self) -> None:
+        """Warns if equal steps are unlike in the columns of data ``(N, D)``.
+
+        Warns:
+            UserWarning: with the columns, and what to do.
+        """
+        y = self.y
+        if self._observe()[2] != 1:
+            return
+        # Few outliers make no extent. A few thousand rows tell it: to sort all takes longer than a step.
+        lowest, highest = y[:: -(-len(y) // 5000)].double().nanquantile(torch.tensor([0.05, 0.95], dtype=torch.float64, device=y.device), 0)
+        extent = highest - lowest
+        for key, free in sorted(pyro.get_param_store().named_parameters()):
+            name = normalize_param_name(key)
+            if self.is_of_layer(name) or free.numel() < y.shape[1] or not self.unit(free):
+                continue
+            misfits = self._disturbed_misfits(free, _size(free) or 1.0)
+            if misfits is None or misfits[0].numel() != y.numel():
+                continue
+            effect = (misfits[1] - misfits[0]).reshape(y.shape).square().mean(0).sqrt() / extent
+            effect = torch.where(effect.isfinite(), effect, 0.0)
+            seen = effect[effect > 0]
+            if len(seen) and float(seen.max() / seen.min()) > _MAX_RATIO_OF_COLUMNS:
+                least, most = int(effect.argmax()), int(torch.where(effect > 0, effect, math.inf).argmin())
+                warnings.warn(
+                    f"columns of the data extend unlike: column {least} over {float(extent[least]):.3g} and column {most} over "
+                    f"{float(extent[most]):.3g}, but steps of the parameter {name!r} are equal in both. If they have units of their own, "
+                    "and are not dark pixels, standardise them, as by (y - y.mean(0)) / y.std(0), and multiply what is learned.",
+                    UserWarning,
+                    stacklevel=5,
+                )
+                return
+
+    def approach(self, generator: torch.Generator | None) -> None:
+        """Moves a start to data that lie far from its means.
+
+        Steps in the unit of the data would be too small. All that means are linear in is fitted to random states by least squares, then
+        all else, such as a scale, by maximum likelihood. In the end noise is added, of the size of units.
+        """
+        if _size(self._observe()[0]) <= _FAR:
+            return
+        names = self.trainable().keys() - self.layers
+        free = dict(self.model.named_parameters() if isinstance(self.model, torch.nn.Module) else pyro.get_param_store().named_parameters())
+        parameters = [value for name, value in sorted(free.items()) if name in names]
+        latents = () if self._companion is None else self._companion.locs.parameters()
+        units = {value: self.unit(value) for value in (*parameters, *latents)}
+        linear = [value for value, unit in units.items() if unit]
+        if not linear:
+            return
+        _minimize(lambda: self._observe()[0].square().mean(), torch.optim.LBFGS(linear, 1, line_search_fn="strong_wolfe"))
+        if others := [value for value in parameters if not units[value]]:
+            # Steps of up to one, by signs, as densities may be infinite.
+            _minimize(lambda: -self._observe()[1], torch.optim.Rprop(others, 0.1, step_sizes=(1e-6, 1.0)))
+        for value in linear:
+            _add_noise(value.data, units[value], generator)
+
+    def _observe(self) -> tuple[Tensor, Tensor, int]:
+        """Returns what a run says of observed real numbers, given random latents.
+
+        These are means less numbers, in deviations of the data, the mean log density, and the number of sites. Latents are the same each
+        time.
+        """
+        with spare_random_numbers(), poutine.block(), pyro.validation_enabled(False):
+            torch.manual_seed(0)
+            with Assign({} if self._companion is None else self._companion(self.y)):
+                nodes = poutine.trace(self.model).get_trace(self.y).nodes.values()
+            observed = [node for node in nodes if node["type"] == "sample" and node["is_observed"]]
+            real = [node for node in observed if elementwise(get_support(node["fn"])) is constraints.real]
+            density = log_density(real) / len(self.y)
+        misfits = [torch.zeros(0, dtype=torch.float64)]
+        for node in real:
+            value = node["value"].as_subclass(Tensor).double()
+            deviation = _size((value - value.nanmean(0)).nan_to_num())
+            if deviation > 0:
+                misfits.append(((node["fn"].mean - value) / deviation).where(value.isfinite(), 0.0).flatten())
+        return torch.cat([part.to(misfits[-1]) for part in misfits]), density, len(misfits) - 1
 
 
 def optimiser_options(lr: float, lrd: float, unit: float, is_layer: bool = False) -> dict[str, float]:
@@ -136,104 +248,6 @@ def optimiser_options(lr: float, lrd: float, unit: float, is_layer: bool = False
     """
     scale = 1.0 if is_layer else unit
     return {"lr": lr * unit, "lrd": lrd, "clip_norm": 10.0 / scale, "eps": 1e-8 / scale}
-
-
-@torch.no_grad()
-def parameter_unit(model: Any, y: Tensor, free: Tensor, companion: Any = None) -> float:
-    """Returns by how much a parameter changes observed means by a deviation.
-
-    All entries change by as much, and means by a deviation as a root mean square. It is zero where means are not linear in the parameter,
-    or where nothing real is observed.
-    """
-    size = _size(free) or 1.0
-    if (misfits := _disturbed_misfits(model, y, free, size, companion)) is None:
-        return 0.0
-    first, up, down = misfits
-    effects = (up - first).square().sum(), (up - 2 * first + down).square().sum(), up.new_tensor(up.numel())
-    effect, curvature, number = (float(total) for total in shard_sum(y)(effects))
-    return size * math.sqrt(number / effect) if effect > 0 and curvature <= _LINEAR_RTOL**2 * effect else 0.0
-
-
-def _disturbed_misfits(model: Any, y: Tensor, free: Tensor, size: float, companion: Any) -> list[Tensor] | None:
-    """Returns misfits at a parameter, and after equal steps up and down."""
-    before = free.detach().clone()
-    change = size * torch.randn(free.shape, generator=torch.Generator().manual_seed(0)).sign().to(before)
-    misfits = []
-    try:
-        for value in (before, before + change, before - change):
-            free.copy_(value)
-            misfits.append(_observe(model, y, companion)[0])
-    except (ValueError, RuntimeError):  # whatever a program says to values of no use
-        return None
-    finally:
-        free.copy_(before)
-    return misfits
-
-
-@torch.no_grad()
-def warn_about_columns(model: Any, y: Tensor, layers: Collection[str], companion: Any = None) -> None:
-    """Warns if equal steps are unlike in the columns of data ``(N, D)``.
-
-    Warns:
-        UserWarning: with the columns, and what to do.
-    """
-    if _observe(model, y, companion)[2] != 1:
-        return
-    # Few outliers make no extent. A few thousand rows tell it: to sort all takes longer than a step.
-    lowest, highest = y[:: -(-len(y) // 5000)].double().nanquantile(torch.tensor([0.05, 0.95], dtype=torch.float64, device=y.device), 0)
-    extent = highest - lowest
-    ends = tuple(f".{normalize_param_name(layer)}" for layer in layers)
-    for key, free in sorted(pyro.get_param_store().named_parameters()):
-        name = normalize_param_name(key)
-        if f".{name}".endswith(ends) or free.numel() < y.shape[1] or not parameter_unit(model, y, free, companion):
-            continue
-        misfits = _disturbed_misfits(model, y, free, _size(free) or 1.0, companion)
-        if misfits is None or misfits[0].numel() != y.numel():
-            continue
-        first, up, _ = misfits
-        effect = (up - first).reshape(y.shape).square().mean(0).sqrt() / extent
-        effect = torch.where(effect.isfinite(), effect, 0.0)
-        seen = effect[effect > 0]
-        if len(seen) and float(seen.max() / seen.min()) > _MAX_RATIO_OF_COLUMNS:
-            least, most = int(effect.argmax()), int(torch.where(effect > 0, effect, math.inf).argmin())
-            warnings.warn(
-                f"columns of the data extend unlike: column {least} over {float(extent[least]):.3g} and column {most} over "
-                f"{float(extent[most]):.3g}, but steps of the parameter {name!r} are equal in both. If they have units of their own, and "
-                "are not dark pixels, standardise them, as by (y - y.mean(0)) / y.std(0), and multiply what is learned.",
-                UserWarning,
-                stacklevel=5,
-            )
-            return
-
-
-def approach(model: Any, y: Tensor, generator: torch.Generator | None, companion: Any = None) -> None:
-    """Moves a start to data that lie far from its means.
-
-    Steps in the unit of the data would be too small. All that means are linear in is fitted to random states by least squares, then
-    all else, such as a scale, by maximum likelihood. In the end noise is added, of the size of units.
-
-    Args:
-        model: the model; its parameters are changed.
-        y: its data.
-        generator: source of randomness.
-        companion: a guide of continuous latents.
-    """
-    if _size(_observe(model, y, companion)[0]) <= _FAR:
-        return
-    own = learned_parameters(model, y).keys() - layer_parameters(model, y)
-    free = dict(model.named_parameters() if isinstance(model, torch.nn.Module) else pyro.get_param_store().named_parameters())
-    parameters = [value for name, value in sorted(free.items()) if name in own and takes_gradients(model, value)]
-    units = {value: parameter_unit(model, y, value, companion) for value in parameters}
-    units |= {value: parameter_unit(model, y, value, companion) for value in (() if companion is None else companion.locs.parameters())}
-    linear = [value for value, unit in units.items() if unit]
-    if not linear:
-        return
-    _minimize(lambda: _observe(model, y, companion)[0].square().mean(), torch.optim.LBFGS(linear, 1, line_search_fn="strong_wolfe"))
-    if others := [value for value in parameters if not units[value]]:
-        # Steps of up to one, by signs, as densities may be infinite.
-        _minimize(lambda: -_observe(model, y, companion)[1], torch.optim.Rprop(others, 0.1, step_sizes=(1e-6, 1.0)))
-    for value in linear:
-        _add_noise(value.data, units[value], generator)
 
 
 def _minimize(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> None:
@@ -248,33 +262,6 @@ def _minimize(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> N
     for _ in range(50):  # few are needed: what is fitted is linear, or a scale
         optimizer.step(evaluate)
     optimizer.zero_grad()
-
-
-def _observe(model: Any, y: Tensor, companion: Any) -> tuple[Tensor, Tensor, int]:
-    """Returns what a run says of observed real numbers, given random latents.
-
-    These are means less numbers, in deviations of the data, the mean log density, and the number of sites. Latents are the same each
-    time.
-    """
-    with spare_random_numbers(), poutine.block(), pyro.validation_enabled(False):
-        torch.manual_seed(0)
-        with Assign({} if companion is None else companion(y)):
-            nodes = poutine.trace(model).get_trace(y).nodes.values()
-        observed = [node for node in nodes if node["type"] == "sample" and node["is_observed"]]
-        real = [node for node in observed if elementwise(get_support(node["fn"])) is constraints.real]
-        density = log_density(real) / len(y)
-    misfits = [torch.zeros(0, dtype=torch.float64)]
-    for node in real:
-        value = node["value"].as_subclass(Tensor).double()
-        deviation = _size((value - value.nanmean(0)).nan_to_num())
-        if deviation > 0:
-            misfits.append(((node["fn"].mean - value) / deviation).where(value.isfinite(), 0.0).flatten())
-    return torch.cat([part.to(misfits[-1]) for part in misfits]), density, len(misfits) - 1
-
-
-def takes_gradients(model: Any, value: Tensor) -> bool:
-    """Whether a parameter is learned; those of modules may be frozen."""
-    return value.requires_grad or not isinstance(model, torch.nn.Module)
 
 
 def _constraint(free: Tensor) -> Any:
@@ -297,26 +284,22 @@ def _to_unconstrained(value: Any) -> Tensor:
     return value.unconstrained().detach() if hasattr(value, "unconstrained") else value.detach()  # type: ignore[no-any-return]
 
 
-class Medians:
-    """Scores states given medians of continuous latents, treated as parameters.
+class Medians(ModelParameters):
+    """Parameters and medians of continuous latents; scores states given these.
 
     So they change places as parameters do: a program may learn the weights of its latents by either. Shares are in the coordinates of
     Pyro's parameters, one number for each of them.
-
-    Args:
-        model: the model; its parameters are changed.
-        y: its data.
-        guide: the truncated guide, which has seen them.
     """
 
     def __init__(self, model: Any, y: Tensor, guide: AutoTruncated) -> None:
-        self.model, self.y, self.guide = model, y, guide
+        super().__init__(model, y)
+        self.guide = guide
         nodes: Any = getattr(guide.prototype_trace, "nodes", {})
         self._supports = {name: nodes[name]["fn"].support for name in guide.layout.other_latents}
 
     def scorer(self, state: dict[str, Tensor]) -> LogJoint:
         """The scorer of states under a model that has learned this."""
-        load_snapshot(self.model, self.y, state)
+        self.load(state)
         values = {name: transform_to(support)(state[_MEDIAN + name]) for name, support in self._supports.items()}
         return self.guide.make_scorer(self.y, values=values)
 
@@ -328,13 +311,11 @@ class Medians:
     def state(self, companion: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the model's parameters and the medians of a guide's state."""
         free = {name: biject_to(support)(companion[_LOC.format(name)]) for name, support in self._supports.items()}
-        return snapshot(self.model, self.y) | {
-            _MEDIAN + name: transform_to(self._supports[name]).inv(value) for name, value in free.items()
-        }
+        return self.snapshot() | {_MEDIAN + name: transform_to(self._supports[name]).inv(value) for name, value in free.items()}
 
     def exchangeable_part(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """What may change places: parameters and medians, but no buffers."""
-        names = [*learned_parameters(self.model, self.y), *(_MEDIAN + name for name in self._supports)]
+        names = [*self.learned(), *(_MEDIAN + name for name in self._supports)]
         return {name: state[name] for name in names}
 
     def companion(self, state: dict[str, Tensor], near: dict[str, Tensor]) -> dict[str, Tensor]:

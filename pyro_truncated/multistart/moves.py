@@ -1,4 +1,4 @@
-"""Moves: changes of a solution beyond restarts."""
+"""Moves of solutions, and the pool whose best one they improve."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 import torch
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
-from pyro_truncated.multistart.model_parameters import Medians, learned_parameters, load_snapshot
+from pyro_truncated.multistart.learn_report import Restart
+from pyro_truncated.multistart.model_parameters import Medians
 from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.multistart.pruning import deletion_losses, redundant_mask, value_deletion_losses
-from pyro_truncated.multistart.solution import ROUNDING, FreeEnergyEstimate, Solution, match_latents, shared_mask
-from pyro_truncated.multistart.trainer import Trainer, copy_population, fit_likeliest_states, fit_states
+from pyro_truncated.multistart.solution import NOTHING, ROUNDING, FreeEnergyEstimate, Solution, match_latents, shared_mask, vary
+from pyro_truncated.multistart.trainer import Trainer, copy_population, fit_likeliest_states, fit_states, settle
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.sites import family
 from pyro_truncated.search.base import Search
@@ -42,6 +44,8 @@ _MAX_REVIVED, _MAX_ROUNDS, _DEAD_PROBABILITY = 512, 4, 1e-8
 Proposals = Generator[Solution, Solution, None]
 # How often each kind of move was tried, and how often accepted.
 Counts = dict[str, tuple[int, int]]
+# Trains what a move proposes.
+Refine = Callable[[Profile, Solution], Solution]
 
 
 class Move(Protocol):
@@ -61,15 +65,7 @@ class Move(Protocol):
 
 
 def improve(best: Solution, move: Move, refine: Callable[[Solution], Solution], min_gain: float, counts: Counts) -> Solution:
-    """Returns the best solution after a move: itself, or a refined proposal.
-
-    Args:
-        best: the best one before.
-        move: what proposes.
-        refine: trains a proposal.
-        min_gain: least gain in free energy per data point.
-        counts: changed in place.
-    """
+    """Returns the best solution after a move: itself, or a refined proposal."""
     proposals = move.propose(best)
     proposal = next(proposals, None)
     while proposal is not None:
@@ -92,16 +88,11 @@ class Exchangeable(NamedTuple):
     """Exchangeable latents of a site, or values of a single latent.
 
     Their parameters change places with them. Components of a mixture are an example.
-
-    Attributes:
-        latents: positions of theirs among the latents of a data point.
-        axes: the axis along which the latents lie, by name of the parameters that have one.
-        num_values: how many values the latent has, if these are what is exchanged, else zero.
     """
 
-    latents: slice
-    axes: dict[str, int]
-    num_values: int = 0
+    latents: slice  # their positions among the latents of a data point
+    axes: dict[str, int]  # along which they lie, by name of the parameters that have one
+    num_values: int = 0  # how many values the latent has, if these are exchanged
 
     def replace_latents(self, state: dict[str, Tensor], index: Tensor, other: dict[str, Tensor], other_index: Tensor) -> dict[str, Tensor]:
         """Returns parameters with latents ``index`` replaced by ``other_index`` of ``other``."""
@@ -128,12 +119,6 @@ class Exchangeable(NamedTuple):
         permutation[..., self.latents] = order.argsort()[own] if self.num_values else own[..., order]
         return permutation
 
-    def probabilities(self, population: Population) -> Tensor:
-        """Returns posterior probabilities of latents or values, ``(N, H)``."""
-        if self.num_values:
-            return population.value_probabilities()[:, self.latents.start, : self.num_values]
-        return population.marginals()[:, self.latents]
-
 
 def exchangeable_latents(medians: Medians, state: dict[str, Tensor]) -> list[Exchangeable]:
     r"""Finds the groups of latents that a program treats alike.
@@ -143,12 +128,8 @@ def exchangeable_latents(medians: Medians, state: dict[str, Tensor]) -> list[Exc
     that generate all others, and for axes as long as there are latents. Values of latents that are alone in their site are tested
     likewise.
 
-    Args:
-        medians: scores states; the populations of its guide stay as they are.
-        state: parameters and medians, which must differ between latents, or anything seems exchangeable.
-
-    Returns:
-        Such groups of latents or values that have parameters of their own, the largest first.
+    Parameters and medians must differ between latents, or anything seems exchangeable. Groups have parameters of their own, the largest
+    first; populations stay as they are.
     """
     # Vectors of one cardinality, and values of single latents.
     start, alike = 0, []
@@ -162,7 +143,7 @@ def exchangeable_latents(medians: Medians, state: dict[str, Tensor]) -> list[Exc
     alike.sort(key=lambda one: -max(one[0].stop - one[0].start, one[1]))
     with torch.no_grad(), spare_random_numbers():
         groups = [_exchangeable(medians, state, *one) for one in alike]
-        load_snapshot(medians.model, medians.y, state)
+        medians.load(state)
         return [group for group in groups if group is not None]
 
 
@@ -206,12 +187,6 @@ class Recombination:
 
     Every block of the better model is replaced by that of the other one, and populations are adapted. Blocks are accepted in the order
     of their gains in free energy, as long as it rises. This is the partition crossover of Whitley, Hains and Howe (2009).
-
-    Args:
-        medians: scores states; the populations of its guide are changed.
-        search: fills the populations.
-        latents: which latents may change places, see :func:`exchangeable_latents`.
-        tolerance: least gain in free energy per data point.
     """
 
     def __init__(self, medians: Medians, search: Search, latents: Exchangeable, tolerance: float) -> None:
@@ -281,7 +256,11 @@ class Recombination:
         return correlation, partner
 
     def _marginals(self, member: Solution) -> Tensor:
-        return self.latents.probabilities(_population(member)).double().cpu()
+        """Returns posterior probabilities of latents or values, ``(N, H)``."""
+        population, (latents, _, num_values) = _population(member), self.latents
+        if num_values:
+            return population.value_probabilities()[:, latents.start, :num_values].double().cpu()
+        return population.marginals()[:, latents].double().cpu()
 
     def _exchange(self, member: Solution, other: Solution, block: tuple[int, ...], partner: Tensor) -> Solution:
         """Returns a model with a block of latents of the other one."""
@@ -320,11 +299,6 @@ def build_recombinations(profile: Profile, tolerance: float, state: dict[str, Te
     """Returns recombinations for each group of exchangeable latents.
 
     There are none behind a network, where most parameters are shared by all latents: they mean nothing in another network.
-
-    Args:
-        profile: of the model.
-        tolerance: least gain in free energy per data point.
-        state: parameters, and medians of continuous latents, in which latents differ.
     """
     if profile.is_conditional:
         return []  # its draws given the states hold for these states only
@@ -334,7 +308,7 @@ def build_recombinations(profile: Profile, tolerance: float, state: dict[str, Te
     own = {name for group in groups for name in group.axes}
     if sum(state[name].numel() for name in profile.layers - own) > sum(state[name].numel() for name in own):
         return []
-    search = profile.search or profile.default_search(guide.space)
+    search = profile.make_search(guide.space)
     search.forget()
     return [Recombination(medians, search, latents, tolerance) for latents in groups]
 
@@ -374,8 +348,7 @@ class Complement:
     A latent may have the negative of its dictionary element, with a constant added elsewhere. Then it is active for all data points
     without the cause. Gradients do not lead from there to the cause, but parameters fitted to complemented states do.
 
-    Args:
-        profile: of restarts, by gradients; the model is left somewhere else.
+    The model is left somewhere else.
     """
 
     name = "complement"
@@ -448,8 +421,7 @@ class DeadLatents:
 
     so that each explains a part of the residual. Then states are searched and the model is trained, while the free energy rises.
 
-    Args:
-        profile: of restarts, by gradients; the model is left somewhere else.
+    The model is left somewhere else.
     """
 
     name = "revival of dead latents"
@@ -493,14 +465,156 @@ def dead_latents(profile: Profile, solution: Solution, max_bytes: int = 2**28) -
     with Trainer(profile, solution=solution) as trainer:
         trainer.insert_states(solution.states)
         trainer.step()
-        assert trainer.truncated_guide is not None
         population = trainer.truncated_guide.population()
         is_off = (population.marginals().amax(0) < _DEAD_PROBABILITY).cpu()
         latents: Tensor = (is_off & (population.space.cardinality.cpu() == 2)).nonzero().squeeze(1)
-        parameters = learned_parameters(profile.model, profile.y)
+        parameters = profile.parameters.learned()
         steps = [(value.detach() - solution.parameters[name]).abs() for name, value in parameters.items()]
     if all(bool((step.max() > 0) & (step >= step.max() / 2).all()) for step in steps):
         return latents[:0]
     states = solution.states[:, 0]
     most = min(_MAX_REVIVED, rows_per_block(states.numel() * states.element_size(), max_bytes))
     return latents if len(latents) <= most else latents[torch.randperm(len(latents), device="cpu")[:most].sort().values]
+
+
+# --- the pool ---
+
+
+class SolutionPool:
+    """The solutions of restarts, and the best one, improved by moves.
+
+    Restarts are independent, so a latent that two of them have found is hardly an accident. Once each latent of the best has been found
+    twice, few are missing. The number of kinds that a sample misses grows with the square of the number seen only once (Chao, 1987).
+
+    Args:
+        profile: of restarts.
+        refine: trains what a move proposes.
+        moves: what is tried on the best after each exchange; default: complements.
+    """
+
+    def __init__(self, profile: Profile, refine: Refine = settle, moves: Sequence[Move] | None = None) -> None:
+        self._profile, self._refine = profile, refine
+        self._own_moves = (Complement(profile),) if moves is None else moves
+        self.best = NOTHING  # the highest free energy, with what others have added
+        self.restarts: list[Restart] = []
+        self.estimates: list[FreeEnergyEstimate] = []  # what each has reached
+        # Probabilities (N, H) that latents of each are active, where restarts are compared by these.
+        self.codes: list[Tensor | None] = []
+        self.groups: list[Recombination] = []  # of latents that restarts exchange
+        # Restarts exchange nothing, as weights of networks mean nothing in another network.
+        self.is_network = profile.initialization == "draw_start"
+        self.targets: Tensor | None = None  # what a network decodes states into, if a linear model can warm-start it
+        self.moves: Counts = {}  # what was tried beyond restarts
+        self._members: list[Solution] = []  # restarts that exchange latents, with populations
+        self._failures: dict[str, Solution] = {}  # the best one that gained nothing by a move, by its name
+
+    @property
+    def energies(self) -> list[float]:
+        """The free energy per data point of each restart, in order."""
+        return [restart.free_energy for restart in self.restarts]
+
+    def add(self, solution: Solution, restart: Restart) -> None:
+        """Adds a restart."""
+        self.restarts.append(restart)
+        self.estimates.append(solution.estimate)
+        code = solution.probabilities
+        if self._profile.learns_causes and solution.population is not None:
+            code = solution.population.marginals().double().cpu()
+        self.codes.append(code)
+        if self.groups:
+            self._join(solution)
+        else:
+            self.best = solution if self.best is NOTHING else max(self.best, solution, key=attrgetter("finite_energy"))
+
+    def exchange(self, groups: list[Recombination]) -> None:
+        """Lets restarts exchange latents, from the best one on."""
+        self.groups = groups
+        if groups:
+            self._redundant = RedundantLatents(groups, self._profile.config.max_candidates, self._profile.generator)
+            first, self.best = self.best, NOTHING
+            if first.parameters:
+                self._join(first)
+
+    def is_complete(self) -> bool:
+        """Whether two restarts have found each latent of the best.
+
+        None of them may be redundant: of two equal ones one may be missing elsewhere.
+        """
+        return not any(bool((self._find_singletons(group) | group.find_redundant(self.best)).any()) for group in self.groups)
+
+    @property
+    def num_singletons(self) -> int:
+        """How many latents of the best only one restart has found.
+
+        Redundant ones do not count, unless they are the majority.
+        """
+        number = 0
+        for group in self.groups:
+            singletons, redundant = self._find_singletons(group), group.find_redundant(self.best)
+            is_minority = int(redundant.sum()) <= int((~singletons & ~redundant).sum())
+            number += int((singletons & ~redundant if is_minority else singletons).sum())
+        return number
+
+    def ranked_codes(self) -> list[tuple[float, Tensor]]:
+        """Free energies and codes of restarts, the best one first."""
+        ranked = sorted(zip(self.energies, self.codes, strict=True), key=lambda one: -one[0])
+        return [(energy, code) for energy, code in ranked if code is not None]
+
+    def share_chains(self) -> bool:
+        """Whether each chain of the best was found by another restart, too."""
+        (_, best), *others = self.ranked_codes()
+        is_shared = torch.stack([shared_mask(best, other) for _, other in others]).any(0)
+        return not bool((vary(best) & ~is_shared).any())
+
+    def use_redundant_latents(self) -> bool:
+        """Whether the best gains by its own redundant latents.
+
+        They are not tried while other restarts still add to it.
+        """
+        return bool(self.groups) and self._improve(self._redundant)
+
+    def _join(self, solution: Solution) -> None:
+        """Adds latents of a restart to the best, then of others."""
+        before = self.best
+        self._members.append(self.groups[0].populate(solution))
+        queue = [self._members[-1]]
+        while queue:
+            other = queue.pop()
+            gains = [self._cross(other), *(self._improve(move) for move in self._own_moves)]
+            if any(gains):
+                queue = [member for member in self._members if member is not other]
+        if self.best is before:
+            self._improve(self._redundant)
+
+    def _cross(self, other: Solution) -> bool:
+        """Whether the best has become better by what another one has found."""
+        if self.best is NOTHING:
+            self.best = other
+            return False
+        before = self.best
+        self.best, lesser = sorted((before, other), key=attrgetter("finite_energy"), reverse=True)
+        self.best = self._apply(self.best, Crossover(self.groups, lesser))
+        return self.best is not before
+
+    def _improve(self, move: Move) -> bool:
+        """Whether a move improves the best; it is not repeated on it."""
+        before = self.best
+        if before is self._failures.get(move.name):
+            return False
+        self.best = self._failures[move.name] = self._apply(before, move)
+        return self.best is not before
+
+    def _apply(self, best: Solution, move: Move) -> Solution:
+        return improve(best, move, self._train_child, self._profile.tolerance, self.moves)
+
+    def _train_child(self, child: Solution) -> Solution:
+        """Returns a trained proposal, or itself if training does not help.
+
+        Beside continuous latents the free energy of an untrained child is an estimate with the parent's spread. There only trained
+        children count.
+        """
+        solution = self.groups[0].populate(self._refine(self._profile, child), child)
+        return solution if child.companion else max(child, solution, key=attrgetter("free_energy"))
+
+    def _find_singletons(self, group: Recombination) -> Tensor:
+        return torch.stack([group.shared_mask(self.best, member) for member in self._members]).sum(0) < 2

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,22 +17,10 @@ from pyro_truncated.distributed.shards import find_part, own_rows
 from pyro_truncated.em.closed_form import restore_driver
 from pyro_truncated.multistart.config import LearnConfig
 from pyro_truncated.multistart.learn_report import LearnReport, Restart
-from pyro_truncated.multistart.model_parameters import disturb, load_snapshot, snapshot, warn_about_columns
-from pyro_truncated.multistart.moves import (
-    Complement,
-    Counts,
-    Crossover,
-    DeadLatents,
-    Move,
-    Recombination,
-    RedundantLatents,
-    build_recombinations,
-    improve,
-)
+from pyro_truncated.multistart.moves import Complement, DeadLatents, SolutionPool, build_recombinations, improve
 from pyro_truncated.multistart.profile import Profile, check_one_array, profile_model
 from pyro_truncated.multistart.pruning import start_overcomplete
 from pyro_truncated.multistart.solution import (
-    NOTHING,
     FreeEnergyEstimate,
     Solution,
     best_two,
@@ -41,180 +28,16 @@ from pyro_truncated.multistart.solution import (
     explain_equally,
     is_gain_below_error,
     share_most,
-    shared_mask,
-    vary,
 )
-from pyro_truncated.multistart.trainer import LAST_RATE, Trainer, converge, finish, run_restart, search_and_train, settle
+from pyro_truncated.multistart.trainer import LAST_RATE, Trainer, converge, finish, run_restart, search_and_train
 from pyro_truncated.multistart.warm_start import LinearCauses, decoder_targets, likeliest_states, shuffle, teach
 from pyro_truncated.search.base import Search
 from pyro_truncated.utils.arguments import check_count, check_kinds
 from pyro_truncated.utils.console import ProgressBar, progress_bar
 
-Refine = Callable[[Profile, Solution], Solution]
-
-
-class SolutionPool:
-    """The solutions of restarts, and the best one, improved by moves.
-
-    Restarts are independent, so a latent that two of them have found is hardly an accident. Once each latent of the best has been found
-    twice, few are missing. The number of kinds that a sample misses grows with the square of the number seen only once (Chao, 1987).
-
-    Args:
-        profile: of restarts.
-        refine: trains what a move proposes.
-        moves: what is tried on the best after each exchange; default: complements.
-
-    Attributes:
-        best: the one with the highest free energy, with what others have added to it.
-        solutions: what independent restarts have found, without parameters and states: those from one place agree in poor optima.
-        groups: exchange latents between restarts; none where these exchange nothing.
-        is_network: whether restarts exchange nothing, as weights of networks mean nothing in another network.
-        targets: the values that a network decodes states into, if a linear model can warm-start it.
-        restarts: what each was.
-        moves: what was tried beyond restarts.
-    """
-
-    def __init__(self, profile: Profile, refine: Refine = settle, moves: Sequence[Move] | None = None) -> None:
-        self._profile, self._refine = profile, refine
-        self._own_moves = (Complement(profile),) if moves is None else moves
-        self.best, self.solutions = NOTHING, list[Solution]()
-        self.groups: list[Recombination] = []
-        self.is_network = profile.initialization == "draw_start"
-        self.targets: Tensor | None = None
-        self.restarts: list[Restart] = []
-        self.moves: Counts = {}
-        # All restarts that exchange latents, with populations; and, by name of a move, the best one that gained nothing by it.
-        self._members: list[Solution] = []
-        self._failures: dict[str, Solution] = {}
-
-    @property
-    def energies(self) -> list[float]:
-        """The free energy per data point of each restart, in order."""
-        return [restart.free_energy for restart in self.restarts]
-
-    @property
-    def estimates(self) -> list[FreeEnergyEstimate]:
-        """What each restart has reached."""
-        return [solution.estimate for solution in self.solutions]
-
-    def add(self, solution: Solution, restart: Restart) -> None:
-        """Adds a restart."""
-        self.restarts.append(restart)
-        code = solution.probabilities
-        if self._profile.learns_causes and solution.population is not None:
-            code = solution.population.marginals().double().cpu()
-        self.solutions.append(solution.replace(parameters={}, population=None, companion={}, probabilities=code))
-        if self.groups:
-            self._join(solution)
-        else:
-            self.best = solution if self.best is NOTHING else max(self.best, solution, key=attrgetter("finite_energy"))
-
-    def exchange(self, groups: list[Recombination]) -> None:
-        """Lets restarts exchange latents, from the best one on."""
-        self.groups = groups
-        if groups:
-            self._redundant = RedundantLatents(groups, self._profile.config.max_candidates, self._profile.generator)
-            first, self.best = self.best, NOTHING
-            if first.parameters:
-                self._join(first)
-
-    def is_complete(self) -> bool:
-        """Whether two restarts have found each latent of the best.
-
-        None of them may be redundant: of two equal ones one may be missing elsewhere.
-        """
-        return not any(bool((self._find_singletons(group) | group.find_redundant(self.best)).any()) for group in self.groups)
-
-    @property
-    def num_singletons(self) -> int:
-        """How many latents of the best only one restart has found.
-
-        Redundant ones do not count, unless they are the majority.
-        """
-        number = 0
-        for group in self.groups:
-            singletons, redundant = self._find_singletons(group), group.find_redundant(self.best)
-            is_minority = int(redundant.sum()) <= int((~singletons & ~redundant).sum())
-            number += int((singletons & ~redundant if is_minority else singletons).sum())
-        return number
-
-    def share_chains(self) -> bool:
-        """Whether each chain of the best was found by another restart, too."""
-        best, *others = [one.probabilities for one in sorted(self.solutions, key=lambda one: -one.free_energy)]
-        if best is None or not others:
-            return False
-        is_shared = torch.stack([shared_mask(best, other) for other in others if other is not None]).any(0)
-        return not bool((vary(best) & ~is_shared).any())
-
-    def use_redundant_latents(self) -> bool:
-        """Whether the best gains by its own redundant latents.
-
-        They are not tried while other restarts still add to it.
-        """
-        return bool(self.groups) and self._improve(self._redundant)
-
-    def _join(self, solution: Solution) -> None:
-        """Adds latents of a restart to the best, then of others."""
-        before = self.best
-        self._members.append(self.groups[0].populate(solution))
-        queue = [self._members[-1]]
-        while queue:
-            other = queue.pop()
-            gains = [self._cross(other), *(self._improve(move) for move in self._own_moves)]
-            if any(gains):
-                queue = [member for member in self._members if member is not other]
-        if self.best is before:
-            self._improve(self._redundant)
-
-    def _cross(self, other: Solution) -> bool:
-        """Whether the best has become better by what another one has found."""
-        if self.best is NOTHING:
-            self.best = other
-            return False
-        before = self.best
-        self.best, lesser = sorted((before, other), key=attrgetter("finite_energy"), reverse=True)
-        self.best = self._apply(self.best, Crossover(self.groups, lesser))
-        return self.best is not before
-
-    def _improve(self, move: Move) -> bool:
-        """Whether a move improves the best; it is not repeated on it."""
-        before = self.best
-        if before is self._failures.get(move.name):
-            return False
-        self.best = self._failures[move.name] = self._apply(before, move)
-        return self.best is not before
-
-    def _apply(self, best: Solution, move: Move) -> Solution:
-        return improve(best, move, self._train_child, self._profile.tolerance, self.moves)
-
-    def _train_child(self, child: Solution) -> Solution:
-        """Returns a trained proposal, or itself if training does not help.
-
-        Beside continuous latents the free energy of an untrained child is an estimate with the parent's spread. There only trained
-        children count.
-        """
-        solution = self._populate(self._refine(self._profile, child), child)
-        return solution if child.companion else max(child, solution, key=attrgetter("free_energy"))
-
-    def _populate(self, solution: Solution, near: Solution) -> Solution:
-        return self.groups[0].populate(solution, near)
-
-    def _find_singletons(self, group: Recombination) -> Tensor:
-        return torch.stack([group.shared_mask(self.best, member) for member in self._members]).sum(0) < 2
-
 
 class MultiStart:
-    """Restarts of a model.
-
-    Args:
-        profile: of restarts.
-        restart: makes one, from where the model is; default: as the profile says.
-
-    Attributes:
-        pool: their solutions.
-        rule: says whether another one is made.
-        reason: why no further one is.
-    """
+    """Restarts of a model until two agree."""
 
     def __init__(self, profile: Profile, restart: Callable[[Profile], Solution] | None = None) -> None:
         self._num_steps, self._make_restart = 0, restart
@@ -224,9 +47,10 @@ class MultiStart:
             # Where the model is, or where ``initialize`` goes with these data.
             if profile.initialization == "fixed initialize":
                 profile.model.initialize(profile.y)
-            self._first = snapshot(profile.model, profile.y)
-        self.pool, self.rule = SolutionPool(self._profile), StopRule(self._profile)
-        self.reason: str | None = None
+            self._first = profile.parameters.snapshot()
+        self.pool = SolutionPool(self._profile)
+        self.rule = StopRule(self._profile, self.pool)
+        self.reason: str | None = None  # why no further restart is made
 
     def _count(self, watch: Callable[[float], None], free_energy: float) -> None:
         self._num_steps += 1
@@ -247,7 +71,7 @@ class MultiStart:
             for move in profile.config.moves:
                 solution = improve(solution, move, partial(converge, profile), profile.tolerance, counts)
             self.pool.add(solution, Restart(name, steps, solution.free_energy))
-            self.reason = self.rule.reason(self.pool)
+            self.reason = self.rule.reason()
 
     def _initialize(self, number: int) -> str:
         """Goes where a restart begins; returns the name of the place."""
@@ -258,11 +82,11 @@ class MultiStart:
             return "parameters of the model"
         if number == 1 and not profile.is_product:
             self._prepare_exchange(self._first)
-        load_snapshot(profile.model, profile.y, self._first)
+        profile.parameters.load(self._first)
         if self.pool.targets is not None:
             shuffle(profile)
             return "linear model"
-        disturb(profile.model, profile.y, self.pool.best.parameters, profile.generator)
+        profile.parameters.disturb(self.pool.best.parameters, profile.generator)
         return "perturbed parameters"
 
     def _restart(self) -> Solution:
@@ -281,9 +105,9 @@ class MultiStart:
         """Finds out what restarts exchange, or whether a linear model starts them."""
         # Random parameters show which latents are exchangeable.
         profile, pool = self._profile, self.pool
-        load_snapshot(profile.model, profile.y, first)
-        disturb(profile.model, profile.y, pool.best.parameters, profile.generator)
-        state = {**pool.best.parameters, **snapshot(profile.model, profile.y)}
+        profile.parameters.load(first)
+        profile.parameters.disturb(pool.best.parameters, profile.generator)
+        state = {**pool.best.parameters, **profile.parameters.snapshot()}
         pool.exchange(build_recombinations(profile, profile.tolerance, state))
         pool.is_network = not pool.groups and bool(profile.layers)
         pool.targets = decoder_targets(profile) if pool.is_network else None
@@ -302,14 +126,10 @@ def linear_code(profile: Profile, targets: Tensor) -> Tensor:
 
 
 class StopRule:
-    """Says whether another restart is made, and whether two agree.
+    """Says whether another restart is made, and whether two agree."""
 
-    Args:
-        profile: of restarts.
-    """
-
-    def __init__(self, profile: Profile) -> None:
-        self._profile, self._config = profile, profile.config
+    def __init__(self, profile: Profile, pool: SolutionPool) -> None:
+        self._profile, self._config, self._pool = profile, profile.config, pool
         self._are_by_gradients = profile.optimizer == "gradients" and not profile.is_resizable
 
     @property
@@ -319,90 +139,90 @@ class StopRule:
         is_small = profile.is_mixture and profile.space is not None and profile.y.numel() * profile.space.size <= config.small_mixture
         return config.min_restarts if is_small or profile.shares_latents or profile.has_companion else 1
 
-    def max_restarts(self, pool: SolutionPool) -> int:
+    @property
+    def max_restarts(self) -> int:
         """The largest number of restarts."""
         if self._profile.max_restarts is not None:
             return self._profile.max_restarts
         if self._profile.is_resizable and self._profile.is_large:
             return self._config.max_large_restarts
-        return self._config.max_exchanging_restarts if pool.groups else self._config.max_restarts
+        return self._config.max_exchanging_restarts if self._pool.groups else self._config.max_restarts
 
-    def reason(self, pool: SolutionPool) -> str | None:
+    def reason(self) -> str | None:
         """Why no further restart is made, ``None`` if one is."""
-        number = len(pool.energies)
+        number = len(self._pool.energies)
         if number >= self.min_restarts:
-            if (self._profile.learns_causes or pool.is_network) and is_gain_below_error(pool.estimates):
+            if (self._profile.learns_causes or self._pool.is_network) and is_gain_below_error(self._pool.estimates):
                 return "another restart is expected to gain less than chance or more steps"
-            if pool.groups and pool.is_complete():
+            if self._pool.groups and self._pool.is_complete():
                 return "each latent of the best was found by two restarts"
-            if self._agree(pool) and not pool.use_redundant_latents():
+            if self._agree() and not self._pool.use_redundant_latents():
                 return "two restarts agree"
-        if number < self.max_restarts(pool):
+        if number < self.max_restarts:
             return None
-        pool.use_redundant_latents()
+        self._pool.use_redundant_latents()
         return "the maximum number of restarts is reached"
 
-    def disagreement(self, pool: SolutionPool) -> str | None:
+    def disagreement(self) -> str | None:
         """Why the best restart may be a local optimum, if it may."""
-        number = len(pool.energies)
-        if number == 1 or self._agree(pool):
+        number = len(self._pool.energies)
+        if number == 1 or self._agree():
             return None
-        if pool.groups:
-            number_alone = pool.num_singletons
+        if self._pool.groups:
+            number_alone = self._pool.num_singletons
             return f"{number_alone} latents of the best of {number} restarts were found by at most one of them" if number_alone else None
-        if self._profile.is_chain and self._config.tolerance is None and pool.share_chains():
+        if self._profile.is_chain and self._config.tolerance is None and self._pool.share_chains():
             return None
-        energies = ", ".join(f"{value:.2f}" for value in sorted(pool.energies, reverse=True))
+        energies = ", ".join(f"{value:.2f}" for value in sorted(self._pool.energies, reverse=True))
         unit = "per posterior" if self._profile.shares_latents else "per data point"
         if self._profile.is_mixture:
             return f"{number} restarts reached different free energies {unit} ({energies}), and another one may reach more"
-        if self._reach_equal_energies(pool, must_be_alike=False):
+        if self._reach_equal_energies(must_be_alike=False):
             return f"no two of {number} restarts that reached the same free energy {unit} ({energies}) found the same latents"
-        if pool.is_network and self._share_code(pool, math.inf):
+        if self._pool.is_network and self._share_code(math.inf):
             return f"restarts found the same latents, but free energies {unit} ({energies}) differ: some networks have not converged"
-        gain = max(one.remaining_gain for one in best_two(pool.estimates))
+        gain = max(one.remaining_gain for one in best_two(self._pool.estimates))
         if gain > self._profile.tolerance:
             return f"the best two of {number} restarts have not converged: free energies {unit} ({energies}) may rise by {gain:.2g}"
         return f"no two of {number} restarts reached the same free energy {unit} ({energies})"
 
-    def _agree(self, pool: SolutionPool) -> bool:
+    def _agree(self) -> bool:
         """Whether two restarts reached the best free energy by the same latents.
 
         The same latents are active for the same data points, or explain these equally well. Of networks that have found the same latents
         none need have reached just what the other has: their weights differ everywhere.
         """
         if self._config.tolerance is not None:
-            return self._reach_equal_energies(pool, must_be_alike=False)
+            return self._reach_equal_energies(must_be_alike=False)
         gap = self._profile.tolerance
-        if pool.is_network:
+        if self._pool.is_network:
             # Covariates do not count.
-            size = (self._profile.y if pool.targets is None else pool.targets)[0].numel()
+            size = (self._profile.y if self._pool.targets is None else self._pool.targets)[0].numel()
             gap = max(gap, self._config.network_gap * size)
-        return self._share_code(pool, gap) or self._reach_equal_energies(pool, self._are_by_gradients or self._profile.learns_causes)
+        return self._share_code(gap) or self._reach_equal_energies(self._are_by_gradients or self._profile.learns_causes)
 
-    def _share_code(self, pool: SolutionPool, gap: float) -> bool:
+    def _share_code(self, gap: float) -> bool:
         """Whether another restart has the latents of the best one.
 
         Its free energy must not be lower by more than the gap.
         """
-        codes = [(one.free_energy, one.probabilities) for one in pool.solutions if one.probabilities is not None]
-        codes.sort(key=lambda one: -one[0])
-        most = self._config.max_unmatched if pool.is_network else 0.0
+        codes = self._pool.ranked_codes()
+        most = self._config.max_unmatched if self._pool.is_network else 0.0
         return any(codes[0][0] - energy <= gap and share_most(codes[0][1], code, most) for energy, code in codes[1:])
 
-    def _reach_equal_energies(self, pool: SolutionPool, must_be_alike: bool) -> bool:
+    def _reach_equal_energies(self, must_be_alike: bool) -> bool:
         """Whether two independent restarts have equal free energies everywhere.
 
         They must be those of the same data points, and none may be higher.
         """
-        if not pool.estimates:
+        if not self._pool.estimates:
             return False
-        best, *others = sorted(pool.estimates, key=lambda one: one.free_energy, reverse=True)
+        best, *others = sorted(self._pool.estimates, key=lambda one: one.free_energy, reverse=True)
         # How far apart the best two may be.
-        lead = self._profile.tolerance * (len(pool.estimates) / 2 if self._profile.is_mixture else 1)
+        lead = self._profile.tolerance * (len(self._pool.estimates) / 2 if self._profile.is_mixture else 1)
         near = [other for other in others if energies_agree([best, other], lead)]
         is_reached = any(not must_be_alike or explain_equally(best, other, self._profile.tolerance) for other in near)
-        return is_reached and pool.best.free_energy <= best.free_energy + lead
+        return is_reached and self._pool.best.free_energy <= best.free_energy + lead
 
 
 class DisagreeingStartsWarning(UserWarning):
@@ -494,11 +314,11 @@ def learn(
     steps = None if steps is None else check_count("steps", steps)
     num_states = None if num_states is None else check_count("num_states", num_states)
     restarts = None if restarts is None else check_count("restarts", restarts)
-    settings: dict[str, Any] = {"max_restarts": restarts, "max_count": max_count, "generator": generator, "config": config}
-    profile = profile_model(model, check_one_array(y), search, num_states=num_states, **settings)
+    options: dict[str, Any] = {"max_restarts": restarts, "max_count": max_count, "generator": generator, "config": config}
+    profile = profile_model(model, check_one_array(y), search, num_states=num_states, **options)
     steps = steps or (profile.config.companion_steps if profile.has_companion else profile.config.steps)
     if find_part(profile.y) is not None:
-        load_snapshot(model, profile.y, agree(snapshot(model, profile.y)))
+        profile.parameters.load(agree(profile.parameters.snapshot()))
     restart = profile.for_restarts()
     with restore_driver(model), progress_bar(progress, unit="step") as bar:
 
@@ -508,16 +328,16 @@ def learn(
 
         multi_start = MultiStart(restart.replace(watch=watch))
         multi_start.run(bar)
-        disagreement = multi_start.rule.disagreement(multi_start.pool)
+        disagreement = multi_start.rule.disagreement()
         bar.total = bar.n + steps
         best = multi_start.pool.best if restart.num_data == profile.num_data else multi_start.pool.best.replace(population=None)
-        load_snapshot(restart.model, profile.y, best.parameters)
+        restart.parameters.load(best.parameters)
         if restart.model is not model:
             model.load_simplified(restart.model)
         trainer, last = _train(profile.replace(watch=watch), best, steps, bar)
     guide, pool = trainer.guide, multi_start.pool
     if profile.optimizer == "gradients" and profile.y.dim() == 2 and profile.y.is_floating_point() and find_part(profile.y) is None:
-        warn_about_columns(profile.model, profile.y, profile.layers, guide[0] if profile.has_companion else None)
+        trainer.parameters.warn_about_columns()
     if disagreement is not None:
         advice = "Try more restarts, more restart_steps or a higher temperature (LearnConfig)."
         warnings.warn(f"{disagreement}: the best may be a local optimum. {advice}", DisagreeingStartsWarning, stacklevel=3)
@@ -526,11 +346,7 @@ def learn(
         advice = "Try more steps, or LearnConfig(lr=...) with a larger one."
         warnings.warn(f"training has not converged in {last.steps} steps{gain}. {advice}", ConvergenceWarning, stacklevel=3)
     guide.steps, guide.starts = last.steps, pool.energies
-    values = {
-        "search": type(trainer.elbo.search).__name__,
-        "num_states": profile.num_states,
-        "temperature": profile.temperature(0),
-    }
+    values = {"search": type(trainer.elbo.search).__name__, "num_states": profile.num_states, "temperature": profile.temperature(0)}
     values |= {"tolerance": profile.tolerance, "lr": profile.lr, "num_data": restart.num_data}
     outcome = disagreement, last.steps, last.remaining_gain, profile.optimizer
     guide.learn_report = LearnReport(tuple(pool.restarts), dict(pool.moves), multi_start.reason or "", *outcome, values)

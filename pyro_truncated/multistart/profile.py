@@ -16,7 +16,7 @@ from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.em.gibbs import GibbsModel
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.multistart.config import Initializer, LearnConfig
-from pyro_truncated.multistart.model_parameters import layer_parameters, learned_parameters, num_weights
+from pyro_truncated.multistart.model_parameters import ModelParameters
 from pyro_truncated.program.candidate_runs import Conditional
 from pyro_truncated.program.chain_scorer import ChainLayout
 from pyro_truncated.program.sites import is_subsampled
@@ -91,64 +91,40 @@ class Profile:
     """A model, its data, and all that decides how it is trained.
 
     :func:`profile_model` makes it; nothing else asks what a model is.
-
-    Attributes:
-        model: the model; its parameters are changed in place.
-        y: the data.
-        search: fills the populations; ``None`` for the model's own.
-        num_states: states per data point.
-        lr: learning rate of gradient steps.
-        lrd: what it is multiplied by from step to step.
-        max_count: largest value of count sites without an upper end.
-        generator: source of randomness.
-        config: the numbers.
-        optimizer: how parameters are changed.
-        initialization: name of where restarts begin.
-        initializer: goes there; ``None`` where noise is added to one place.
-        space: the states of a data point; ``None`` for Gibbs samplers.
-        num_posteriors: how many posteriors all rows of data have; fewer than rows where rows share latents.
-        is_product: whether each node of the program has a set of states.
-        is_chain: whether these are steps of chains.
-        is_informed: whether ``initialize`` searches for the components itself, so that restarts need no annealing.
-        is_mixture: whether it is a mixture with closed-form M-steps and a search of its own.
-        is_resizable: whether it is a model of causes that can have more of them.
-        is_network: whether two or more of torch's layers hold weights.
-        layers: names of weights and biases of torch's own layers.
-        has_companion: whether continuous latents are left to a guide beside the truncated one.
-        is_conditional: whether the model samples its continuous latents given the discrete ones.
-        temperature: of a restart, as a function of the step.
-        max_restarts: most of them, if said.
-        tolerance: largest difference in nats per data point of two restarts that agree.
-        watch: is told the free energy per data point after every step.
     """
 
-    model: Any
+    model: Any  # its parameters are changed in place
     y: Tensor
-    search: Search | None
-    num_states: int
-    lr: float
+    search: Search | None  # fills the populations; None for the model's own
+    num_states: int  # per data point
+    lr: float  # learning rate of gradient steps
     optimizer: Optimizer
-    initialization: str
-    initializer: Initializer | None
-    space: StateSpace | None
-    num_posteriors: float
-    temperature: Callable[[int], float]
-    tolerance: float
+    initialization: str  # name of where restarts begin
+    initializer: Initializer | None  # goes there; None where noise is added to one place
+    num_posteriors: float  # of all rows of data: fewer than rows where these share latents
     config: LearnConfig
-    lrd: float = 1.0
-    max_count: int | Mapping[str, int] | None = None
+    space: StateSpace | None = None  # states of a data point; None for Gibbs samplers
+    temperature: Callable[[int], float] = lambda step: 1.0  # of a restart, by its step
+    tolerance: float = 0.0  # largest difference in nats per data point of two restarts that agree
+    lrd: float = 1.0  # multiplies the learning rate from step to step
+    max_count: int | Mapping[str, int] | None = None  # largest value of count sites without an upper end
     generator: torch.Generator | None = None
-    is_product: bool = False
-    is_chain: bool = False
-    is_informed: bool = False
-    is_mixture: bool = False
-    is_resizable: bool = False
-    is_network: bool = False
-    layers: frozenset[str] = frozenset()
-    has_companion: bool = False
-    is_conditional: bool = False
-    max_restarts: int | None = None
-    watch: Callable[[float], None] = lambda free_energy: None
+    is_product: bool = False  # each node of the program has a set of states
+    is_chain: bool = False  # these are steps of chains
+    is_informed: bool = False  # initialize searches for the components itself: no annealing
+    is_mixture: bool = False  # one with closed-form M-steps and a search of its own
+    is_resizable: bool = False  # a model of causes that can have more of them
+    is_network: bool = False  # two or more of torch's layers hold weights
+    layers: frozenset[str] = frozenset()  # names of weights and biases of torch's own layers
+    has_companion: bool = False  # continuous latents are left to a guide beside the truncated one
+    is_conditional: bool = False  # the model samples its continuous latents given the discrete ones
+    max_restarts: int | None = None  # most of them, if said
+    watch: Callable[[float], None] = lambda free_energy: None  # is told the free energy after every step
+
+    @property
+    def parameters(self) -> ModelParameters:
+        """What the model has learned, by name."""
+        return ModelParameters(self.model, self.y)
 
     @property
     def num_data(self) -> int:
@@ -192,8 +168,10 @@ class Profile:
             guide.setup(self.y)
         return guide
 
-    def default_search(self, space: StateSpace) -> Search:
-        """What fills populations if no search was named."""
+    def make_search(self, space: StateSpace) -> Search:
+        """What fills populations: the search that was named, or one that fits."""
+        if self.search is not None:
+            return self.search
         if isinstance(self.model, SearchedModel) and not self.is_product:
             return self.model.default_search(self.num_states)
         is_crossed = 2 * space.cardinalities.count(2) > space.num_latents or self.is_resizable
@@ -223,7 +201,7 @@ class Profile:
             num_causes = space.cardinalities[0]
         number = max(config.min_data, config.data_per_latent * num_causes)
         if self.is_mixture:
-            num_parameters = sum(value.numel() for value in learned_parameters(self.model, self.y).values())
+            num_parameters = sum(value.numel() for value in self.parameters.learned().values())
             number = max(number, config.mixture_min_data, config.mixture_data_per_parameter * num_parameters)
         is_all = self.shares_latents or self.is_product or self.num_data <= number
         part = some_rows(self.y, self.num_data) if is_all else drawn_rows(self.y, number, self.generator)
@@ -263,15 +241,15 @@ def profile_model(
     _check_arguments(model, search, is_gibbs, max_count)
     lr = (config.conditional_lr if is_conditional else config.gradient_lr) if config.lr is None else config.lr
     optimizer: Optimizer = "Gibbs sampling" if is_gibbs else "closed-form M-steps" if has_closed_form else "gradients"
-    starts = _find_initializer(model, config.initializer)
-    profile = Profile(model, y, search, num_states or 1, lr, optimizer, *starts, None, total_rows(y), lambda step: 1.0, 0.0, config)
+    name, initializer = _find_initializer(model, config.initializer)
+    profile = Profile(model, y, search, num_states or 1, lr, optimizer, name, initializer, total_rows(y), config)
     profile = profile.replace(
         max_count=max_count,
         generator=generator,
         is_conditional=is_conditional,
         # The first steps of an optimiser may lose more than they gain in the end.
         is_informed=optimizer != "gradients" and config.initializer is None and bool(getattr(model, "has_informed_init", False)),
-        is_resizable=isinstance(model, ResizableModel) and not is_gibbs and starts[1] is not None,
+        is_resizable=isinstance(model, ResizableModel) and not is_gibbs and initializer is not None,
         max_restarts=max_restarts,
     )
     if not is_gibbs:
@@ -356,8 +334,8 @@ def _with_latents(profile: Profile) -> Profile:
         is_chain=chain is not None,
         # Models of a single binary cause have no search of their own.
         is_mixture=has_one and profile.optimizer != "gradients" and isinstance(model, SearchedModel) and not profile.is_informed,
-        is_network=num_weights(model, y) > 1,
-        layers=frozenset(layer_parameters(model, y)),
+        is_network=profile.parameters.num_weights() > 1,
+        layers=profile.parameters.layers,
         has_companion=bool(guide.layout.other_latents) and not profile.is_conditional,
     )
 

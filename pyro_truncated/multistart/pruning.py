@@ -9,7 +9,7 @@ import pyro
 import torch
 from torch import Tensor
 
-from pyro_truncated.multistart.model_parameters import learned_tensors, load_snapshot, snapshot
+from pyro_truncated.multistart.model_parameters import ModelParameters
 from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.multistart.solution import NOTHING, Solution
 from pyro_truncated.multistart.trainer import Trainer, convergence_schedule, train
@@ -39,14 +39,8 @@ def deletion_losses(population: Population, log_joint: LogJoint, depth: int = 2)
     where the second maximum is over :math:`s^*_n` without :math:`h`, with up to ``depth`` other latents switched on greedily. A latent
     that repeats another one, or stands for two others, has a small loss. One that nothing else explains loses what it explained.
 
-    Args:
-        population: populations of a batch of data points.
-        log_joint: scores their states.
-        depth: number of latents that may replace one.
-
-    Returns:
-        Losses ``(H,)`` in nats, in float64, and the share ``(H, H)`` of data points with latent ``h`` in which latent ``j`` changes
-        without ``h``.
+    Returns losses ``(H,)`` in nats, in float64, and the share ``(H, H)`` of data points with latent ``h`` in which latent ``j`` changes
+    without ``h``.
     """
     space = population.space
     words, top = population.mode(), population.log_joint.amax(-1).double()
@@ -179,7 +173,7 @@ class _Pruner:
 
     def converge(self, steps: int) -> Solution:
         """Trains to convergence; returns what was learned."""
-        return self.trainer.record(train(self.trainer, convergence_schedule(self.trainer, steps)))
+        return self.trainer.record(train(self.trainer, convergence_schedule(self.trainer.profile, steps)))
 
     def take(self, steps: int) -> None:
         """Takes steps of training."""
@@ -187,7 +181,6 @@ class _Pruner:
             self.trainer.step()
 
     def _losses(self) -> tuple[Tensor, Tensor]:
-        assert self.trainer.truncated_guide is not None
         return deletion_losses(self.trainer.truncated_guide.population(), self.trainer.scorer(), self.trainer.profile.config.pruning_depth)
 
     def prune(self, number: int) -> None:
@@ -213,7 +206,6 @@ class _Pruner:
     def _drop(self, latents: Tensor) -> Tensor:
         """Drops some latents and returns the positions of the others."""
         before, model = self.trainer, self.trainer.profile.model
-        assert before.truncated_guide is not None
         others = torch.ones(model.num_latents, dtype=torch.bool, device=latents.device).index_fill(0, latents, False).nonzero().squeeze(1)
         states = before.truncated_guide.population().states()[..., others]
         profile = before.profile.replace(model=model.with_latents(others))
@@ -234,8 +226,8 @@ def _add_inactive_latents(profile: Profile, solution: Solution, original: Soluti
     model, y, number = profile.model, profile.y, original.states.shape[-1]
     place = torch.zeros(number, dtype=torch.long).index_copy(0, positions, torch.arange(len(positions)))
     spare = torch.ones(number, dtype=torch.bool).index_fill(0, positions, False).nonzero().squeeze(1)
-    load_snapshot(model, y, solution.parameters)
-    parameters = snapshot(model.with_latents(place), y)
+    profile.parameters.load(solution.parameters)
+    parameters = ModelParameters(model.with_latents(place), y).snapshot()
     for name, value in parameters.items():
         # Sizes differ along axes of latents. Parameters of pairs, such as covariances, have two and stay.
         axes = [axis for axis, (one, other) in enumerate(zip(value.shape, solution.parameters[name].shape, strict=True)) if one != other]
@@ -253,5 +245,5 @@ def _add_inactive_latents(profile: Profile, solution: Solution, original: Soluti
 def num_parameters_per_latent(profile: Profile) -> int:
     """Returns how many parameters one latent has, those of pairs included."""
     models = profile.model, profile.model.with_latents(torch.arange(profile.model.num_latents - 1))
-    larger, smaller = (sum(value.numel() for value in learned_tensors(model, profile.y).values()) for model in models)
+    larger, smaller = (sum(value.numel() for value in ModelParameters(model, profile.y).tensors().values()) for model in models)
     return larger - smaller

@@ -180,9 +180,7 @@ def without_extremes(differences: Tensor) -> Tensor:
 def match_latents(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     """Returns absolute correlations ``(H, H)`` of two models' latents, and partners.
 
-    Args:
-        one: probabilities ``(N, H)`` that its latents are on; constant ones correlate with nothing.
-        other: those of the other model, of the same data points.
+    Latents have probabilities ``(N, H)`` for the same data points; constant ones correlate with nothing.
     """
     parts = []
     for value in (one, other):

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Self, cast
 
 import pyro
@@ -14,7 +15,6 @@ import torch
 from pyro.infer import SVI
 from pyro.infer.autoguide import AutoGuideList, AutoNormal, init_to_feasible
 from pyro.optim import ClippedAdam
-from pyro.params.param_store import normalize_param_name
 from torch import Tensor
 
 from pyro_truncated.distributed.launch import AllReduced
@@ -23,16 +23,7 @@ from pyro_truncated.em.closed_form import ClosedForm
 from pyro_truncated.em.gibbs import GibbsEM, GibbsGuide
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.multistart.decoders import fit_decoder
-from pyro_truncated.multistart.model_parameters import (
-    Medians,
-    approach,
-    learned_tensors,
-    load_snapshot,
-    optimiser_options,
-    optimiser_units,
-    prior_draw,
-    snapshot,
-)
+from pyro_truncated.multistart.model_parameters import Medians, ModelParameters, optimiser_options, prior_draw
 from pyro_truncated.multistart.profile import Profile, RelocatingModel
 from pyro_truncated.multistart.solution import STANDARD_ERRORS, FreeEnergyEstimate, Solution, estimate_mean, estimate_on_trend, vary
 from pyro_truncated.program.call import Call
@@ -76,8 +67,9 @@ class Trainer:
     def __init__(self, profile: Profile, temperature: Temperature | None = None, solution: Solution | None = None) -> None:
         self.profile, self._names_before = profile, set(pyro.get_param_store())
         if solution is not None:
-            load_snapshot(profile.model, profile.y, solution.parameters)
-        self.truncated_guide: AutoTruncated | None = None
+            profile.parameters.load(solution.parameters)
+        # Samplers have none.
+        self.truncated_guide: Any = None
         self._driver = None if profile.optimizer == "gradients" else ClosedForm(profile.model)
         if profile.search is not None:
             profile.search.forget()
@@ -89,20 +81,20 @@ class Trainer:
             self.elbo: Any = GibbsEM(search) if temperature is None else GibbsEM(search, warm_up=0, temperature=temperature)
         else:
             self.guide, self.truncated_guide, space = _guides(profile, temperature is not None)
-            search = profile.search or profile.default_search(space)
+            search = profile.make_search(space)
             self.elbo = Truncated_ELBO(search, temperature=1.0 if temperature is None or profile.has_companion else temperature)
-        populations = None if self.truncated_guide is None else self.truncated_guide.populations
-        self._moves_components = isinstance(profile.model, RelocatingModel) and populations is not None and not populations.is_part
+        is_relocating = isinstance(profile.model, RelocatingModel) and self.truncated_guide is not None
+        self._moves_components = is_relocating and not self.truncated_guide.populations.is_part
         self._relocation_generator = torch.Generator().manual_seed(0)
         self._rate, self._num_steps = 1.0, 0
 
+        self.parameters = ModelParameters(profile.model, profile.y, self.guide[0] if profile.has_companion else None)
         units: dict[str, float] = {}
-        layers = tuple(f".{normalize_param_name(layer)}" for layer in profile.layers)
 
         def options(name: str) -> dict[str, float]:
             if name not in units:
-                units.update(optimiser_units(profile.model, profile.y, layers, self.guide[0] if profile.has_companion else None))
-            return optimiser_options(profile.lr * self._rate, profile.lrd, units[name], f".{name}".endswith(layers))
+                units.update(self.parameters.units())
+            return optimiser_options(profile.lr * self._rate, profile.lrd, units[name], self.parameters.is_of_layer(name))
 
         self._adam = ClippedAdam(cast("Any", options))
         # Of data that all processes hold whole, as restarts do, each has the whole gradient.
@@ -110,7 +102,6 @@ class Trainer:
         self._svi = SVI(profile.model, self.guide, self._driver or optimizer, self.elbo)
         if solution is not None and solution.companion:
             self.set_up()
-            assert self.truncated_guide is not None
             medians = Medians(profile.model, profile.y, self.truncated_guide)
             self.take_over(medians.companion(solution.parameters, solution.companion))
 
@@ -119,7 +110,7 @@ class Trainer:
 
     def __exit__(self, *error: object) -> None:
         store = pyro.get_param_store()
-        for name in set(store) - self._names_before - learned_tensors(self.profile.model, self.profile.y).keys():
+        for name in set(store) - self._names_before - self.parameters.tensors().keys():
             del store[name]
 
     @property
@@ -142,20 +133,13 @@ class Trainer:
                 if value.shape == companion[name].shape:
                     value.copy_(companion[name])
 
-    def approach(self) -> None:
-        """Moves parameters near the data, where they begin far from these."""
-        if self.profile.optimizer == "gradients":
-            self.set_up()
-            approach(self.profile.model, self.profile.y, self.profile.generator, self.guide[0] if self.profile.has_companion else None)
-
     @torch.no_grad()
     def scorer(self) -> LogJoint:
         """The scorer of states, given the medians of continuous latents beside."""
-        assert self.truncated_guide is not None
         self.set_up()
         with spare_random_numbers(), poutine.block():
             values = self.truncated_guide.other_values(Call(self.truncated_guide.model, (self.profile.y,)), median=True)
-            return self.truncated_guide.make_scorer(self.profile.y, values=values)
+            return cast("LogJoint", self.truncated_guide.make_scorer(self.profile.y, values=values))
 
     def step(self) -> float:
         """Takes a training step; returns the free energy before it."""
@@ -177,7 +161,6 @@ class Trainer:
     def fit_decoder(self) -> None:
         """Refits a network to the states of the populations."""
         if self.profile.has_decoder and self.profile.num_data == len(self.profile.y):
-            assert self.truncated_guide is not None
             fit_decoder(self.profile.model, self.profile.y, self.truncated_guide)
 
     def slow_down(self, steps: int) -> None:
@@ -201,7 +184,6 @@ class Trainer:
         """
         is_evolutionary = self.profile.search is None and isinstance(self.elbo.search, EvolutionarySearch)
         if is_evolutionary:
-            assert self.truncated_guide is not None
             space = self.truncated_guide.space
             self.elbo.search = CombinedFlips() if space.is_binary and space.num_latents > AutomaticSearch.SEVERAL else ConditionalSearch()
         return is_evolutionary
@@ -247,7 +229,7 @@ class Trainer:
         profile, truncated_guide = self.profile, self.truncated_guide
         population = None if truncated_guide is None or profile.is_product else copy_population(truncated_guide.population())
         if truncated_guide is None or not profile.has_companion:
-            return Solution(estimate, snapshot(profile.model, profile.y), population, probabilities=self._probabilities())
+            return Solution(estimate, self.parameters.snapshot(), population, probabilities=self._probabilities())
         companion = self.companion
         parameters = Medians(profile.model, profile.y, truncated_guide).state(companion)
         return Solution(estimate, parameters, population, {name: value.clone() for name, value in companion.items()})
@@ -259,8 +241,8 @@ class Trainer:
             return None
         if profile.is_chain:
             (chains,) = guide.marginals().values()
-            return chains.flatten(0, -2).float().cpu()
-        probabilities = guide.population().marginals().double().cpu()
+            return cast("Tensor", chains.flatten(0, -2).float().cpu())
+        probabilities: Tensor = guide.population().marginals().double().cpu()
         return probabilities if bool(vary(probabilities).any()) else None
 
 
@@ -325,79 +307,65 @@ def _noisy_gain(before: FreeEnergyEstimate, after: FreeEnergyEstimate, errors: f
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """When a run has converged, and what its last steps are.
+    """When a run has converged, and what its last steps are."""
 
-    Attributes:
-        steps: least number of steps.
-        max_steps: largest number, without those at a falling rate.
-        tol: gain in nats per data point at convergence.
-        gain: measures it, given free energies per data point and the window; of plateaus it is :func:`remaining_gain`.
-        window: steps of which the gain is measured.
-        stride: steps between two measurements.
-        is_relative: whether the gain is divided by that of all steps.
-        decay: steps at a falling learning rate, after convergence.
-        first_rate: what the learning rate is multiplied by before the first plateau; ``None``: it does not fall from plateau to plateau.
-        errors: standard errors added to the gains of plateaus. One more hides no slow gain, one less ends no later than noise allows.
-        is_thorough: whether the search is intensified, from the beginning or from the second plateau on.
-    """
-
-    steps: int
-    max_steps: int
-    tol: float = 0.0
-    gain: Callable[[Sequence[float], int], float] = last_gain
-    window: int = 5
-    stride: int = 1
-    is_relative: bool = False
-    decay: int = 0
+    steps: int  # at least
+    max_steps: int  # at most, without those at a falling rate
+    tol: float = 0.0  # gain in nats per data point at convergence
+    gain: Callable[[Sequence[float], int], float] = last_gain  # of free energies, given the window
+    window: int = 5  # steps of which the gain is measured
+    stride: int = 1  # steps between two measurements
+    is_relative: bool = False  # the gain is divided by that of all steps
+    decay: int = 0  # steps at a falling learning rate, after convergence
+    # Multiplies the learning rate before the first plateau; None: it does not fall from plateau to plateau.
     first_rate: float | None = None
+    # Standard errors added to gains of plateaus. One more hides no slow gain, one less ends no later than noise allows.
     errors: float = -1.0
-    is_thorough: bool = False
+    is_thorough: bool = False  # the search is intensified, from the beginning or the second plateau on
 
     def has_converged(self, values: Sequence[float]) -> bool:
         """Whether the gain is below the tolerance."""
-        if self.first_rate is not None:
-            return remaining_gain(values, self.window, self.errors) <= self.tol
         unit = values[-1] - values[0] if self.is_relative and values else 1.0
         return self.gain(values, self.window) <= self.tol * unit
 
 
-def convergence_schedule(trainer: Trainer, max_steps: int) -> Schedule:
+def convergence_schedule(profile: Profile, max_steps: int) -> Schedule:
     """Closed-form EM at temperature one, with a thorough search.
 
     Beside continuous latents it is :func:`gradient_schedule`.
     """
-    config = trainer.profile.config
-    if trainer.profile.has_companion:
-        return gradient_schedule(trainer, max_steps)
+    config = profile.config
+    if profile.has_companion:
+        return gradient_schedule(profile, max_steps)
     return Schedule(0, max_steps, config.gain, window=config.window, stride=config.window, is_thorough=True)
 
 
-def gradient_schedule(trainer: Trainer, steps: int) -> Schedule:
+def gradient_schedule(profile: Profile, steps: int) -> Schedule:
     """Gradient steps while the free energy rises, then at a falling rate.
 
     There are at least so many, and at most four times as many. Beside continuous latents, where it is noisy and rises for long, there are
     up to sixteen times as many; nats up to the tolerance may remain there.
     """
-    config = trainer.profile.config
-    if trainer.profile.has_companion:
+    config = profile.config
+    if profile.has_companion:
         # There 240 steps ended up to 250 nats below the optimum.
         window = min(_COMPANION_WINDOW_STEPS, max(2, 2 * steps))
-        return Schedule(steps, 16 * steps, trainer.profile.tolerance, window=window, stride=window, first_rate=1.0)
+        return Schedule(steps, 16 * steps, profile.tolerance, window=window, stride=window, first_rate=1.0)
     # Weights of networks change long after their latents are found.
-    least, window = config.network_gain if trainer.profile.has_decoder else config.gradient_gain, config.gradient_window
+    least, window = config.network_gain if profile.has_decoder else config.gradient_gain, config.gradient_window
     return Schedule(steps, 4 * steps, least, mean_gain, window, window, decay=config.decay_steps)
 
 
-def restart_schedule(trainer: Trainer, temperature: Temperature, steps: int) -> Schedule:
+def restart_schedule(profile: Profile, temperature: Temperature, steps: int) -> Schedule:
     """Returns the schedule of a restart at a temperature.
 
     There are so many steps, at least by gradients, and at most where EM may converge before.
     """
-    profile, config = trainer.profile, trainer.profile.config
+    config = profile.config
     if profile.is_informed:
         return Schedule(1, steps, config.informed_gain, window=config.window, is_relative=True)
     if profile.optimizer == "gradients":
-        return gradient_schedule(trainer, steps)
+        return gradient_schedule(profile, steps)
     if profile.is_mixture and temperature_at(temperature, 0) == 1.0:
         return Schedule(0, steps, config.mixture_gain, window=config.window)
     return Schedule(steps, steps)
@@ -436,8 +404,8 @@ def _train_by_plateaus(trainer: Trainer, schedule: Schedule, first_rate: float) 
         steps_left = schedule.max_steps - steps
         most = steps_left if reduction == _REDUCTIONS else (steps_left + 1) // 2
         window = min(schedule.window, max(_COMPANION_WINDOW_STEPS, most // 2))
-        least = 0 if reduction else min(schedule.steps, most)
-        values = _until_convergence(trainer, dataclasses.replace(schedule, steps=least, max_steps=most, window=window, stride=window))
+        least, gain = 0 if reduction else min(schedule.steps, most), partial(remaining_gain, errors=schedule.errors)
+        values = _until_convergence(trainer, Schedule(least, most, schedule.tol, gain, window, window))
         steps, before = steps + len(values), estimate
         if values:
             estimate = estimate_on_trend(values[-max(window, int(_WINDOW_SHARE * len(values))) :])
@@ -520,43 +488,42 @@ class FixedStates(Search):
 def run_restart(profile: Profile, temperature: Temperature, states: Tensor | None = None) -> Solution:
     """Runs a short training from a drawn start, or from present parameters.
 
-    Args:
-        profile: of restarts.
-        temperature: as a function of the step.
-        states: one of each data point, ``(N, L)``, which the search begins with.
+    The search begins with states ``(N, L)``, one of each data point, if there are any.
     """
     profile.initialize()
     with Trainer(profile, temperature) as trainer:
-        trainer.approach()
+        if profile.optimizer == "gradients":
+            trainer.set_up()
+            trainer.parameters.approach(profile.generator)
         if states is not None:
             trainer.insert_states(states.unsqueeze(1))
-        return trainer.record(train(trainer, restart_schedule(trainer, temperature, profile.config.restart_steps)))
+        return trainer.record(train(trainer, restart_schedule(profile, temperature, profile.config.restart_steps)))
 
 
-def retrain(profile: Profile, solution: Solution, schedule: Callable[[Trainer], Schedule], *, searches: bool = False) -> Solution:
+def retrain(profile: Profile, solution: Solution, schedule: Schedule, *, searches: bool = False) -> Solution:
     """Trains from a solution and its states, searched before if wanted."""
     with Trainer(profile, solution=solution) as trainer:
         if solution.population is not None:
             trainer.insert_states(solution.states)
         if searches:
             trainer.find_states()
-        return trainer.record(train(trainer, schedule(trainer)))
+        return trainer.record(train(trainer, schedule))
 
 
 def search_and_train(profile: Profile, solution: Solution) -> Solution:
     """Searches for states of a solution and trains it by gradients."""
-    return retrain(profile, solution, lambda trainer: gradient_schedule(trainer, profile.config.restart_steps), searches=True)
+    return retrain(profile, solution, gradient_schedule(profile, profile.config.restart_steps), searches=True)
 
 
 def converge(profile: Profile, solution: Solution) -> Solution:
     """Trains to convergence from a solution and its states."""
-    return retrain(profile, solution, lambda trainer: convergence_schedule(trainer, profile.config.restart_steps))
+    return retrain(profile, solution, convergence_schedule(profile, profile.config.restart_steps))
 
 
 def settle(profile: Profile, solution: Solution) -> Solution:
     """Trains briefly in ever smaller steps from a nearly final solution."""
     steps = max(1, profile.config.restart_steps // 2)
-    return retrain(profile.with_decay(steps, LAST_RATE), solution, lambda trainer: Schedule(steps, steps))
+    return retrain(profile.with_decay(steps, LAST_RATE), solution, Schedule(steps, steps))
 
 
 def fit_likeliest_states(profile: Profile, solution: Solution) -> Solution:
@@ -576,7 +543,6 @@ def fit_states(
     """Fits parameters to packed states ``(N, S, W)`` that stay as they are."""
     with Trainer(profile.replace(search=FixedStates(), num_states=num_states), temperature, solution) as trainer:
         scorer, guide, steps = trainer.scorer(), trainer.truncated_guide, profile.config.restart_steps
-        assert guide is not None
         states = words(scorer)
         guide.populations.store_(scorer.score(states), None, states)
         return trainer.record(train(trainer, Schedule(steps, steps)))

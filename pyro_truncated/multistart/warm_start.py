@@ -14,7 +14,6 @@ from torch import Tensor
 from pyro_truncated.distributions.linear import LinearSuperposition
 from pyro_truncated.em.closed_form import Statistics
 from pyro_truncated.multistart.decoders import observed_numbers
-from pyro_truncated.multistart.model_parameters import learned_parameters, takes_gradients
 from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.multistart.solution import Solution
 from pyro_truncated.multistart.trainer import Trainer, fit_states
@@ -35,9 +34,8 @@ def decoder_targets(profile: Profile) -> Tensor | None:
     is_decoder = profile.optimizer == "gradients" and profile.is_network and profile.initializer is None
     if not is_decoder or profile.is_large or profile.has_companion or profile.shares_latents:
         return None
-    parameters = learned_parameters(model, y)
     layout = profile.set_up_guide().layout
-    is_trainable = any(takes_gradients(model, parameters[name]) for name in profile.layers & parameters.keys())
+    is_trainable = bool(profile.layers & profile.parameters.trainable().keys())
     is_whole = profile.num_data == len(y) == layout.num_data and getattr(y, "file", None) is None
     is_one_site = len(layout.sites) == 1 and layout.space.is_binary and layout.space.num_latents > 1
     if not is_trainable or not is_whole or not is_one_site or layout.other_latents:
@@ -55,8 +53,8 @@ def likeliest_states(profile: Profile, solution: Solution) -> Tensor:
     """Returns a model's likeliest state of each data point, ``(N, H)``."""
     with Trainer(profile, solution=solution) as trainer:
         trainer.insert_states(solution.states)
-        assert trainer.truncated_guide is not None
-        return trainer.truncated_guide.space.unpack(trainer.truncated_guide.population().mode())
+        population: Population = trainer.truncated_guide.population()
+    return population.space.unpack(population.mode())
 
 
 @torch.no_grad()
@@ -65,10 +63,8 @@ def shuffle(profile: Profile) -> None:
 
     Weights that are all equal get noise instead, since any order leaves them and their units equal.
     """
-    model, generator = profile.model, profile.generator
-    for value in learned_parameters(model, profile.y).values():
-        if not takes_gradients(model, value):
-            continue
+    generator = profile.generator
+    for value in profile.parameters.trainable().values():
         order = torch.randperm(value.numel(), generator=generator, device=generator_device(generator)).to(value.device)
         values = value.flatten()[order]
         if value.dim() > 1 and bool((values == values[0]).all()):

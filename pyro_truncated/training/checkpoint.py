@@ -86,11 +86,10 @@ def save_checkpoint(
     Raises:
         OSError: if the file cannot be written, with its path and the cause; the last one is as it was.
     """
-    write_checkpoint(path, checkpoint_content(svi, history=history, settings=settings, run=run))
+    checkpoint_file.write(Path(path), _make_content(svi, history=history, settings=settings, run=run))
 
 
-def checkpoint_content(svi: SVI, *, history: Any, settings: Mapping[str, Any] | None, run: Mapping[str, str] | None) -> dict[str, Any]:
-    """What :func:`save_checkpoint` writes."""
+def _make_content(svi: SVI, *, history: Any, settings: Mapping[str, Any] | None, run: Mapping[str, str] | None) -> dict[str, Any]:
     return {
         "format": f"{_FORMAT} {LAYOUT}",
         "run": dict(describe_run(svi) if run is None else run),
@@ -98,11 +97,6 @@ def checkpoint_content(svi: SVI, *, history: Any, settings: Mapping[str, Any] | 
         "history": history,
         **run_state(svi),
     }
-
-
-def write_checkpoint(path: str | Path, content: dict[str, Any]) -> None:
-    """Writes what :func:`checkpoint_content` has returned; see :func:`save_checkpoint`."""
-    checkpoint_file.write(Path(path), content)
 
 
 def load_checkpoint(
@@ -141,12 +135,7 @@ def load_checkpoint(
 
 
 def read_checkpoint(path: str | Path, svi: SVI) -> dict[str, Any]:
-    """Reads a file, with parameter names of this run.
-
-    Raises:
-        OSError: if it cannot be read.
-        ValueError: if it is no checkpoint, of another version, or damaged.
-    """
+    """Reads a file, with parameter names of this run."""
     content = checkpoint_file.read(Path(path))
     kind = content.get("format") if isinstance(content, dict) else None
     if not isinstance(kind, str) or not kind.startswith(_FORMAT):
@@ -165,7 +154,7 @@ def read_checkpoint(path: str | Path, svi: SVI) -> dict[str, Any]:
 
 def load_state(content: dict[str, Any], svi: SVI, path: str | Path, may_differ: Collection[str] = ()) -> Any:
     """Loads a state and returns its history, or changes nothing."""
-    refuse_stale(svi)
+    _refuse_stale(svi)
     params = loose_parameters(svi)
     if missing := content["params"].keys() - params.keys():
         raise KeyError(f"the parameters {sorted(missing)} do not exist yet; call svi.evaluate_loss(...) once before load_checkpoint")
@@ -184,7 +173,7 @@ def lacks_parameters(content: dict[str, Any], svi: SVI) -> bool:
     if content["params"].keys() - loose_parameters(svi).keys():
         return True
     pairs = ((module, content["modules"].get(name, {})) for name, module in run_modules(svi).items())
-    return any(key in state for module, state in pairs for key in unmatched_names(module, state))
+    return any(key in state for module, state in pairs for key in _unmatched_names(module, state))
 
 
 MAY_DIFFER = ("model", "guide", "optimizer", "elbo", "search", "data")
@@ -193,15 +182,11 @@ MAY_DIFFER = ("model", "guide", "optimizer", "elbo", "search", "data")
 def refuse_other_runs(
     content: dict[str, Any], run: Mapping[str, str], settings: Mapping[str, Any] | None, may_differ: Collection[str], path: str | Path
 ) -> None:
-    """Compares a run and its settings with the saved ones.
-
-    Raises:
-        ValueError: naming what differs.
-    """
+    """Compares a run and its settings with the saved ones."""
     if unknown := sorted(set(may_differ) - set(MAY_DIFFER)):
         raise ValueError(f"may_differ names {unknown}; the parts of a run are {list(MAY_DIFFER)}")
     if settings is not None:
-        refuse_other_settings(content["settings"], dict(settings), path)
+        _refuse_other_settings(content["settings"], settings, path)
     all_names = {*run, *(content["run"] if any(_group(name) == "data" for name in run) else ())}
     names = sorted(name for name in all_names if _group(name) not in may_differ and content["run"].get(name) != run.get(name))
     if names:
@@ -225,21 +210,14 @@ def _difference(name: str, saved: str, now: str) -> str:
     return f"{name}: {cut[0]} in the checkpoint, {cut[1]} now"
 
 
-def refuse_other_settings(saved: dict[str, Any], current: dict[str, Any], path: str | Path) -> None:
-    """Compares settings with those saved.
-
-    Raises:
-        ValueError: naming what differs.
-    """
-    names = sorted(
-        name for name in saved.keys() | current.keys() if name not in saved or name not in current or saved[name] != current[name]
-    )
+def _refuse_other_settings(saved: Mapping[str, Any], current: Mapping[str, Any], path: str | Path) -> None:
+    names = sorted((saved.keys() ^ current.keys()) | {name for name in saved.keys() & current.keys() if saved[name] != current[name]})
     if names:
         lines = "; ".join(f"{name}: {saved.get(name, 'absent')} in the checkpoint, {current.get(name, 'absent')} now" for name in names)
         raise ValueError(f"{path} was written by a run with other settings ({lines}). Use those, another file, or start over without it.")
 
 
-def refuse_stale(svi: SVI) -> None:
+def _refuse_stale(svi: SVI) -> None:
     """Refuses modules whose parameters are shadowed in Pyro's store."""
     stale = sorted(parameter.name for parameter, _ in replaced_parameters(*run_modules(svi).values()))
     if stale:
@@ -257,7 +235,8 @@ def refuse_other_models(content: dict[str, Any], svi: SVI, params: Mapping[str, 
     for name in saved.keys() & modules.keys():
         state = saved[name]
         pairs |= {f"{name}.{key}": (state[key], value) for key, value in modules[name].named_parameters() if key in state}
-        problems += _describe_unmatched(modules[name], state, name)
+        unmatched = _unmatched_names(modules[name], state)
+        problems += [f"{name}.{key} is only {'in the checkpoint' if key in state else 'here'}" for key in unmatched]
         for prefix, part in modules[name].named_modules():
             if isinstance(part, AutoTruncated):
                 problems += filter(None, [part.mismatch(state, f"{prefix}." if prefix else "")])
@@ -266,11 +245,7 @@ def refuse_other_models(content: dict[str, Any], svi: SVI, params: Mapping[str, 
         raise ValueError(f"{path} was written by a run of another model or guide: {'; '.join(problems)}")
 
 
-def _describe_unmatched(module: torch.nn.Module, state: Mapping[str, Any], name: str) -> list[str]:
-    return [f"{name}.{key} is only {'in the checkpoint' if key in state else 'here'}" for key in unmatched_names(module, state)]
-
-
-def unmatched_names(module: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
+def _unmatched_names(module: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
     """Returns names that only one of two states has.
 
     Parts that decide themselves what they load do not count.
@@ -441,11 +416,7 @@ _POPULATIONS = "populations."
 
 
 def refuse_partial_checkpoint(svi: SVI) -> None:
-    """Refuses checkpoints that would not hold what every process has.
-
-    Raises:
-        NotImplementedError: saying what they would not.
-    """
+    """Refuses checkpoints that would not hold what every process has."""
     if not isinstance(svi.guide, (AutoTruncated, AutoGuideList, GibbsGuide)) or getattr(svi.guide, "companions", None) is not None:
         raise NotImplementedError(
             "checkpoints of several processes need an AutoTruncated, an AutoGuideList or a GibbsGuide; "
@@ -475,19 +446,9 @@ def save_sharded_checkpoint(
     Each process writes its populations, and what the search has learned of them, into a folder beside the file. Then the first one
     writes the file, which appears under its name last.
 
-    Args:
-        path: the file.
-        svi: the run.
-        number: of this checkpoint; different from that of the last one.
-        portion: the data points of this process.
-        history: what :func:`~pyro_truncated.training.checkpoint.save_checkpoint` takes, as what follows.
-        settings: likewise.
-        run: likewise.
-
-    Raises:
-        OSError: on all processes, if one of them cannot write; the last checkpoint is as it was.
+    Numbers of successive checkpoints differ. If one process cannot write, all fail, and the last checkpoint is as it was.
     """
-    content = checkpoint_content(svi, history=history, settings=settings, run=run)
+    content = _make_content(svi, history=history, settings=settings, run=run)
     modules, optim = content["modules"], content["optim"]
     modules["guide"] = {name: value for name, value in modules["guide"].items() if not _PORTION_NAME.search(name)}
     rows: dict[str, Tensor] = {_short(name): modules["guide"].pop(name) for name in _row_names(svi.guide)}
@@ -502,7 +463,7 @@ def save_sharded_checkpoint(
     folder = rows_folder(path) / str(number)
     pieces = _run_on_all(lambda: write_rows(folder, rows, portion))
     content["rows"] = {"folder": folder.name, "written": pieces, "total": portion.total}
-    _run_on_all(lambda: write_checkpoint(path, content) if collectives.rank() == 0 else None)
+    _run_on_all(lambda: checkpoint_file.write(path, content) if collectives.rank() == 0 else None)
     if collectives.rank() == 0:
         remove_others(folder.parent, folder.name)
 
@@ -522,11 +483,7 @@ def _run_on_all(act: Any) -> list[Any]:
 
 
 def for_this_process(content: dict[str, Any], path: Path, svi: SVI, arguments: Any) -> dict[str, Any]:
-    """Returns a checkpoint's part for this process, whoever wrote it.
-
-    Raises:
-        ValueError: if files are damaged or missing, or the checkpoint is of another number of data points.
-    """
+    """Returns a checkpoint's part for this process, whoever wrote it."""
     portion = find_portion(arguments)
     stored_rows = content.get("rows")
     if stored_rows is None and (portion is None or not portion.is_part):

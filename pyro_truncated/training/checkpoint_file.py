@@ -211,9 +211,6 @@ def write_rows(folder: Path, values: Mapping[str, Tensor], portion: Portion) -> 
     """Writes tensors of this process's rows, a ``.npy`` file each.
 
     Returns what it has written.
-
-    Raises:
-        OSError: if a file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     sums = {}

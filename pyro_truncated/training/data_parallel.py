@@ -87,9 +87,6 @@ class EqualShares(Messenger):
     """Effect handler that divides global log probabilities by the process number.
 
     The sum of their losses and gradients is then that of all data.
-
-    Args:
-        plates: names of the data plates.
     """
 
     def __init__(self, plates: frozenset[str]) -> None:
@@ -106,11 +103,6 @@ def share_draws(call: Call, guide: Any, number: int) -> Iterator[None]:
     """A context in which other guides draw as for all data.
 
     Otherwise draws would depend on the size of a shard.
-
-    Args:
-        call: of the model.
-        guide: the guide.
-        number: of the loss.
     """
     parts = [part for part in guide.modules() if isinstance(part, AutoTruncated)] if isinstance(guide, torch.nn.Module) else []
     portion = find_portion((call.args, dict(call.kwargs)))
@@ -134,11 +126,7 @@ def divide_loss(parts: Sequence[AutoTruncated]) -> Iterator[None]:
 
 
 def refuse_local_draws(parts: Sequence[AutoTruncated], guide: Call) -> None:
-    """Refuses what is not the same on several processes as on one.
-
-    Raises:
-        NotImplementedError: saying what.
-    """
+    """Refuses what is not the same on several processes as on one."""
     if not span_processes(parts):
         return
     if current_batch() is not None:

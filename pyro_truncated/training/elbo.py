@@ -117,7 +117,8 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
         self.temperature = temperature
         self.num_evaluations = 0
         self._others = MixedGuides(**kwargs)
-        self._em_step = EMStep()
+        # Of the populations that statistics were last collected of.
+        self._revision: int | None = None
         self._known_guide: Any = None
         self._num_looks = 0
 
@@ -140,7 +141,7 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
                 batch = guide.make_batch(*args, **kwargs)
                 return total([guide], _warn_if_infinite(_check_loss(-float(batch.mean_free_energy(self.num_particles))), guide))
             with explain_enumeration():
-                return self._others.stock_loss(call, guide)
+                return float(_evaluate(self._others.stock.loss, call, guide))
         with propagate_errors(guide, (args, kwargs)), self._prepare_shared_loss(call, guide):
             return total(self._others.parts(call, guide), _check_loss(self._others.loss(call, guide)))
 
@@ -160,7 +161,7 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
                 _warn_if_infinite(float(loss.detach()), guide)
                 return total_loss_for_ddp([guide], loss)
             with explain_enumeration():
-                return self._others.stock_differentiable_loss(call, guide)
+                return _evaluate(self._others.stock.differentiable_loss, call, guide)  # type: ignore[no-any-return]
         with propagate_errors(guide, (args, kwargs)), self._prepare_shared_loss(call, guide, searches=torch.is_grad_enabled()):
             return total_loss_for_ddp(self._others.parts(call, guide), self._others.differentiable_loss(call, guide))
 
@@ -182,7 +183,7 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
             with suppress(AllObservedError):
                 return total([guide], _check_loss(self._search_batch(call, guide).backward_(temperature, self.num_particles)))
             with explain_enumeration():
-                return self._others.stock_loss_and_grads(call, guide)
+                return float(_evaluate(self._others.stock.loss_and_grads, call, guide))
         with self._prepare_shared_loss(call, guide, searches=True):
             return total(self._others.parts(call, guide), _check_loss(self._others.loss_and_grads(call, guide)))
 
@@ -205,14 +206,39 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
         with defer_checks():
             with torch.no_grad(), poutine.block():
                 batch = guide.make_batch(*call.args, **call.kwargs)
-            if isinstance(batch, ChainBatch):
-                if temperature != 1.0:
-                    raise NotImplementedError(f"temperature must be 1 for sites of chains, whose sets are not annealed; got {temperature}")
-                return collect_on_chains(closed_form, batch, self.search if self._search_is_due() else None, self.search_steps)
-            return self._em_step(closed_form, batch, self._improve, temperature, is_annealed=callable(self.temperature))
+            if batch.populations.is_part:
+                _refuse_local_steps(closed_form.model)
+            if not isinstance(batch, ChainBatch):
+                return self._collect(closed_form, batch, temperature)
+            if temperature != 1.0:
+                raise NotImplementedError(f"temperature must be 1 for sites of chains, whose sets are not annealed; got {temperature}")
+            return _collect_on_chains(closed_form, batch, self.search if self._search_is_due() else None, self.search_steps)
 
-    def _improve(self, batch: Batch) -> Population:
-        return batch.search_(self.search, self.search_steps) if self._search_is_due() else batch.rescore_()
+    @torch.no_grad()
+    def _collect(self, closed_form: ClosedForm, batch: Batch, temperature: float) -> float:
+        """Improves a batch's populations, collects statistics, returns the loss."""
+        call, store, scorer = batch.scorer.call, batch.populations, batch.scorer
+        with poutine.block(), memory_budget(scorer.memory_budget):
+            # Another caller scored or searched: the sums do not hold the old contribution.
+            is_stale = self._revision is not None and self._revision != store.revision and closed_form.visited is not None
+            indices = _plate_indices(batch)
+            previous = closed_form.previous(store.take(batch.indices if indices is batch.plate_indices else indices), indices)
+            if previous is not None and callable(self.temperature):
+                raise ValueError("incremental minibatches cannot follow a changing temperature; use ClosedForm(model, minibatch='online')")
+            old = None if previous is None else _statistics(closed_form, previous, temperature, call)
+            with defer_checks():
+                population = batch.search_(self.search, self.search_steps) if self._search_is_due() else batch.rescore_()
+                # A model that looks at its statistics brings it along.
+                values = lazy_values(batch.scale * population.free_energy().sum() + batch.outside())
+                new = _statistics(closed_form, population, temperature, call)
+                (free_energy,) = values()
+                flush_checks()
+            self._revision = store.revision
+            closed_form.collect(new, old, indices, scorer.full_size, scale=batch.data_per_row, is_part=store.is_part)
+            if closed_form.visited is not None and indices is not None and _holds_anywhere(is_stale, store.is_part):
+                positions = closed_form.visited.nonzero().squeeze(-1).to(store.words.device)
+                closed_form.renew(_statistics(closed_form, store.population(positions), temperature, call), is_part=store.is_part)
+            return -free_energy
 
     @contextmanager
     def _prepare_shared_loss(self, call: Call, guide: Any, *, searches: bool = False) -> Iterator[None]:
@@ -294,64 +320,13 @@ def _warn_if_infinite(loss: float, guide: AutoTruncated) -> float:
     return loss
 
 
-class EMStep:
-    """Collects statistics of batches, and remembers their population versions."""
-
-    def __init__(self) -> None:
-        self._revision: int | None = None
-
-    @torch.no_grad()
-    def __call__(
-        self, closed_form: ClosedForm, batch: Batch, improve: Callable[[Batch], Population], temperature: float, *, is_annealed: bool
-    ) -> float:
-        """Improves a batch's populations, collects statistics, returns the loss.
-
-        Args:
-            closed_form: what collects.
-            batch: the batch.
-            improve: improves its populations and stores their log joints.
-            temperature: temperature of the posteriors in the statistics.
-            is_annealed: whether the temperature changes from step to step.
-
-        Raises:
-            NotImplementedError: if data are shared out that the model needs together.
-            ValueError: if statistics would have to be taken out of the sums at another temperature than they went in with.
-        """
-        call, store, scorer = batch.scorer.call, batch.populations, batch.scorer
-        if store.is_part:
-            _refuse_local_steps(closed_form.model)
-        with poutine.block(), memory_budget(scorer.memory_budget):
-            # Another caller scored or searched: the sums do not hold the old contribution.
-            is_stale = self._revision is not None and self._revision != store.revision and closed_form.visited is not None
-            indices = _plate_indices(batch)
-            previous = closed_form.previous(store.take(batch.indices if indices is batch.plate_indices else indices), indices)
-            if previous is not None and is_annealed:
-                raise ValueError("incremental minibatches cannot follow a changing temperature; use ClosedForm(model, minibatch='online')")
-            old = None if previous is None else _statistics(closed_form, previous, temperature, call)
-            with defer_checks():
-                population = improve(batch)
-                # A model that looks at its statistics brings it along.
-                values = lazy_values(batch.scale * population.free_energy().sum() + batch.outside())
-                new = _statistics(closed_form, population, temperature, call)
-                (free_energy,) = values()
-                flush_checks()
-            self._revision = store.revision
-            closed_form.collect(new, old, indices, scorer.full_size, scale=batch.data_per_row, is_part=store.is_part)
-            if closed_form.visited is not None and indices is not None and _holds_anywhere(is_stale, store.is_part):
-                positions = closed_form.visited.nonzero().squeeze(-1).to(store.words.device)
-                closed_form.renew(_statistics(closed_form, store.population(positions), temperature, call), is_part=store.is_part)
-            return -free_energy
-
-
 @torch.no_grad()
-def collect_on_chains(closed_form: ClosedForm, batch: ChainBatch, search: Search | None, search_steps: int) -> float:
+def _collect_on_chains(closed_form: ClosedForm, batch: ChainBatch, search: Search | None, search_steps: int) -> float:
     """Improves the sets of sequences, collects statistics, returns the loss.
 
     The model takes the posterior of the sequences in place of a population.
     """
-    call, scorer, is_part = batch.scorer.call, batch.scorer, batch.populations.is_part
-    if is_part:
-        _refuse_local_steps(closed_form.model)
+    call, scorer = batch.scorer.call, batch.scorer
     with poutine.block():
         # No search step scores the sets and keeps their log joints.
         posterior = batch.improve_(AutomaticSearch(), 0) if search is None else batch.improve_(search, search_steps)
@@ -359,7 +334,7 @@ def collect_on_chains(closed_form: ClosedForm, batch: ChainBatch, search: Search
         new = closed_form.model.sufficient_statistics(posterior, *call.args, **call.kwargs)
     if batch.is_idle:
         new = {name: torch.zeros_like(value) for name, value in new.items()}
-    closed_form.collect(new, None, _plate_indices(batch), scorer.full_size, scale=batch.data_per_row, is_part=is_part)
+    closed_form.collect(new, None, _plate_indices(batch), scorer.full_size, scale=batch.data_per_row, is_part=batch.populations.is_part)
     return loss
 
 
@@ -459,38 +434,20 @@ class MixedGuides:
         """The loss; nothing changes."""
         with torch.no_grad():
             free_energy = self._mean_given_draws(call, guide)
-        return self.stock_loss(call, guide) if free_energy is None else -float(free_energy)
+        return float(_evaluate(self.stock.loss, call, guide)) if free_energy is None else -float(free_energy)
 
     def differentiable_loss(self, call: Call, guide: Any) -> Tensor:
         """The loss as a tensor."""
         free_energy = self._mean_given_draws(call, guide)
-        return self.stock_differentiable_loss(call, guide) if free_energy is None else -free_energy
+        return _evaluate(self.stock.differentiable_loss, call, guide) if free_energy is None else -free_energy
 
     def loss_and_grads(self, call: Call, guide: Any) -> float:
         """The loss, whose gradient is accumulated."""
         part = self._find_slow_part(call, guide)
-        if part is None:
-            return self.stock_loss_and_grads(call, guide)
-        try:
-            return sum(self._backward(part, call.with_program(guide)) for _ in range(self.stock.num_particles))
-        except AllObservedError:
-            return self.stock_loss_and_grads(call, guide)
-
-    # --- Pyro's own ---
-
-    def stock_loss(self, call: Call, guide: Any) -> float:
-        """Pyro's loss."""
-        return float(self.stock.loss(call.model, guide, *call.args, **call.kwargs))
-
-    def stock_differentiable_loss(self, call: Call, guide: Any) -> Tensor:
-        """Pyro's loss as a tensor."""
-        return self.stock.differentiable_loss(call.model, guide, *call.args, **call.kwargs)  # type: ignore[no-any-return]
-
-    def stock_loss_and_grads(self, call: Call, guide: Any) -> float:
-        """Pyro's loss, whose gradient is accumulated."""
-        return float(self.stock.loss_and_grads(call.model, guide, *call.args, **call.kwargs))
-
-    # --- the parts of a guide ---
+        if part is not None:
+            with suppress(AllObservedError):
+                return sum(self._backward(part, call.with_program(guide)) for _ in range(self.stock.num_particles))
+        return float(_evaluate(self.stock.loss_and_grads, call, guide))
 
     def parts(self, call: Call, guide: Any) -> list[AutoTruncated]:
         """Runs a guide once and returns its truncated parts.
@@ -523,18 +480,21 @@ class MixedGuides:
         ``None`` if there is none, or the model observes all discrete sites.
         """
         part = self._find_slow_part(call, guide)
-        if part is None:
-            return None
-        try:
-            return torch.stack([free_energy_given_draws(part, call.with_program(guide)) for _ in range(self.stock.num_particles)]).mean()
-        except AllObservedError:
-            return None
+        if part is not None:
+            with suppress(AllObservedError):
+                draws = [free_energy_given_draws(part, call.with_program(guide)) for _ in range(self.stock.num_particles)]
+                return torch.stack(draws).mean()
+        return None
 
     def _backward(self, part: AutoTruncated, guide: Call) -> float:
         loss = -free_energy_given_draws(part, guide) / self.stock.num_particles
         if loss.requires_grad:
             loss.backward()
         return float(loss.detach())
+
+
+def _evaluate(loss: Callable[..., Any], call: Call, guide: Any) -> Any:
+    return loss(call.model, guide, *call.args, **call.kwargs)
 
 
 @contextmanager
@@ -585,10 +545,6 @@ def free_energy_given_draws(part: AutoTruncated, guide: Call) -> Tensor:
 
     with :math:`z_n` the draws inside the data plates and :math:`z` those outside. The enumerating ELBO computes the same for these
     draws; here the guide's own scores are used.
-
-    Args:
-        part: the truncated part.
-        guide: the whole guide, an :class:`~pyro.infer.autoguide.AutoGuideList` or any callable that runs ``part``, and its arguments.
 
     Raises:
         NotImplementedError: if a draw depends on parameters that its distribution is not reparametrised in.

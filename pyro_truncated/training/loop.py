@@ -146,21 +146,21 @@ def fit(
     if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
         raise TypeError(f"callbacks must be a sequence of functions of the training; got {callbacks!r}")
     _check_seconds(checkpoint_seconds)
-    training, work = Training(svi), _Work(args, kwargs, batches)
+    loop = _Loop(Training(svi), args, kwargs, batches, callbacks, patience, tolerance)
     with propagate_errors(getattr(svi, "guide", None), (args, kwargs)):
         if checkpoint is None:
-            _run(training, work, steps, callbacks, progress, patience, tolerance)
-            return training
+            loop.run(steps, progress)
+            return loop.training
         path, portion = Path(checkpoint), shared_portion(svi.guide, (args, kwargs))
         if portion is not None:
             refuse_partial_checkpoint(svi)
         run = describe_run(svi) | describe_arguments(args, kwargs if batches is None else {**kwargs, "batches": batches})
         with claim_path(path) if portion is None or collectives.rank() == 0 else contextlib.nullcontext():
             if path.exists() if portion is None else collectives.agree(path.exists()):
-                _resume(training, path, settings, run, may_differ, args, kwargs)
-            writer = _CheckpointWriter(path, checkpoint_seconds, settings, run, portion)
-            _run(training, work, steps, callbacks, progress, patience, tolerance, writer)
-    return training
+                loop.resume(path, settings, run, may_differ)
+            loop.writer = _CheckpointWriter(path, checkpoint_seconds, settings, run, portion)
+            loop.run(steps, progress)
+    return loop.training
 
 
 def _check_seconds(seconds: Any) -> None:
@@ -170,73 +170,81 @@ def _check_seconds(seconds: Any) -> None:
         raise ValueError(f"checkpoint_seconds must be a number of at least 0; got {seconds}")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Work:
-    """What every step is given."""
+@dataclasses.dataclass
+class _Loop:
+    """A run, what every step is given, and what ends it early."""
 
+    training: Training
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     batches: Batches | None
+    callbacks: Sequence[Callback]
+    patience: int | None
+    tolerance: float
+    writer: _CheckpointWriter | None = None
 
-    def step(self, svi: SVI, number: int) -> float:
-        """Takes one step; its loss."""
-        with contextlib.nullcontext() if self.batches is None else self.batches.at(number):
-            loss: Any = svi.step(*self.args, **self.kwargs)
-        return float(loss)
+    def run(self, steps: int, progress: bool | None) -> None:
+        """Takes steps, up to so many in all."""
+        training = self.training
+        for callback in self.callbacks:
+            if callable(start := getattr(callback, "start", None)):
+                start(training)
+        model, guide = getattr(training.svi, "model", None), getattr(training.svi, "guide", None)
+        refuse_shadowed_parameters(model, guide, training=True)
+        decide: Callable[[bool], bool] = bool if shared_portion(guide, (self.args, self.kwargs)) is None else collectives.agree
+        progress = False if collectives.rank() and decide is not bool else progress
+        training.stopped_early = decide(self._check_patience())
+        with progress_bar(progress, total=steps, initial=training.steps, unit="step") as bar:
+            while training.steps < steps and not training.stopped_early:
+                with ShadowWatch(guide) if training.steps == 0 else contextlib.nullcontext():
+                    self._step()
+                bar.set_postfix_str(f"free energy {training.free_energy:.6g}", refresh=False)
+                bar.update()
+                training.stopped_early = decide(self._check_patience())
+                if self.writer is not None:
+                    self.writer.after_step(training, training.steps >= steps or training.stopped_early)
 
+    def _step(self) -> None:
+        training, start = self.training, time.monotonic()
+        with contextlib.nullcontext() if self.batches is None else self.batches.at(training.steps):
+            loss: Any = training.svi.step(*self.args, **self.kwargs)
+        training.record["free_energy"].append(-float(loss))
+        training.seconds.append(time.monotonic() - start)
+        for callback in self.callbacks:
+            result = callback(training)
+            if isinstance(result, Mapping):
+                for name, value in result.items():
+                    training.record.setdefault(name, []).append(float(value))
+            elif result:
+                training.stopped_early = True
+        lengths = {name: len(values) for name, values in training.record.items()}
+        if set(lengths.values()) != {training.steps}:
+            raise ValueError(
+                f"callbacks must return the same names at every step, each once; after {training.steps} steps there are {lengths}"
+            )
 
-def _run(
-    training: Training,
-    work: _Work,
-    steps: int,
-    callbacks: Sequence[Callback],
-    progress: bool | None,
-    patience: int | None,
-    tolerance: float,
-    writer: _CheckpointWriter | None = None,
-) -> None:
-    for callback in callbacks:
-        if callable(start := getattr(callback, "start", None)):
-            start(training)
-    model, guide = getattr(training.svi, "model", None), getattr(training.svi, "guide", None)
-    refuse_shadowed_parameters(model, guide, training=True)
-    decide: Callable[[bool], bool] = bool if shared_portion(guide, (work.args, work.kwargs)) is None else collectives.agree
-    progress = False if collectives.rank() and decide is not bool else progress
-    training.stopped_early = decide(_check_patience(training, patience, tolerance))
-    with progress_bar(progress, total=steps, initial=training.steps, unit="step") as bar:
-        while training.steps < steps and not training.stopped_early:
-            with ShadowWatch(guide) if training.steps == 0 else contextlib.nullcontext():
-                _step(training, callbacks, work)
-            bar.set_postfix_str(f"free energy {training.free_energy:.6g}", refresh=False)
-            bar.update()
-            training.stopped_early = decide(_check_patience(training, patience, tolerance))
-            is_last = training.steps >= steps or training.stopped_early
-            if writer is not None:
-                writer.after_step(training, is_last)
+    def _check_patience(self) -> bool:
+        training, patience = self.training, self.patience
+        values = training.record["free_energy"]
+        if not training.stopped_early and patience is not None and len(values) >= 2 * patience:
+            recent, before = float(np.mean(values[-patience:])), float(np.mean(values[-2 * patience : -patience]))
+            training.stopped_early = recent - before < self.tolerance * max(1.0, abs(recent))
+        return training.stopped_early
 
-
-def _step(training: Training, callbacks: Sequence[Callback], work: _Work) -> None:
-    start = time.monotonic()
-    training.record["free_energy"].append(-work.step(training.svi, training.steps))
-    training.seconds.append(time.monotonic() - start)
-    for callback in callbacks:
-        result = callback(training)
-        if isinstance(result, Mapping):
-            for name, value in result.items():
-                training.record.setdefault(name, []).append(float(value))
-        elif result:
-            training.stopped_early = True
-    lengths = {name: len(values) for name, values in training.record.items()}
-    if set(lengths.values()) != {training.steps}:
-        raise ValueError(f"callbacks must return the same names at every step, each once; after {training.steps} steps there are {lengths}")
-
-
-def _check_patience(training: Training, patience: int | None, tolerance: float) -> bool:
-    values = training.record["free_energy"]
-    if not training.stopped_early and patience is not None and len(values) >= 2 * patience:
-        recent, before = float(np.mean(values[-patience:])), float(np.mean(values[-2 * patience : -patience]))
-        training.stopped_early = recent - before < tolerance * max(1.0, abs(recent))
-    return training.stopped_early
+    def resume(self, path: Path, settings: Mapping[str, Any] | None, run: Mapping[str, str], may_differ: Collection[str]) -> None:
+        """Goes on from a checkpoint."""
+        training, svi = self.training, self.training.svi
+        content = for_this_process(read_checkpoint(path, svi), path, svi, (self.args, self.kwargs))
+        history = content["history"]
+        if not isinstance(history, dict) or history.keys() != {"record", "seconds", "stopped_early"}:
+            raise ValueError(f"{path} holds a checkpoint, but not one that fit wrote; its history has no record")
+        refuse_other_runs(content, run, settings, may_differ, path)
+        if lacks_parameters(content, svi):
+            # Parameters that are made when they are first asked for must exist before they can be restored.
+            with spare_random_numbers():
+                svi.evaluate_loss(*self.args, **self.kwargs)
+        load_state(content, svi, path, may_differ)
+        training.record, training.seconds, training.stopped_early = history["record"], history["seconds"], history["stopped_early"]
 
 
 class _CheckpointWriter:
@@ -265,28 +273,6 @@ class _CheckpointWriter:
             message = f"{error}; the last checkpoint of this run, if there is one, is as it was. After {training.steps} steps {then}"
             warnings.warn(message, CheckpointWarning, stacklevel=4)
         self.last_time = time.monotonic()
-
-
-def _resume(
-    training: Training,
-    path: Path,
-    settings: Mapping[str, Any] | None,
-    run: Mapping[str, str],
-    may_differ: Collection[str],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> None:
-    content = for_this_process(read_checkpoint(path, training.svi), path, training.svi, (args, kwargs))
-    history = content["history"]
-    if not isinstance(history, dict) or history.keys() != {"record", "seconds", "stopped_early"}:
-        raise ValueError(f"{path} holds a checkpoint, but not one that fit wrote; its history has no record")
-    refuse_other_runs(content, run, settings, may_differ, path)
-    if lacks_parameters(content, training.svi):
-        # Parameters that are made when they are first asked for must exist before they can be restored.
-        with spare_random_numbers():
-            training.svi.evaluate_loss(*args, **kwargs)
-    load_state(content, training.svi, path, may_differ)
-    training.record, training.seconds, training.stopped_early = history["record"], history["seconds"], history["stopped_early"]
 
 
 @dataclasses.dataclass(frozen=True)

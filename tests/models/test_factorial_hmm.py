@@ -16,7 +16,8 @@ from pyro_truncated.distributions import BinaryChains
 from pyro_truncated.models import FactorialHMM
 from pyro_truncated.models.factorial_hmm import difference_dictionary
 from pyro_truncated.multistart.learn_report import Restart
-from pyro_truncated.multistart.multi_start import SolutionPool, StopRule
+from pyro_truncated.multistart.moves import SolutionPool
+from pyro_truncated.multistart.multi_start import StopRule
 from pyro_truncated.multistart.profile import profile_model
 from pyro_truncated.multistart.solution import FreeEnergyEstimate, Solution
 
@@ -193,11 +194,12 @@ def test_restarts_that_share_every_latent_of_the_best_agree(third: list[int], is
     """Restarts of different free energies, of which the second found two of three latents of the best, flipped; the third one, or none."""
     y, _ = draw(3, 4, 40)
     profile = profile_model(FactorialHMM(4, 3, dtype=DOUBLE), y, max_restarts=3)
-    pool, rule, activity = SolutionPool(profile), StopRule(profile), (torch.rand(40, 8) < 0.4).double()
+    pool, activity = SolutionPool(profile), (torch.rand(40, 8) < 0.4).double()
+    rule = StopRule(profile, pool)
     for free_energy, chosen, flips in ((-1.0, [0, 1, 2], 0.0), (-5.0, [1, 0, 4], 1.0), (-9.0, third, 0.0)):
         estimate = FreeEnergyEstimate(free_energy)
         pool.add(Solution(estimate, {}, probabilities=(activity[:, chosen] - flips).abs()), Restart("", 1, free_energy))
-    assert rule.reason(pool) == "the maximum number of restarts is reached"
-    doubt = rule.disagreement(pool)
+    assert rule.reason() == "the maximum number of restarts is reached"
+    doubt = rule.disagreement()
     assert (doubt is None) is not is_doubted
     assert doubt is None or doubt.startswith("no two of 3 restarts reached the same free energy")

@@ -181,7 +181,7 @@ class Rising:
 def test_a_start_ends_where_five_steps_raise_little_of_what_all_have(most: int, taken: int, noise: float) -> None:
     """It rises by 200 at first, by 20 in a step until the sixteenth, and then by 0.14: five steps of these are less than 0.3 % of all."""
     run = Rising([0.0, 200.0, *(200.0 + 20.0 * step for step in range(1, 16)), *(500.0 + 0.14 * step for step in range(1, 60))])
-    reached = train(run, restart_schedule(run, 1.0, most))
+    reached = train(run, restart_schedule(run.profile, 1.0, most))
     assert run.taken == taken
     assert reached.noise == pytest.approx(noise)
     assert reached.free_energy == run.values[taken - 1]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from pyro_truncated.multistart.config import LearnConfig
-from pyro_truncated.multistart.model_parameters import load_snapshot, snapshot
+from pyro_truncated.multistart.model_parameters import ModelParameters
 from pyro_truncated.multistart.multi_start import MultiStart
 from pyro_truncated.multistart.profile import Profile, profile_model
 from pyro_truncated.multistart.solution import FreeEnergyEstimate, Solution
@@ -19,7 +19,7 @@ from pyro_truncated.utils.console import progress_bar
 
 def ended(profile: Profile, estimate: FreeEnergyEstimate, **fields: Any) -> Solution:
     """A restart that has ended with the present parameters of the model."""
-    return Solution(estimate, snapshot(profile.model, profile.y), **fields)
+    return Solution(estimate, ModelParameters(profile.model, profile.y).snapshot(), **fields)
 
 
 def scripted_restarts(model: Any, y: Tensor, restart: Callable[[Profile], Solution], **options: Any) -> MultiStart:
@@ -32,7 +32,7 @@ def scripted_restarts(model: Any, y: Tensor, restart: Callable[[Profile], Soluti
 
 def train_best(found: MultiStart, model: Any, y: Tensor, **arguments: Any) -> None:
     """Trains on all data from the best restart."""
-    load_snapshot(model, y, found.pool.best.parameters)
+    ModelParameters(model, y).load(found.pool.best.parameters)
     trainer = Trainer(profile_model(model, y, **arguments))
     trainer.find_states()
     finish(trainer, 100, -math.inf)
@@ -40,4 +40,4 @@ def train_best(found: MultiStart, model: Any, y: Tensor, **arguments: Any) -> No
 
 def disagreement(found: MultiStart) -> str | None:
     """Why the best may be a local optimum."""
-    return found.rule.disagreement(found.pool)
+    return found.rule.disagreement()

@@ -34,7 +34,7 @@ def start_that_knows(weight: Tensor, y: Tensor) -> Solution:
     model.weight, model.prior, model.scale = weight.clone(), torch.full((weight.shape[1],), 0.25), torch.tensor(1.0)
     run = Trainer(profile_of(y).replace(model=model))
     run.find_states()
-    return run.record(train(run, convergence_schedule(run, 10)))
+    return run.record(train(run, convergence_schedule(run.profile, 10)))
 
 
 @pytest.mark.slow
@@ -83,5 +83,5 @@ def test_starts_of_equal_free_energies_agree_where_they_have_found_the_same_late
     found = MultiStart(profile_of(y, max_restarts=3), lambda profile: next(starts))
     found.run(progress_bar(False))
     assert len(found.pool.energies) == number
-    said = found.rule.disagreement(found.pool)
+    said = found.rule.disagreement()
     assert said is None if disagreement is None else said is not None and said.startswith(disagreement)

@@ -34,7 +34,7 @@ from pyro_truncated.models import (
 )
 from pyro_truncated.multistart import DisagreeingStartsWarning, learn
 from pyro_truncated.multistart.config import LearnConfig
-from pyro_truncated.multistart.model_parameters import optimiser_options, optimiser_units
+from pyro_truncated.multistart.model_parameters import ModelParameters, optimiser_options
 from pyro_truncated.multistart.pruning import deletion_losses, select_for_pruning
 from pyro_truncated.multistart.solution import FreeEnergyEstimate
 from pyro_truncated.search import LearnedFlips, NeighbourSearch, Singletons, SurrogateSearch
@@ -496,7 +496,7 @@ def test_steps_of_gradients_are_in_the_unit_of_what_they_change():
     own(y)
     pyro.param("own.small", torch.full((2,), 1e-6))
     pyro.param("own.large", torch.full((2,), 50.0))
-    units = optimiser_units(own, y)
+    units = ModelParameters(own, y).units()
     # Means change by up to three locations, and data have a deviation of 15.
     assert 4.0 <= units.pop("own.loc") <= 15 * math.sqrt(3)
     # Their own size where means do not change, a fifth near zero, and one where the parameter is moved by its logarithm.
@@ -520,7 +520,7 @@ def test_units_of_a_class_are_those_of_its_own_weights_and_layers_keep_their_siz
     pyro.set_rng_seed(0)
     model, y = Bars(), 1000 * torch.randn(50, 9)
     model(y)
-    units = optimiser_units(model, y, (".layer.weight", ".layer.bias"))
+    units = ModelParameters(model, y).units()
     assert units["bars.weight"] > 100
     assert units["bars.layer.weight"] == pytest.approx(max(0.2, float(model.layer.weight.detach().square().mean().sqrt())))
 

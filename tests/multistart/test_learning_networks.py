@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 
 from pyro_truncated import AutoTruncated, ExhaustiveSearch, LearnConfig, learn
 from pyro_truncated.models import BinaryVAE, GatedDecoder
-from pyro_truncated.multistart.model_parameters import disturb, layer_parameters, snapshot
+from pyro_truncated.multistart.model_parameters import ModelParameters
 from pyro_truncated.multistart.moves import build_recombinations
 from pyro_truncated.multistart.profile import profile_model
 from pyro_truncated.multistart.solution import FreeEnergyEstimate
@@ -54,26 +54,26 @@ def perceptron() -> torch.nn.Module:
 def test_latents_of_a_network_have_nothing_to_exchange_but_those_of_a_linear_layer_have(make, exchanges):
     pyro.set_rng_seed(0)
     model, y = make(), torch.randn(10, 5, generator=generator())
-    first = snapshot(model, y)
-    disturb(model, y, first, generator())
-    assert bool(build_recombinations(profile_model(model, y, num_states=4), 0.1, snapshot(model, y))) == exchanges
+    first = ModelParameters(model, y).snapshot()
+    ModelParameters(model, y).disturb(first, generator())
+    assert bool(build_recombinations(profile_model(model, y, num_states=4), 0.1, ModelParameters(model, y).snapshot())) == exchanges
 
 
 @pytest.mark.parametrize("parametrize", [parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal])
 def test_weights_that_are_made_of_others_are_those_of_layers(parametrize):
     model, y = BinaryVAE(5, NUM_LATENTS, hidden=(6,)), torch.randn(10, 5, generator=generator())
-    assert layer_parameters(model, y) == {f"decoder.{layer}.{name}" for layer in (0, 2) for name in ("weight", "bias")}
+    assert ModelParameters(model, y).layers == {f"decoder.{layer}.{name}" for layer in (0, 2) for name in ("weight", "bias")}
     for layer in (model.decoder[0], model.decoder[2]):
         parametrize(layer)
     parameters = {name for name, _ in model.named_parameters() if name.startswith("decoder.")}
     assert "decoder.0.bias" in parameters
-    assert layer_parameters(model, y) == parameters
+    assert ModelParameters(model, y).layers == parameters
     alone = parametrize(torch.nn.Linear(2, 3, bias=False))
-    assert layer_parameters(alone, y) == {name for name, _ in alone.named_parameters()} != set()
+    assert ModelParameters(alone, y).layers == {name for name, _ in alone.named_parameters()} != set()
     # What is behind a network is not exchanged, as if its weights were its own.
-    first = snapshot(model, y)
-    disturb(model, y, first, generator())
-    assert not build_recombinations(profile_model(model, y, num_states=4), 0.1, snapshot(model, y))
+    first = ModelParameters(model, y).snapshot()
+    ModelParameters(model, y).disturb(first, generator())
+    assert not build_recombinations(profile_model(model, y, num_states=4), 0.1, ModelParameters(model, y).snapshot())
 
 
 @pytest.mark.nightly(keep=1)
@@ -140,7 +140,7 @@ def test_a_decoder_forgets_what_it_has_learned_and_a_seed_repeats_its_start():
     before = {name: value.clone() for name, value in model.state_dict().items() if not name.startswith("network")}
     starts = []
     for seed in (1, 1, 2):
-        disturb(model, x, snapshot(model, x), generator())
+        ModelParameters(model, x).disturb(ModelParameters(model, x).snapshot(), generator())
         assert model.initialize(x[8:], torch.Generator().manual_seed(seed)) is model
         starts.append(model.network[0].weight.detach().clone())
         for name, value in before.items():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import LearnConfig, Truncated_ELBO, learn
-from pyro_truncated.multistart.model_parameters import snapshot
+from pyro_truncated.multistart.model_parameters import ModelParameters
 from pyro_truncated.multistart.moves import DeadLatents, dead_latents, improve
 from pyro_truncated.multistart.profile import Profile, profile_model
 from pyro_truncated.multistart.solution import FreeEnergyEstimate, Solution
@@ -115,7 +115,7 @@ def in_states(model: Callable[[Tensor], None], y: Tensor, states: Tensor, free_e
     """A solution with these states of the one posterior, ``(1, S, 6)``."""
     space = profile_model(model, y).set_up_guide().space
     population = Population(space, space.pack(states.to(torch.uint8)), torch.zeros(states.shape[:2]))
-    return Solution(FreeEnergyEstimate(free_energy), snapshot(model, y), population)
+    return Solution(FreeEnergyEstimate(free_energy), ModelParameters(model, y).snapshot(), population)
 
 
 @pytest.mark.slow

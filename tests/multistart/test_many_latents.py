@@ -124,7 +124,7 @@ def run_of(values, has_companion=False, has_decoder=False):
 def test_starts_are_compared_at_convergence():
     def reached(values, steps):
         run = run_of(values)
-        return train(run, convergence_schedule(run, steps))
+        return train(run, convergence_schedule(run.profile, steps))
 
     rising = [float(step) for step in range(12)] + [12.0] * 60
     # Five steps from the last rise on are the first that raise nothing.
@@ -148,7 +148,7 @@ def test_what_falls_has_not_converged():
     assert not has_converged([1.0, 0.9, 0.8, 0.7, 0.6, 0.5], 0.003, is_relative=True)
     falling = [*(1.0 - 0.1 * step for step in range(10)), *[3.0] * 60]
     run = run_of(falling)
-    assert train(run, convergence_schedule(run, 60)).free_energy == 3.0
+    assert train(run, convergence_schedule(run.profile, 60)).free_energy == 3.0
 
 
 @pytest.mark.parametrize("approach", [lambda t: 1 - 1 / t, lambda t: 1 - torch.exp(-t / 100), lambda t: 1 - torch.exp(-t / 400)])
@@ -254,7 +254,7 @@ def test_starts_by_gradients_go_on_while_they_rise_and_then_slow_down(values, ha
     slowed = []
     run = run_of(values, has_decoder=has_decoder)
     run.slow_down = lambda steps: slowed.append((126 - len(values), steps))
-    assert train(run, gradient_schedule(run, 20)).free_energy == pytest.approx(reached)
+    assert train(run, gradient_schedule(run.profile, 20)).free_energy == pytest.approx(reached)
     assert slowed == [(steps, 20)]
     assert 126 - len(values) == steps + 20
 
@@ -284,7 +284,7 @@ class Noisy:
 
 def test_runs_beside_continuous_latents_end_where_neither_steps_nor_smaller_rates_gain():
     run = Noisy()
-    reached = train(run, gradient_schedule(run, 60))
+    reached = train(run, gradient_schedule(run.profile, 60))
     assert run.rates == pytest.approx([1.0, 0.3, 0.09, 0.027, 0.0081][: len(run.rates)])
     assert len(run.rates) >= 4
     assert 300 < reached.steps == run.steps <= 60 * 16
@@ -348,7 +348,7 @@ def test_networks_that_decode_states_are_fitted_to_them_once_a_start_has_converg
     take = run.step
     run.step = lambda: done.append("step") or take()
     run.fit_decoder, run.slow_down = lambda: done.append("fit"), lambda steps: done.append("slow down")
-    train(run, gradient_schedule(run, 20))
+    train(run, gradient_schedule(run.profile, 20))
     assert done == 20 * ["step"] + ["fit", "slow down"] + 20 * ["step"]
 
 

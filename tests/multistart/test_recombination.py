@@ -22,17 +22,17 @@ from pyro_truncated import AutoTruncated, EvolutionarySearch, LearnConfig, learn
 from pyro_truncated.datasets import Bars, linear_bars, matched_bars
 from pyro_truncated.multistart import DisagreeingStartsWarning
 from pyro_truncated.multistart.learn_report import Restart
-from pyro_truncated.multistart.model_parameters import Medians, prior_draw, snapshot
+from pyro_truncated.multistart.model_parameters import Medians, ModelParameters, prior_draw
 from pyro_truncated.multistart.moves import (
     Complement,
     Exchangeable,
     Recombination,
+    SolutionPool,
     build_recombinations,
     exchangeable_latents,
     find_unlikely,
     improve,
 )
-from pyro_truncated.multistart.multi_start import SolutionPool
 from pyro_truncated.multistart.profile import Profile, profile_model
 from pyro_truncated.multistart.pruning import value_deletion_losses
 from pyro_truncated.multistart.solution import FreeEnergyEstimate, Solution
@@ -173,10 +173,10 @@ def found(model: Any) -> list[Exchangeable]:
     guide.setup(y)
     learned = Medians(model, y, guide)
     state = learned.state(beside(model, y, guide))
-    before, random = snapshot(model, y), torch.get_rng_state()
+    before, random = ModelParameters(model, y).snapshot(), torch.get_rng_state()
     groups = exchangeable_latents(learned, state)
     assert torch.equal(torch.get_rng_state(), random)
-    after = snapshot(model, y)
+    after = ModelParameters(model, y).snapshot()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     return groups
 

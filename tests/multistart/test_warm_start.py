@@ -17,7 +17,7 @@ from pyro_truncated.datasets import linear_bars
 from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.models import BinaryVAE
 from pyro_truncated.multistart import DisagreeingStartsWarning, multi_start
-from pyro_truncated.multistart.model_parameters import snapshot
+from pyro_truncated.multistart.model_parameters import ModelParameters
 from pyro_truncated.multistart.profile import ResizableModel, profile_model
 from pyro_truncated.multistart.solution import FreeEnergyEstimate, share_most
 from pyro_truncated.multistart.trainer import Trainer, run_restart
@@ -164,17 +164,17 @@ def test_more_latents_are_copies_and_as_many_of_them_are_on():
 def test_parameters_are_drawn_in_another_order_and_frozen_ones_stay():
     model, y = Frozen(is_frozen=False), data()
     model.network[0].requires_grad_(False)
-    before = snapshot(model, y)
+    before = ModelParameters(model, y).snapshot()
     shuffle(profile_model(model, y, generator=generator()))
-    after = snapshot(model, y)
+    after = ModelParameters(model, y).snapshot()
     assert torch.equal(after["network.0.weight"], before["network.0.weight"])
     assert not torch.equal(after["network.2.weight"], before["network.2.weight"])
     assert torch.equal(after["network.2.weight"].flatten().sort().values, before["network.2.weight"].flatten().sort().values)
-    shuffled = snapshot(model, y)
+    shuffled = ModelParameters(model, y).snapshot()
     for name, value in model.state_dict().items():
         value.copy_(before[name])
     shuffle(profile_model(model, y, generator=generator()))
-    assert all(torch.equal(value, shuffled[name]) for name, value in snapshot(model, y).items())
+    assert all(torch.equal(value, shuffled[name]) for name, value in ModelParameters(model, y).snapshot().items())
 
 
 def test_weights_that_are_all_the_same_do_not_stay_so():

@@ -460,7 +460,9 @@ def watched() -> Iterator[dict[str, list[float]]]:
         return wrapped
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(multi_start, "improve", timed(None, multi_start.improve, bool)))
+        improve = timed(None, moves.improve, bool)
+        for owner in (moves, multi_start):
+            stack.enter_context(patch.object(owner, "improve", improve))
         for name, mechanism in MECHANISMS.items():
             for owner, attribute in mechanism.watched:
                 stack.enter_context(patch.object(owner, attribute, timed(name, getattr(owner, attribute), mechanism.has_acted)))
