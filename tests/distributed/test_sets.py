@@ -216,7 +216,6 @@ def in_minibatches(mutation, temperature=1.0):
     return losses, pyro.param("loc").detach().clone(), sets
 
 
-@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(("mutation", "temperature"), [("sparseflips", 1.0), ("randflips", 2.0)])
 def test_minibatches_of_several_processes_are_those_of_one(mutation, temperature, crew):
     expected, loc, words = in_minibatches(mutation, temperature)
