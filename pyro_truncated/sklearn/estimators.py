@@ -23,6 +23,7 @@ from pyro_truncated.search.exhaustive import ExhaustiveSearch
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import check_count
 from pyro_truncated.utils.arrays import as_data, as_plain_array, check_columns, find_package, holds_arrays
+from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.parameter_store import empty_store, spare_random_numbers
 
 
@@ -239,7 +240,8 @@ def mixture_posteriors(model: Any, y: Tensor, num_states: int) -> Iterator[tuple
         y: the data points.
         num_states: components kept per data point.
     """
-    for rows in y.split(_ROWS_PER_BLOCK):
+    # A guide looks at its model anew for every block: as few as fit into memory.
+    for rows in y.split(rows_per_block(64 * (len(model.weights) + y.shape[1]))):
         guide = AutoTruncated(model, num_states)
         yield rows, guide.search_(ExhaustiveSearch(), guide.make_scorer(rows))
 
