@@ -167,7 +167,8 @@ def _warn_if_unlike(log_joint: LogJoint, words: Tensor, single: dict[str, Tensor
     if random_site:
         warnings.warn(
             f"site '{random_site}' gets other log probabilities whenever the same states are scored: the model draws random numbers "
-            "outside of sample sites (dropout, torch.randn). Call .eval() of modules with dropout, and draw noise by pyro.sample.",
+            "outside of sample sites (dropout, torch.randn, torch.randperm). Call .eval() of modules with dropout, draw noise by "
+            "pyro.sample, and rows outside of the model or by subsample_size.",
             UserWarning,
             stacklevel=2,
         )
