@@ -113,14 +113,15 @@ def find_product(
         exact = {name for own in product.node_layouts if own.space.size <= num_states for name in own.sites}
         with spare_random_numbers(), torch.no_grad():
             scorer = ProductScorer(call, product)
-            product.broadcasts_parts = not scorer.takes_sets()
-            if not product.broadcasts_parts or scorer.takes_sets():
+            layout.broadcasts_parts = not scorer.takes_sets()
+            if not layout.broadcasts_parts or scorer.takes_sets():
                 layout.idle_sites -= exact
                 # Where nodes are in no plate there is nothing to share.
                 product.shares_sets = any(own.dims for own in product.node_layouts)
                 product.shares_sets = product.shares_sets and scorer.agrees_on_sets()
                 warn_of_shared_subsamples(scorer)
                 return product
+            layout.broadcasts_parts = False
     note_once(
         f"the model's factor graph has {len(graph.nodes)} nodes, but its densities on sets of states, in dimensions left of its plates, "
         "are others than on single states: populations hold whole states. Index shapes from the right (x.sum(-1, keepdim=True), x[..., 0], "

@@ -208,7 +208,12 @@ class CandidateRuns:
             for frame in self.probe.frames:
                 subsample = self.probe.values[frame.name]
                 stack.enter_context(pyro.plate(frame.name, frame.full_size or frame.size, subsample=subsample, dim=frame.dim))
-            return self.probe.call.with_program(functools.partial(conditional, dict(states))).trace()
+            try:
+                return self.probe.call.with_program(functools.partial(conditional, dict(states))).trace()
+            except ValueError as error:
+                if "duplicate plate" in str(error):
+                    error.add_note(f"A conditional runs inside of the data plates {list(self.probe.layout.plates)}: it opens none of them.")
+                raise
 
     def _check_sites(self, nodes: Mapping[str, Any]) -> None:
         sites = sorted(set(nodes) ^ set(self.probe.nodes))

@@ -117,6 +117,18 @@ def build_graph(trace: Any, scopes: Mapping[str, frozenset[str]], sites: Mapping
         for site, (name, plate) in joins.items()
         if sizes[site] > num_states
     ]
+    observed = {name: scope for name, scope in scopes.items() if name not in sites}
+    for node in graph.nodes:
+        own, size = frozenset(node.sites), math.prod(sizes[name] for name in node.sites)
+        number = math.prod(size for _, _, size in node.plates)
+        # Latents that depend on each other otherwise too, as the steps of a chain.
+        is_sparse = any(scopes[name] - {name} for name in own) and not any(scopes[name] >= own for name in own)
+        divisible = [name for name, scope in observed.items() if scope == own and trace.nodes[name]["fn"].shape().numel() > number]
+        if size > num_states and is_sparse and divisible:
+            sentences.append(
+                f"'{divisible[0]}' depends on all of the sites {shorten_names(node.sites)}: a population holds whole states, {num_states} "
+                f"of {readable_count(size)}. If each entry depends on few of them, as on one step, observe each by a site of its own."
+            )
     return graph if graph.whole else dataclasses.replace(graph, whole=tuple(sentences))
 
 

@@ -85,9 +85,9 @@ def linear_superpositions(probe: Probe, is_first: bool = False) -> list[tuple[An
 def linear_steps(probe: Probe, name: str) -> LinearSuperposition | None:
     """Returns the likelihood of a site that is linear in each step.
 
-    It is normal around one linear function of the chains of a step. A run on three paths tells: no active chain and each alone, in
-    turn; any states; and the other value of each of these. So a step whose function differs in one chain shows it. ``None`` stands for
-    other sites, and for fewer steps than chains.
+    It is normal around one linear function of the chains of a step. Runs on three paths tell: no active chain and each alone, in turn;
+    any states; and the other value of each of these. So a step whose function differs in one chain shows it. ``None`` stands for other
+    sites, and for fewer steps than chains.
 
     Args:
         probe: a run of a program whose only discrete site has chains.
@@ -100,23 +100,27 @@ def linear_steps(probe: Probe, name: str) -> LinearSuperposition | None:
         return None
     any_states = torch.rand(number, num_chains, generator=torch.Generator().manual_seed(0)) < 0.5
     alone = torch.eye(num_chains + 1, num_chains).roll(1, 0)[torch.arange(number) % (num_chains + 1)]
-    paths = torch.stack([alone, any_states, ~any_states]).to(probe.device, probe.dtypes[site.name])
-    states = paths.reshape(3, *shape)
-    with torch.no_grad(), pyro.validation_enabled(False), Operations([states]) as operations:
-        functions = _LinearFunctions(states, operations)
-        with functions:
-            nodes = sample_nodes(probe.run({**probe.values, site.name: states}))
-        normal = _normal_of_steps(nodes[name])
-        if normal is None or functions.is_lost or id(normal.loc) not in functions.linear or functions.depends(normal.scale, value):
+    likelihood: LinearSuperposition | None = None
+    for path in (alone, any_states, ~any_states):
+        states = path.to(probe.device, probe.dtypes[site.name]).reshape(1, *shape)
+        with torch.no_grad(), pyro.validation_enabled(False), Operations([states]) as operations:
+            functions = _LinearFunctions(states, operations)
+            with functions:
+                node = sample_nodes(probe.run({**probe.values, site.name: states}))[name]
+            normal = _normal_of_steps(node)
+            if normal is None or functions.is_lost or id(normal.loc) not in functions.linear:
+                return None
+            if functions.depends(normal.scale, node["value"]) or normal.loc.shape != (1, *value.shape) or value.shape[:-1] != shape[:-1]:
+                return None
+        means, scale = normal.loc.reshape(number, -1), once(normal.scale)
+        if scale.shape[:-1].numel() != 1:
             return None
-    scale = once(normal.scale)
-    if normal.loc.shape != (3, *value.shape) or value.shape[:-1] != shape[:-1] or scale.shape[:-1].numel() != 1:
-        return None
-    means = normal.loc.reshape(3, number, -1)
-    weight, bias = (means[0, 1 : num_chains + 1] - means[0, 0]).mT, means[0, 0]
-    if not _agree(means, paths, weight, bias):
-        return None
-    return LinearSuperposition(paths[0, 0], weight, scale.flatten(), bias, validate_args=False)
+        if likelihood is None:
+            weight = (means[1 : num_chains + 1] - means[0]).mT
+            likelihood = LinearSuperposition(states.reshape(number, -1)[0], weight, scale.flatten(), bias=means[0], validate_args=False)
+        if not _agree(means, states.reshape(number, -1), likelihood.weight, likelihood.bias):
+            return None
+    return likelihood
 
 
 def _normal_of_steps(node: Mapping[str, Any]) -> Any:

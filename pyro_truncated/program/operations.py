@@ -79,8 +79,8 @@ class Operations(TorchDispatchMode):
 class BroadcastParts(TorchFunctionMode):
     """Broadcasts what ``torch.stack``, ``torch.cat``, ``torch.gather`` and the like put together.
 
-    States of several nodes lie in dimensions of their own, so that latents with one shape in a plain run have different ones, or more
-    dimensions. What torch takes as it is stays so.
+    States lie in dimensions left of all others, those of several nodes in dimensions of their own. So latents with one shape in a plain
+    run have different ones, or more dimensions than ``torch.einsum`` or ``torch.bmm`` are told of. What torch takes as it is stays so.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -113,6 +113,19 @@ def _take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> T
     return _gather(input, dim, indices)
 
 
+def _einsum(equation: str, *operands: Any) -> Tensor:
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    if not arrow or "..." in equation:
+        raise RuntimeError(f"einsum('{equation}') does not say which dimensions are left of those of a plain run")
+    return torch.einsum(",".join(f"...{part}" for part in inputs.split(",")) + f"->...{output}", *operands)
+
+
+def _index_select(input: Tensor, dim: int, index: Tensor) -> Tensor:
+    if dim not in (0, -input.dim()):
+        raise RuntimeError("index_select mixes states with the dimensions left of the one that it selects from")
+    return input[index]
+
+
 def _broadcast_beyond(tensors: Sequence[Tensor], dim: int) -> list[Tensor]:
     """Returns tensors of one shape, but for a dimension from the right."""
     moved = [tensor.movedim(dim, -1) for tensor in tensors]
@@ -126,6 +139,10 @@ _BROADCAST: dict[str, Callable[..., Tensor]] = {
     "concat": _cat,
     "gather": _gather,
     "take_along_dim": _take_along_dim,
+    "einsum": _einsum,
+    "index_select": _index_select,
+    "bmm": torch.matmul,
+    "mm": torch.matmul,
 }
 
 

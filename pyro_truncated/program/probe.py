@@ -5,6 +5,7 @@ It tells which data points are selected, what is observed of them, and their sca
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -20,6 +21,7 @@ from pyro_truncated.program.changing_sites import ChangingSitesError, changing_s
 from pyro_truncated.program.discovery import refuse_other_plates, refuse_other_values
 from pyro_truncated.program.known_levels import KnownLevels, find_idle
 from pyro_truncated.program.layout import Layout
+from pyro_truncated.program.operations import BroadcastParts
 from pyro_truncated.program.sites import family, log_density, sample_nodes
 
 
@@ -112,7 +114,8 @@ class Probe:
 
         Nothing outside sees it, except parameters.
         """
-        return self.call.run(values)
+        with BroadcastParts() if self.layout.broadcasts_parts else contextlib.nullcontext():
+            return self.call.run(values)
 
     def _check_common_scale(self, sites: Iterable[str]) -> None:
         """Refuses latents of one posterior that are scaled differently.

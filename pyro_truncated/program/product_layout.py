@@ -76,7 +76,6 @@ class ProductLayout:
         groups: nodes whose sets are rows of one population.
         tree: the order in which states are summed out.
         shares_sets: whether the model takes one value for all members of a plate.
-        broadcasts_parts: whether what the model stacks or gathers is broadcast first.
     """
 
     def __init__(self, graph: FactorGraph, layout: Layout) -> None:
@@ -87,7 +86,7 @@ class ProductLayout:
             groups[graph.colours[position], own.space.cardinalities, node.plates].append(position)
         self.groups = tuple(NodeGroup(tuple(nodes), tuple(self.node_layouts[node] for node in nodes)) for nodes in groups.values())
         plates = tuple(frozenset(own.dims) for own in self.node_layouts)
-        self.shares_sets = self.broadcasts_parts = False
+        self.shares_sets = False
         self.tree = BucketTree(graph.order, graph.separators, graph.colours, plates, layout.depth)
 
     @cached_property

@@ -24,7 +24,7 @@ from pyro_truncated.ops.elimination import IMPOSSIBLE, LogTables, Messages
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.densities import log_density, once, site_log_densities
 from pyro_truncated.program.known_levels import KnownLevels
-from pyro_truncated.program.operations import BroadcastParts, Operations, recognisable_size
+from pyro_truncated.program.operations import Operations, recognisable_size
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.product_layout import NodeGroup, ProductLayout
 from pyro_truncated.program.sites import density_nodes, is_subsampled, sample_nodes
@@ -137,11 +137,6 @@ class ProductScorer(Probe):
                 if scorer._selects(sets):
                     return scorer
         return cls(call, product, values)
-
-    def run(self, values: Mapping[str, Any]) -> poutine.Trace:
-        """A run in which latents may be stacked; see :meth:`Probe.run`."""
-        with BroadcastParts() if self.product.broadcasts_parts else contextlib.nullcontext():
-            return super().run(values)
 
     def first_run(self, values: Mapping[str, Any]) -> poutine.Trace:
         """The run that says what the model selects, on any given sets."""

@@ -107,7 +107,12 @@ def choose_run_mode(log_joint: LogJoint) -> tuple[RunMode, bool]:
             # Whatever this is, it is no matter of dimensions: let the first use of the guide say it.
             return "together", True
         together, most_dims = _terms(log_joint, words, "together")
-        is_enumerable = most_dims <= log_joint.depth + 1
+        if isinstance(together, Exception):
+            log_joint.layout.broadcasts_parts = True
+            broadcast, most_dims = _terms(log_joint, words, "together")
+            log_joint.layout.broadcasts_parts = _difference(broadcast, single) is None
+            together = broadcast if log_joint.layout.broadcasts_parts else together
+        is_enumerable = most_dims <= log_joint.depth + 1 and not log_joint.layout.broadcasts_parts
         culprit = _difference(together, single)
         read = log_joint.layout.read
         is_random = _warn_if_unlike(log_joint, words, single)
@@ -162,7 +167,8 @@ def _warn_if_unlike(log_joint: LogJoint, words: Tensor, single: dict[str, Tensor
     if random_site:
         warnings.warn(
             f"site '{random_site}' gets other log probabilities whenever the same states are scored: the model draws random numbers "
-            "outside of sample sites (dropout, torch.randn). Call .eval() of modules with dropout, and draw noise by pyro.sample.",
+            "outside of sample sites (dropout, torch.randn, torch.randperm). Call .eval() of modules with dropout, draw noise by "
+            "pyro.sample, and rows outside of the model or by subsample_size.",
             UserWarning,
             stacklevel=2,
         )

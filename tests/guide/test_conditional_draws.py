@@ -86,3 +86,14 @@ def test_an_exact_conditional_is_not_drawn_again():
     terms = torch.stack([dist.Normal(0.0, 2**0.5).log_prob(Y) + torch.tensor(0.7).log()])
     terms = torch.cat([terms, dist.Normal(1.0, 2**0.5).log_prob(Y).unsqueeze(0) + torch.tensor(0.3).log()])
     torch.testing.assert_close(found, terms.softmax(0)[1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_conditional_opens_no_data_plate():
+    def opens(states, y):
+        with pyro.plate("data", len(y)):
+            roughly(states, y)
+
+    with pytest.raises(ValueError, match="duplicate plate 'data'") as caught:
+        Truncated_ELBO().loss(plated, AutoTruncated(plated, conditional=opens), Y)
+    causes = [caught.value, caught.value.__cause__]
+    assert any("runs inside of the data plates ['data']" in note for one in causes for note in getattr(one, "__notes__", []))

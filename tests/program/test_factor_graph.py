@@ -178,3 +178,22 @@ def test_the_members_of_one_of_two_crossed_plates_are_one_decision():
     assert [node.plates for node in graph.nodes] == [(), (("columns", -1, 4),)]
     assert graph.order == (1, 0)
     assert not graph.whole
+
+
+def test_steps_that_one_observation_stacks_are_whole_states_and_it_says_so(caplog):
+    def model(y, is_chain):
+        z, steps = torch.tensor(0.0), []
+        with pyro.plate("data", len(y)):
+            for t in range(y.shape[1]):
+                z = pyro.sample(f"z_{t}", dist.Bernoulli(0.2 + 0.6 * z if is_chain else 0.3))
+                steps.append(z)
+            mean = torch.stack(torch.broadcast_tensors(*steps), -1)
+            pyro.sample("y", dist.Normal(mean, 1.0).to_event(1), obs=y)
+
+    expected = "'y' depends on all of the sites z_0, z_1, z_2, z_3, ...: a population holds whole states, 4 of 64."
+    for is_chain in (True, False):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            assert graph_of(model, 4, torch.zeros(3, 6), is_chain) is None
+        # Independent causes of one observation are whole states as they are meant.
+        assert (expected in caplog.text) == is_chain
