@@ -67,9 +67,9 @@ class MultiStart:
             steps = self._num_steps - before
             if profile.shares_latents or (self.pool.is_network and profile.has_decoder):
                 move = DeadLatents(profile) if profile.shares_latents else Complement(profile)
-                solution = improve(solution, move, partial(search_and_train, profile), profile.tolerance, counts)
+                solution = improve(profile, solution, move, search_and_train, counts)
             for move in profile.config.moves:
-                solution = improve(solution, move, partial(converge, profile), profile.tolerance, counts)
+                solution = improve(profile, solution, move, converge, counts)
             self.pool.add(solution, Restart(name, steps, solution.free_energy))
             self.reason = self.rule.reason()
 
@@ -108,7 +108,7 @@ class MultiStart:
         profile.parameters.load(first)
         profile.parameters.disturb(pool.best.parameters, profile.generator)
         state = {**pool.best.parameters, **profile.parameters.snapshot()}
-        pool.exchange(build_recombinations(profile, profile.tolerance, state))
+        pool.exchange(build_recombinations(profile, state))
         pool.is_network = not pool.groups and bool(profile.layers)
         pool.targets = decoder_targets(profile) if pool.is_network else None
 
