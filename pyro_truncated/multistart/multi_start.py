@@ -317,7 +317,7 @@ def learn(
     options: dict[str, Any] = {"max_restarts": restarts, "max_count": max_count, "generator": generator, "config": config}
     profile = profile_model(model, check_one_array(y), search, num_states=num_states, **options)
     steps = steps or (profile.config.companion_steps if profile.has_companion else profile.config.steps)
-    if profile.is_part:
+    if profile.spans_processes:
         profile.parameters.load(agree(profile.parameters.snapshot()))
     restart = profile.for_restarts()
     with restore_driver(model), progress_bar(progress, unit="step") as bar:
@@ -336,7 +336,7 @@ def learn(
             model.load_simplified(restart.model)
         trainer, last = _train(profile.replace(watch=watch), best, steps, bar)
     guide, pool = trainer.guide, multi_start.pool
-    if profile.optimizer == "gradients" and profile.y.dim() == 2 and profile.y.is_floating_point() and not profile.is_part:
+    if profile.optimizer == "gradients" and profile.y.dim() == 2 and profile.y.is_floating_point() and not profile.spans_processes:
         trainer.parameters.warn_about_columns()
     if disagreement is not None:
         advice = "Try more restarts, more restart_steps or a higher temperature (LearnConfig)."

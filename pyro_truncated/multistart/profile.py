@@ -132,7 +132,7 @@ class Profile:
         return total_rows(self.y)
 
     @property
-    def is_part(self) -> bool:
+    def spans_processes(self) -> bool:
         """Whether other processes hold other rows of the data."""
         return find_part(self.y) is not None
 

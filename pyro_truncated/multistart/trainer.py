@@ -94,11 +94,11 @@ class Trainer:
         def options(name: str) -> dict[str, float]:
             if name not in units:
                 units.update(self.parameters.units())
-            return optimiser_options(profile.lr * self._rate, profile.lrd, units[name], self.parameters.is_of_layer(name))
+            return optimiser_options(profile.lr * self._rate, profile.lrd, units[name], self.parameters.in_layer(name))
 
         self._adam = ClippedAdam(cast("Any", options))
         # Of data that all processes hold whole, as restarts do, each has the whole gradient.
-        optimizer = AllReduced(self._adam) if profile.is_part else self._adam
+        optimizer = AllReduced(self._adam) if profile.spans_processes else self._adam
         self._svi = SVI(profile.model, self.guide, self._driver or optimizer, self.elbo)
         if solution is not None and solution.companion:
             self.set_up()
