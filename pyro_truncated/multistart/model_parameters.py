@@ -86,7 +86,7 @@ class ModelParameters:
                 names |= {f"{name}.{prefix}{own}".lstrip(".") for prefix, parameters in parts for own, _ in parameters}
         return frozenset(names)
 
-    def is_of_layer(self, name: str) -> bool:
+    def in_layer(self, name: str) -> bool:
         """Whether a name of Pyro's store is that of a layer's parameter."""
         return f".{name}".endswith(tuple(f".{normalize_param_name(layer)}" for layer in self.layers))
 
@@ -128,7 +128,7 @@ class ModelParameters:
         for key, free in sorted(pyro.get_param_store().named_parameters()):
             name, size, unit = normalize_param_name(key), max(_LEAST_SIZE, _size(free)), 1.0
             if _constraint(free) is constraints.real:
-                unit = (0.0 if self.is_of_layer(name) else self.unit(free)) or size
+                unit = (0.0 if self.in_layer(name) else self.unit(free)) or size
             units[name] = min(unit, size) if free.data_ptr() in latents else unit
         return units
 
@@ -177,7 +177,7 @@ class ModelParameters:
         extent = highest - lowest
         for key, free in sorted(pyro.get_param_store().named_parameters()):
             name = normalize_param_name(key)
-            if self.is_of_layer(name) or free.numel() < y.shape[1] or not self.unit(free):
+            if self.in_layer(name) or free.numel() < y.shape[1] or not self.unit(free):
                 continue
             misfits = self._disturbed_misfits(free, _size(free) or 1.0)
             if misfits is None or misfits[0].numel() != y.numel():

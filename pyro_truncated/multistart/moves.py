@@ -64,13 +64,13 @@ class Move(Protocol):
         """Yields changed solutions; is sent the best one after each."""
 
 
-def improve(best: Solution, move: Move, refine: Callable[[Solution], Solution], min_gain: float, counts: Counts) -> Solution:
+def improve(profile: Profile, best: Solution, move: Move, refine: Refine, counts: Counts) -> Solution:
     """Returns the best solution after a move: itself, or a refined proposal."""
     proposals = move.propose(best)
     proposal = next(proposals, None)
     while proposal is not None:
-        solution = refine(proposal)
-        is_better = solution.free_energy > best.free_energy + min_gain
+        solution = refine(profile, proposal)
+        is_better = solution.free_energy > best.free_energy + profile.tolerance
         tried, accepted = counts.get(move.name, (0, 0))
         counts[move.name] = tried + 1, accepted + is_better
         best = solution if is_better else best
@@ -295,7 +295,7 @@ def _population(solution: Solution) -> Population:
     return solution.population
 
 
-def build_recombinations(profile: Profile, tolerance: float, state: dict[str, Tensor]) -> list[Recombination]:
+def build_recombinations(profile: Profile, state: dict[str, Tensor]) -> list[Recombination]:
     """Returns recombinations for each group of exchangeable latents.
 
     There are none behind a network, where most parameters are shared by all latents: they mean nothing in another network.
@@ -310,7 +310,7 @@ def build_recombinations(profile: Profile, tolerance: float, state: dict[str, Te
         return []
     search = profile.make_search(guide.space)
     search.forget()
-    return [Recombination(medians, search, latents, tolerance) for latents in groups]
+    return [Recombination(medians, search, latents, profile.tolerance) for latents in groups]
 
 
 def _blocks(correlation: Tensor) -> list[tuple[int, ...]]:
@@ -605,15 +605,15 @@ class SolutionPool:
         return self.best is not before
 
     def _apply(self, best: Solution, move: Move) -> Solution:
-        return improve(best, move, self._train_child, self._profile.tolerance, self.moves)
+        return improve(self._profile, best, move, self._train_child, self.moves)
 
-    def _train_child(self, child: Solution) -> Solution:
+    def _train_child(self, profile: Profile, child: Solution) -> Solution:
         """Returns a trained proposal, or itself if training does not help.
 
         Beside continuous latents the free energy of an untrained child is an estimate with the parent's spread. There only trained
         children count.
         """
-        solution = self.groups[0].populate(self._refine(self._profile, child), child)
+        solution = self.groups[0].populate(self._refine(profile, child), child)
         return solution if child.companion else max(child, solution, key=attrgetter("free_energy"))
 
     def _find_singletons(self, group: Recombination) -> Tensor:

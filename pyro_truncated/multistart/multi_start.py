@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.distributed.collectives import agree
-from pyro_truncated.distributed.shards import find_part, own_rows
+from pyro_truncated.distributed.shards import own_rows
 from pyro_truncated.em.closed_form import restore_driver
 from pyro_truncated.multistart.config import LearnConfig
 from pyro_truncated.multistart.learn_report import LearnReport, Restart
@@ -67,9 +67,9 @@ class MultiStart:
             steps = self._num_steps - before
             if profile.shares_latents or (self.pool.is_network and profile.has_decoder):
                 move = DeadLatents(profile) if profile.shares_latents else Complement(profile)
-                solution = improve(solution, move, partial(search_and_train, profile), profile.tolerance, counts)
+                solution = improve(profile, solution, move, search_and_train, counts)
             for move in profile.config.moves:
-                solution = improve(solution, move, partial(converge, profile), profile.tolerance, counts)
+                solution = improve(profile, solution, move, converge, counts)
             self.pool.add(solution, Restart(name, steps, solution.free_energy))
             self.reason = self.rule.reason()
 
@@ -108,7 +108,7 @@ class MultiStart:
         profile.parameters.load(first)
         profile.parameters.disturb(pool.best.parameters, profile.generator)
         state = {**pool.best.parameters, **profile.parameters.snapshot()}
-        pool.exchange(build_recombinations(profile, profile.tolerance, state))
+        pool.exchange(build_recombinations(profile, state))
         pool.is_network = not pool.groups and bool(profile.layers)
         pool.targets = decoder_targets(profile) if pool.is_network else None
 
@@ -317,7 +317,7 @@ def learn(
     options: dict[str, Any] = {"max_restarts": restarts, "max_count": max_count, "generator": generator, "config": config}
     profile = profile_model(model, check_one_array(y), search, num_states=num_states, **options)
     steps = steps or (profile.config.companion_steps if profile.has_companion else profile.config.steps)
-    if find_part(profile.y) is not None:
+    if profile.spans_processes:
         profile.parameters.load(agree(profile.parameters.snapshot()))
     restart = profile.for_restarts()
     with restore_driver(model), progress_bar(progress, unit="step") as bar:
@@ -336,7 +336,7 @@ def learn(
             model.load_simplified(restart.model)
         trainer, last = _train(profile.replace(watch=watch), best, steps, bar)
     guide, pool = trainer.guide, multi_start.pool
-    if profile.optimizer == "gradients" and profile.y.dim() == 2 and profile.y.is_floating_point() and find_part(profile.y) is None:
+    if profile.optimizer == "gradients" and profile.y.dim() == 2 and profile.y.is_floating_point() and not profile.spans_processes:
         trainer.parameters.warn_about_columns()
     if disagreement is not None:
         advice = "Try more restarts, more restart_steps or a higher temperature (LearnConfig)."

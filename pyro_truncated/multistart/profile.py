@@ -11,7 +11,7 @@ import torch
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 
-from pyro_truncated.distributed.shards import drawn_rows, some_rows, total_rows
+from pyro_truncated.distributed.shards import drawn_rows, find_part, some_rows, total_rows
 from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.em.gibbs import GibbsModel
 from pyro_truncated.guide.auto_truncated import AutoTruncated
@@ -130,6 +130,11 @@ class Profile:
     def num_data(self) -> int:
         """How many rows the data of all processes have."""
         return total_rows(self.y)
+
+    @property
+    def spans_processes(self) -> bool:
+        """Whether other processes hold other rows of the data."""
+        return find_part(self.y) is not None
 
     @property
     def shares_latents(self) -> bool:

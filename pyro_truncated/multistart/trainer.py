@@ -18,7 +18,7 @@ from pyro.optim import ClippedAdam
 from torch import Tensor
 
 from pyro_truncated.distributed.launch import AllReduced
-from pyro_truncated.distributed.shards import find_part, shard_sum
+from pyro_truncated.distributed.shards import shard_sum
 from pyro_truncated.em.closed_form import ClosedForm
 from pyro_truncated.em.gibbs import GibbsEM, GibbsGuide
 from pyro_truncated.guide.auto_truncated import AutoTruncated
@@ -94,11 +94,11 @@ class Trainer:
         def options(name: str) -> dict[str, float]:
             if name not in units:
                 units.update(self.parameters.units())
-            return optimiser_options(profile.lr * self._rate, profile.lrd, units[name], self.parameters.is_of_layer(name))
+            return optimiser_options(profile.lr * self._rate, profile.lrd, units[name], self.parameters.in_layer(name))
 
         self._adam = ClippedAdam(cast("Any", options))
         # Of data that all processes hold whole, as restarts do, each has the whole gradient.
-        optimizer = self._adam if find_part(profile.y) is None else AllReduced(self._adam)
+        optimizer = AllReduced(self._adam) if profile.spans_processes else self._adam
         self._svi = SVI(profile.model, self.guide, self._driver or optimizer, self.elbo)
         if solution is not None and solution.companion:
             self.set_up()

@@ -95,7 +95,7 @@ def _make_content(svi: SVI, *, history: Any, settings: Mapping[str, Any] | None,
         "run": dict(describe_run(svi) if run is None else run),
         "settings": dict(settings or {}),
         "history": history,
-        **run_state(svi),
+        **RunParts(svi).state(),
     }
 
 
@@ -154,14 +154,19 @@ def read_checkpoint(path: str | Path, svi: SVI) -> dict[str, Any]:
 
 def load_state(content: dict[str, Any], svi: SVI, path: str | Path, may_differ: Collection[str] = ()) -> Any:
     """Loads a state and returns its history, or changes nothing."""
-    _refuse_stale(svi)
-    params = loose_parameters(svi)
-    if missing := content["params"].keys() - params.keys():
+    run = RunParts(svi)
+    stale = sorted(parameter.name for parameter, _ in replaced_parameters(*run.modules.values()))
+    if stale:
+        raise ValueError(
+            f"Pyro's parameter store holds other parameters {stale} from an earlier model; "
+            "call pyro.clear_param_store() before making the model and the guide"
+        )
+    if missing := content["params"].keys() - run.params.keys():
         raise KeyError(f"the parameters {sorted(missing)} do not exist yet; call svi.evaluate_loss(...) once before load_checkpoint")
-    refuse_other_models(content, svi, params, path)
-    undo = keep_state(svi)
+    _refuse_other_models(content, run, path)
+    undo = run.keep()
     try:
-        set_state(svi, content, leaves=may_differ)
+        run.load(content, leaves=may_differ)
     except Exception as error:
         undo()
         raise ValueError(f"{path} does not fit this run, which is unchanged: {error}") from error
@@ -170,9 +175,10 @@ def load_state(content: dict[str, Any], svi: SVI, path: str | Path, may_differ: 
 
 def lacks_parameters(content: dict[str, Any], svi: SVI) -> bool:
     """Whether a checkpoint holds parameters that this run has yet to create."""
-    if content["params"].keys() - loose_parameters(svi).keys():
+    run = RunParts(svi)
+    if content["params"].keys() - run.params.keys():
         return True
-    pairs = ((module, content["modules"].get(name, {})) for name, module in run_modules(svi).items())
+    pairs = ((module, content["modules"].get(name, {})) for name, module in run.modules.items())
     return any(key in state for module, state in pairs for key in _unmatched_names(module, state))
 
 
@@ -217,21 +223,11 @@ def _refuse_other_settings(saved: Mapping[str, Any], current: Mapping[str, Any],
         raise ValueError(f"{path} was written by a run with other settings ({lines}). Use those, another file, or start over without it.")
 
 
-def _refuse_stale(svi: SVI) -> None:
-    """Refuses modules whose parameters are shadowed in Pyro's store."""
-    stale = sorted(parameter.name for parameter, _ in replaced_parameters(*run_modules(svi).values()))
-    if stale:
-        raise ValueError(
-            f"Pyro's parameter store holds other parameters {stale} from an earlier model; "
-            "call pyro.clear_param_store() before making the model and the guide"
-        )
-
-
-def refuse_other_models(content: dict[str, Any], svi: SVI, params: Mapping[str, Tensor], path: str | Path) -> None:
+def _refuse_other_models(content: dict[str, Any], run: RunParts, path: str | Path) -> None:
     """Refuses states that do not fit the modules, before loading any."""
-    modules, saved = run_modules(svi), content["modules"]
+    modules, saved = run.modules, content["modules"]
     problems = [f"it holds the state of {sorted(saved)}, the run has {sorted(modules)}"] if saved.keys() != modules.keys() else []
-    pairs = {name: (value, params[name]) for name, value in content["params"].items()}
+    pairs = {name: (value, run.params[name]) for name, value in content["params"].items()}
     for name in saved.keys() & modules.keys():
         state = saved[name]
         pairs |= {f"{name}.{key}": (state[key], value) for key, value in modules[name].named_parameters() if key in state}
@@ -257,87 +253,97 @@ def _unmatched_names(module: torch.nn.Module, state: Mapping[str, Any]) -> list[
     return sorted(key for key in state.keys() ^ module.state_dict().keys() if not key.startswith(tuple(f"{prefix}." for prefix in own)))
 
 
-_COUNTS = ("num_evaluations", "num_steps")
+class RunParts:
+    """The parts of a run that hold its state."""
 
+    def __init__(self, svi: SVI) -> None:
+        parts = {"model": _unwrap_module(svi.model), "guide": _unwrap_module(svi.guide)}
+        if parts["model"] is parts["guide"]:
+            del parts["guide"]
+        self.modules = {name: module for name, module in parts.items() if module is not None}
+        own = {id(param) for module in self.modules.values() for param in module.parameters()}
+        # Unconstrained parameters of Pyro's store, without those of modules.
+        self.params = {name: param for name, param in pyro.get_param_store().named_parameters() if id(param) not in own}
+        self._svi, self._optim = svi, svi.optim.optimizer if isinstance(svi.optim, AllReduced) else svi.optim
+        # None where the loss is a function of its own.
+        self._elbo: Any = getattr(svi.loss, "__self__", None)
+        search = getattr(self._elbo, "search", None)
+        self._search = search if isinstance(search, Search) else None
 
-def run_state(svi: SVI) -> dict[str, Any]:
-    """Returns the complete state of a run under portable names.
+    def state(self) -> dict[str, Any]:
+        """The complete state, of tensors and plain values under portable names."""
+        svi = self._svi
+        return {
+            "modules": {name: module.state_dict() for name, module in self.modules.items()},
+            "params": relative_names({name: value.detach() for name, value in self.params.items()}, svi.model, svi.guide),
+            "optim": relative_names(svi.optim.get_state(), svi.model, svi.guide),
+            "counts": self._counts(),
+            "search": {} if self._search is None else self._search.state_dict(),
+            "generators": {name: generator.get_state() for name, generator in self._generators()},
+        }
 
-    It is made of tensors and plain Python values.
-    """
-    elbo, search = find_elbo(svi), find_search(svi)
-    return {
-        "modules": {name: module.state_dict() for name, module in run_modules(svi).items()},
-        "params": relative_names({name: value.detach() for name, value in loose_parameters(svi).items()}, svi.model, svi.guide),
-        "optim": relative_names(svi.optim.get_state(), svi.model, svi.guide),
-        "counts": {name: getattr(elbo, name) for name in _COUNTS if hasattr(elbo, name)},
-        "search": {} if search is None else search.state_dict(),
-        "generators": {name: generator.get_state() for name, generator in find_generators(svi)},
-    }
-
-
-def set_state(svi: SVI, state: Mapping[str, Any], leaves: Collection[str] = ()) -> None:
-    """Loads a state into a run, without the parts that may differ.
-
-    These are ``"optimizer"`` and ``"search"``.
-
-    Names of parameters are those of this process.
-    """
-    params = loose_parameters(svi)
-    for name, module in run_modules(svi).items():
-        module.load_state_dict(state["modules"][name])
-    with torch.no_grad():
-        for name, value in state["params"].items():
-            params[name].copy_(value)
-    if "optimizer" not in leaves:
-        _set_optimizer(svi.optim, state["optim"])
-    search = find_search(svi)
-    if search is not None and "search" not in leaves:
-        search.load_state_dict(to_device(state["search"], _model_device(svi)))
-    for name, generator in find_generators(svi):
-        if name in state["generators"]:
-            generator.set_state(state["generators"][name])
-    for name, count in state["counts"].items():
-        if hasattr(find_elbo(svi), name):
-            setattr(find_elbo(svi), name, count)
-
-
-def _model_device(svi: SVI) -> torch.device:
-    """Returns the model's device, which learned values are loaded to."""
-    loose = next(iter(loose_parameters(svi).values()), None)
-    return module_device(run_modules(svi).get("model")) if loose is None else loose.device
-
-
-def keep_state(svi: SVI) -> Callable[[], None]:
-    """Returns a function that restores the present state of a run.
-
-    It covers modules, parameters, optimiser, search, counts and generators.
-    """
-    parts = [(part, _snapshot(part)) for module in run_modules(svi).values() for part in module.modules()]
-    tensors = [*loose_parameters(svi).values(), *(param for module in run_modules(svi).values() for param in module.parameters())]
-    values = [(tensor, tensor.detach().clone()) for tensor in tensors]
-    optimizer = _innermost(svi.optim)
-    optim = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in vars(optimizer).items()}
-    generators = [(generator, generator.get_state()) for _, generator in find_generators(svi)]
-    search, counts = find_search(svi), {name: getattr(find_elbo(svi), name) for name in _COUNTS if hasattr(find_elbo(svi), name)}
-    search_state = {} if search is None else search.state_dict()
-
-    def undo() -> None:
-        """Puts everything back as it was."""
-        for part, attributes in parts:
-            part.__dict__.update(attributes)
+    def load(self, state: Mapping[str, Any], leaves: Collection[str] = ()) -> None:
+        """Loads a state, perhaps without optimiser or search."""
+        for name, module in self.modules.items():
+            module.load_state_dict(state["modules"][name])
         with torch.no_grad():
-            for tensor, value in values:
-                tensor.copy_(value)
-        vars(optimizer).update(optim)
-        if search is not None:
-            search.load_state_dict(search_state)
-        for generator, state in generators:
-            generator.set_state(state)
-        for name, count in counts.items():
-            setattr(find_elbo(svi), name, count)
+            for name, value in state["params"].items():
+                self.params[name].copy_(value)
+        if "optimizer" not in leaves:
+            if hasattr(self._optim, "optim_objs"):
+                # Pyro gives a state only to optimisers of parameters that it has not met.
+                self._optim.optim_objs.clear()
+                self._optim.grad_clip.clear()
+            self._optim.set_state(copy.deepcopy(state["optim"]))
+        if self._search is not None and "search" not in leaves:
+            param = next(iter(self.params.values()), None)
+            device = module_device(self.modules.get("model")) if param is None else param.device
+            self._search.load_state_dict(to_device(state["search"], device))
+        for name, generator in self._generators():
+            if name in state["generators"]:
+                generator.set_state(state["generators"][name])
+        for name in self._counts().keys() & state["counts"].keys():
+            setattr(self._elbo, name, state["counts"][name])
 
-    return undo
+    def keep(self) -> Callable[[], None]:
+        """Returns a function that restores the present state."""
+        parts = [(part, _snapshot(part)) for module in self.modules.values() for part in module.modules()]
+        tensors = [*self.params.values(), *(param for module in self.modules.values() for param in module.parameters())]
+        values = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        optim = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in vars(self._optim).items()}
+        generators = [(generator, generator.get_state()) for _, generator in self._generators()]
+        counts, search_state = self._counts(), {} if self._search is None else self._search.state_dict()
+
+        def undo() -> None:
+            """Puts everything back as it was."""
+            for part, attributes in parts:
+                part.__dict__.update(attributes)
+            with torch.no_grad():
+                for tensor, value in values:
+                    tensor.copy_(value)
+            vars(self._optim).update(optim)
+            if self._search is not None:
+                self._search.load_state_dict(search_state)
+            for generator, state in generators:
+                generator.set_state(state)
+            for name, count in counts.items():
+                setattr(self._elbo, name, count)
+
+        return undo
+
+    def _counts(self) -> dict[str, int]:
+        return {name: getattr(self._elbo, name) for name in ("num_evaluations", "num_steps") if hasattr(self._elbo, name)}
+
+    def _generators(self) -> Iterator[tuple[str, torch.Generator]]:
+        """Torch's global generators and that of the ELBO; searches save their own."""
+        yield "cpu", torch.default_generator
+        if torch.cuda.is_available():
+            torch.cuda.init()
+            for index, generator in enumerate(torch.cuda.default_generators):
+                yield f"cuda:{index}", generator
+        own: torch.Generator | None = getattr(self._elbo, "generator", None)
+        if own is not None:
+            yield "elbo", own
 
 
 def _snapshot(module: torch.nn.Module) -> dict[str, Any]:
@@ -345,67 +351,11 @@ def _snapshot(module: torch.nn.Module) -> dict[str, Any]:
     return {**module.__dict__, "_buffers": buffers}
 
 
-def _innermost(optim: Any) -> Any:
-    return optim.optimizer if isinstance(optim, AllReduced) else optim
-
-
-def _set_optimizer(optim: Any, state: Any) -> None:
-    optim = _innermost(optim)
-    if hasattr(optim, "optim_objs"):
-        # Pyro gives a state only to optimisers of parameters that it has not met.
-        optim.optim_objs.clear()
-        optim.grad_clip.clear()
-    optim.set_state(copy.deepcopy(state))
-
-
-def run_modules(svi: SVI) -> dict[str, torch.nn.Module]:
-    """Returns the modules of model and guide, each once.
-
-    Methods and handlers are unwrapped.
-    """
-    modules = {name: module for name, part in (("model", svi.model), ("guide", svi.guide)) if (module := _unwrap_module(part)) is not None}
-    if modules.get("model") is modules.get("guide"):
-        modules.pop("guide", None)
-    return modules
-
-
 def _unwrap_module(part: Any) -> torch.nn.Module | None:
     while isinstance(part, functools.partial):
         part = next((argument for argument in part.args[::-1] if callable(argument)), None)
     owner = getattr(part, "__self__", part)
     return owner if isinstance(owner, torch.nn.Module) else None
-
-
-def loose_parameters(svi: SVI) -> dict[str, Tensor]:
-    """Returns unconstrained store parameters of no module of the run."""
-    module_ids = {id(param) for module in run_modules(svi).values() for param in module.parameters()}
-    return {name: param for name, param in pyro.get_param_store().named_parameters() if id(param) not in module_ids}
-
-
-def find_elbo(svi: SVI) -> Any:
-    """The ELBO, ``None`` where the loss is a function of its own."""
-    return getattr(svi.loss, "__self__", None)
-
-
-def find_search(svi: SVI) -> Search | None:
-    """The search of the ELBO, if it has one."""
-    search = getattr(find_elbo(svi), "search", None)
-    return search if isinstance(search, Search) else None
-
-
-def find_generators(svi: SVI) -> Iterator[tuple[str, torch.Generator]]:
-    """Returns torch's global generators and that of the ELBO.
-
-    Searches save their own.
-    """
-    yield "cpu", torch.default_generator
-    if torch.cuda.is_available():
-        torch.cuda.init()
-        for index, generator in enumerate(torch.cuda.default_generators):
-            yield f"cuda:{index}", generator
-    own: torch.Generator | None = getattr(find_elbo(svi), "generator", None)
-    if own is not None:
-        yield "elbo", own
 
 
 # Prefix of files with per-data-point values of the search.

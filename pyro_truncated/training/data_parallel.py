@@ -118,11 +118,9 @@ def share_draws(call: Call, guide: Any, number: int) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def divide_loss(parts: Sequence[AutoTruncated]) -> Iterator[None]:
-    """Divides the loss of a guide over processes with shards."""
-    with EqualShares(_data_plates(parts)) if span_processes(parts) else nullcontext():
-        yield
+def divide_loss(parts: Sequence[AutoTruncated]) -> AbstractContextManager[Any]:
+    """A context that divides the loss over processes with shards."""
+    return EqualShares(_data_plates(parts)) if span_processes(parts) else nullcontext()
 
 
 def refuse_local_draws(parts: Sequence[AutoTruncated], guide: Call) -> None:

@@ -56,7 +56,7 @@ def test_latents_of_a_network_have_nothing_to_exchange_but_those_of_a_linear_lay
     model, y = make(), torch.randn(10, 5, generator=generator())
     first = ModelParameters(model, y).snapshot()
     ModelParameters(model, y).disturb(first, generator())
-    assert bool(build_recombinations(profile_model(model, y, num_states=4), 0.1, ModelParameters(model, y).snapshot())) == exchanges
+    assert bool(build_recombinations(profile_model(model, y, num_states=4), ModelParameters(model, y).snapshot())) == exchanges
 
 
 @pytest.mark.parametrize("parametrize", [parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal])
@@ -73,7 +73,7 @@ def test_weights_that_are_made_of_others_are_those_of_layers(parametrize):
     # What is behind a network is not exchanged, as if its weights were its own.
     first = ModelParameters(model, y).snapshot()
     ModelParameters(model, y).disturb(first, generator())
-    assert not build_recombinations(profile_model(model, y, num_states=4), 0.1, ModelParameters(model, y).snapshot())
+    assert not build_recombinations(profile_model(model, y, num_states=4), ModelParameters(model, y).snapshot())
 
 
 @pytest.mark.nightly(keep=1)

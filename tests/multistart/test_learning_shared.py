@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import pyro
 import pyro.distributions as dist
@@ -108,7 +107,7 @@ def test_latents_that_no_state_has_on_are_woken(weight: Tensor):
 
 
 def revived(profile: Profile, found: Solution) -> Solution:
-    return improve(found, DeadLatents(profile), partial(search_and_train, profile), profile.tolerance, {})
+    return improve(profile, found, DeadLatents(profile), search_and_train, {})
 
 
 def in_states(model: Callable[[Tensor], None], y: Tensor, states: Tensor, free_energy: float = 0.0) -> Solution:

@@ -532,8 +532,8 @@ def test_a_latent_that_is_on_where_its_cause_is_missing_is_turned() -> None:
     profile = profile_model(
         above_an_offset, bars.data, EvolutionarySearch(), num_states=16, config=LearnConfig(tolerance=0.05, restart_steps=40)
     )
-    (group,) = build_recombinations(profile, 0.05, {"weight": torch.randn(9, 6), "offset": torch.randn(9)})
-    best = improve(populated(group, turned), Complement(profile), partial(search_and_train, profile), profile.tolerance, {})
+    (group,) = build_recombinations(profile, {"weight": torch.randn(9, 6), "offset": torch.randn(9)})
+    best = improve(profile, populated(group, turned), Complement(profile), search_and_train, {})
     # Of six latents with a probability of 0.2 one that is turned is on in 0.8 of the data points.
     assert populated(group, turned).free_energy < populated(group, right).free_energy - 0.5
     assert best.free_energy > populated(group, right).free_energy

@@ -452,9 +452,9 @@ def watched() -> Iterator[dict[str, list[float]]]:
         def wrapped(*arguments: Any, **named: Any) -> Any:
             began = time.process_time()
             result = function(*arguments, **named)
-            one = spent[arguments[1].name if name is None else name]
+            one = spent[arguments[2].name if name is None else name]
             one[0], one[2] = one[0] + 1, round(one[2] + time.process_time() - began, 3)
-            one[1] += result is not arguments[0] if name is None else has_acted(result)
+            one[1] += result is not arguments[1] if name is None else has_acted(result)
             return result
 
         return wrapped
