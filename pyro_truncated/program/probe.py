@@ -152,8 +152,8 @@ class Probe:
         if new:
             raise ValueError(
                 f"the model now has the latents {new}, which it had not (or observed) when the guide was set up. First call "
-                "guide.setup(*args) with arguments for which the model observes no latent; for data of another shape take "
-                "guide.infer(data), for draws of data Predictive(poutine.uncondition(model), guide=guide)"
+                "guide.setup(*args) so that the model observes no latent; data of another shape take guide.infer(data), draws of data "
+                "Predictive(poutine.uncondition(model), guide=guide)"
             )
         if len(self.observed_sites) == len(self.layout.sites):
             raise AllObservedError({name: self.nodes[name]["value"] for name in self.layout.sites})
