@@ -301,7 +301,7 @@ class ProductProgramRun(ProgramRun):
             stack.enter_context(poutine.scale(scale=scorer.scale_beyond_subsamples(next(iter(own.sites)))))
             depth = max((-dim for dim in own.dims), default=0)
             position, log_prob = (trim(value, 0, depth) for value in (position, log_prob))
-            pyro.sample("_".join([*own.sites, "index"]), dist.Delta(position, log_density=log_prob), infer=infer)
+            pyro.sample(self._guide.name_index(own.sites), dist.Delta(position, log_density=log_prob), infer=infer)
 
     def _sample_delta(self, site: Any, value: Tensor, plates: Mapping[str, Any], scorer: ProductScorer, hidden: Tensor) -> Tensor:
         """Samples a site as a point mass.

@@ -125,7 +125,7 @@ def find_product(
     note_once(
         f"the model's factor graph has {len(graph.nodes)} nodes, but its densities on sets of states, in dimensions left of its plates, "
         "are others than on single states: populations hold whole states. Index shapes from the right (x.sum(-1, keepdim=True), x[..., 0], "
-        "Vindex), and compute within the members of plates."
+        "Vindex), compute within the members of plates, and draw random numbers by pyro.sample."
     )
     return None
 

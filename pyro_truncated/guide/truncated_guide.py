@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -55,6 +55,9 @@ class TruncatedGuide(Protocol):
     @property
     def index_name(self) -> str:
         """Name of the auxiliary index site."""
+
+    def name_index(self, sites: Iterable[str]) -> str:
+        """Returns a name for an index site that is not in use."""
 
     def batch(self, call: Call, values: Mapping[str, Any] | None = None) -> Batch:
         """Returns the populations of data points that a call selects."""

@@ -141,7 +141,7 @@ class WholeModelGuide(AutoGuide):
     @property
     def index_name(self) -> str:
         """Name of the auxiliary index site."""
-        return self._name_index(self.layout.sites)
+        return self.name_index(self.layout.sites)
 
     @property
     def index_names(self) -> list[str]:
@@ -150,12 +150,12 @@ class WholeModelGuide(AutoGuide):
         There is one for each node of the factor graph if each has a set of states.
         """
         nodes = [self.layout.sites] if self._product is None else [own.sites for own in self._product.node_layouts]
-        return [self._name_index(sites) for sites in nodes]
+        return [self.name_index(sites) for sites in nodes]
 
-    def _name_index(self, sites: Iterable[str]) -> str:
+    def name_index(self, sites: Iterable[str]) -> str:
         """Returns a name for an index site that is not in use."""
         name = "_".join([*sites, "index"])
-        while self.prototype_trace is not None and name in self.prototype_trace.nodes:
+        while name in self.layout.names:
             name += "_"
         return name
 

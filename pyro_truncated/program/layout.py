@@ -190,6 +190,7 @@ class Layout(SiteLayout):
         other_latents: names of the model's other latent sites, without ``Delta`` sites.
         depth: number of plate dimensions in the model.
         nesting: number of plate dimensions that Pyro must count to compare model and guide.
+        names: the names that the model gives to sites, plates and parameters.
         limits: by site name, the largest count that is kept (``max_count``).
         cut_sites: names of the sites with larger counts than these.
         conditional_sites: names of the sites whose supports depend on discrete latents.
@@ -250,6 +251,7 @@ class Layout(SiteLayout):
                 sites_to_check.add(name)
         every = [frame for node in sample_nodes(trace).values() for frame in node["cond_indep_stack"]]
         super().__init__(sites, frames, max((-frame.dim for frame in every if frame.vectorized), default=0))
+        self.names = frozenset(trace.nodes)
         self.limits: Mapping[str, int] = limits
         self.cut_sites: Sequence[str] = cut_sites
         self.conditional_sites = frozenset(dependencies.conditional(set(self.sites)) if dependencies is not None else ())

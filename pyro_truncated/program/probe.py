@@ -138,7 +138,8 @@ class Probe:
             raise ChangingSitesError(self._changing_sites(), [])
         if missing:
             raise ValueError(
-                f"the model must sample the discrete sites {missing}, as when the guide was set up. Make a new guide for another model."
+                f"the model must sample the discrete sites {missing}, as when the guide was set up. For data of another shape take "
+                "guide.infer(data), for another model a new guide."
             )
         expected_names = {*self.layout.sites, *self.layout.other_latents}
         new = [
@@ -151,7 +152,7 @@ class Probe:
         if new:
             raise ValueError(
                 f"the model now has the latents {new}, which it had not (or observed) when the guide was set up. First call "
-                "guide.setup(*args) with arguments for which the model observes no latent; for draws of data use "
+                "guide.setup(*args) so that the model observes no latent; data of another shape take guide.infer(data), draws of data "
                 "Predictive(poutine.uncondition(model), guide=guide)"
             )
         if len(self.observed_sites) == len(self.layout.sites):

@@ -10,7 +10,7 @@ import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest
 import torch
-from pyro.infer import TraceEnum_ELBO
+from pyro.infer import Trace_ELBO, TraceEnum_ELBO, config_enumerate
 from pyro.infer.autoguide import AutoDelta, AutoGuideList
 from torch import Tensor
 
@@ -44,6 +44,29 @@ class Table(NamedTuple):
 
     x: Tensor
     y: Tensor
+
+
+@pytest.mark.parametrize("whole_states", [True, False])
+@pytest.mark.parametrize("kind", ["observed", "parameter"])
+def test_observed_sites_and_parameters_keep_their_names(kind: str, whole_states: bool) -> None:
+    """Names that indices of states would have, with sets for each step or without."""
+
+    def model(y: Tensor) -> None:
+        for name in ("z_0_index", "z_1_index", "z_0_z_1_index"):
+            if kind == "observed":
+                pyro.sample(name, dist.Normal(torch.zeros((), dtype=y.dtype), 1.0), obs=y[0])
+            else:
+                pyro.param(name, torch.zeros((), dtype=y.dtype))
+        with pyro.plate("data", len(y)):
+            z = torch.zeros((), dtype=y.dtype)
+            for t in range(2):
+                z = pyro.sample(f"z_{t}", dist.Bernoulli(0.2 + 0.6 * z))
+                pyro.sample(f"y_{t}", dist.Normal(z, 1.0), obs=y)
+
+    exact = TraceEnum_ELBO(max_plate_nesting=1).loss(config_enumerate(model), lambda y: None, Y)
+    guide = AutoTruncated(model, num_states=4 if whole_states else 2, whole_states=whole_states)
+    for elbo in (Truncated_ELBO(), TraceEnum_ELBO(max_plate_nesting=1) if whole_states else Trace_ELBO()):
+        assert elbo.loss(model, guide, Y) == pytest.approx(exact, rel=1e-12)
 
 
 def test_a_named_tuple_is_one_argument_of_new_data() -> None:

@@ -15,6 +15,7 @@ import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest
 import torch
+from pyro.infer import TraceEnum_ELBO, config_enumerate
 from torch import Tensor
 
 from pyro_truncated import AutoTruncated, Truncated_ELBO, VectorizationWarning
@@ -339,3 +340,21 @@ def test_counts_that_list_their_values() -> None:
     terms = [0.5 ** (k + 1) * math.exp(float(dist.Normal(float(k), 1.0).log_prob(Y[0]))) for k in range(21)]
     loss = Truncated_ELBO().loss(model, AutoTruncated(model, max_count=20, num_states=21), Y)
     assert loss == pytest.approx(-math.log(sum(terms)), rel=1e-6)
+
+
+@pytest.mark.parametrize("num_steps", [3, 7])
+def test_sequences_of_another_length_are_new_data(num_steps: int) -> None:
+    def model(y: Tensor) -> None:
+        with pyro.plate("data", len(y)):
+            z = torch.zeros((), dtype=y.dtype)
+            for t in range(y.shape[1]):
+                z = pyro.sample(f"z_{t}", dist.Bernoulli(0.2 + 0.6 * z))
+                pyro.sample(f"y_{t}", dist.Normal(z, 1.0), obs=y[:, t])
+
+    guide, elbo = AutoTruncated(model, num_states=2), Truncated_ELBO()
+    elbo.loss(model, guide, torch.ones(3, 5, dtype=torch.float64))
+    y = torch.arange(3.0 * num_steps, dtype=torch.float64).view(3, num_steps).cos()
+    with pytest.raises(ValueError, match=r"data of another shape take guide\.infer\(data\)"):
+        elbo.loss(model, guide, y)
+    exact = TraceEnum_ELBO(max_plate_nesting=1).loss(config_enumerate(model), lambda y: None, y)
+    assert elbo.loss(model, guide.infer(y), y) == pytest.approx(exact, rel=1e-12)
