@@ -33,7 +33,7 @@ def check_image(image: Any) -> Tensor:
     Raises:
         ValueError: if it is a single number, has no observed entry, infinite ones, or such whose squares are infinite or zero.
     """
-    array = as_floating(as_data("image", image))
+    array = as_floating(as_data("image", image).detach())
     observed = array[~array.isnan()]
     if array.dim() == 0:
         raise ValueError(f"the image must have one dimension or more; got a single number, {float(array)}")

@@ -399,7 +399,7 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: Noise | str = 0.0,
     Raises:
         ValueError: for a mask of another shape, or of more than two numbers, and what :func:`denoise` refuses.
     """
-    image = check_image(image) if mask is None else as_data("image", image)
+    image = check_image(image) if mask is None else as_data("image", image).detach()
     if mask is not None:
         mask = _broadcast_mask(_check_mask(mask), image)
         _warn_if_inverted(image, mask)

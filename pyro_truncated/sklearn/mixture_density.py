@@ -322,15 +322,19 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
 
 
 def _make_encoder(data: Any, dtypes: list[Any]) -> OrdinalEncoder:
-    """Returns the positions of declared values, or of those found."""
+    """Returns positions of declared values, of 0 and 1, or of those found."""
     options = {"handle_unknown": "use_encoded_value", "unknown_value": -1}
     try:
         encoder = OrdinalEncoder(**options).fit(data)
     except TypeError as error:
         mixed = [d for d, column in enumerate(data.T) if len({isinstance(value, str) for value in column}) > 1]
         raise TypeError(f"columns of X must hold strings or numbers, not both, as columns {mixed} do: make all strings") from error
-    declared = {d: np.array(list(dtype.categories), dtype=object) for d, dtype in enumerate(dtypes) if hasattr(dtype, "categories")}
-    categories = [declared.get(d, values) for d, values in enumerate(encoder.categories_)]
+    found = encoder.categories_
+    # Columns of a binary matrix may be constant.
+    is_binary = all(set(values) <= {0, 1} for values in found)
+    declared = {d: [False, True] if isinstance(column[0], bool) else [0, 1] for d, column in enumerate(data.T)} if is_binary else {}
+    declared |= {d: list(dtype.categories) for d, dtype in enumerate(dtypes) if hasattr(dtype, "categories")}
+    categories = [np.array(declared.get(d, values), dtype=object) for d, values in enumerate(found)]
     return OrdinalEncoder(categories=categories, **options).fit(data) if declared else encoder
 
 

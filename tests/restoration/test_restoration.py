@@ -268,6 +268,16 @@ def test_axes_of_one_entry_count_in_no_mask(shape, mask_shape):
     assert int((found != image).sum()) == image.numel() // seen.numel()
 
 
+@pytest.mark.parametrize("mask", [None, torch.arange(64).reshape(8, 8) != 9])
+def test_images_that_require_gradients_are_numbers(mask):
+    image = torch.randn(8, 8)
+    options = {"side": 3, "rounds": 1, "progress": False}
+    found = [
+        inpaint(one, mask, 0.5, generator=torch.Generator().manual_seed(0), **options) for one in (image, image.clone().requires_grad_())
+    ]
+    torch.testing.assert_close(found[0].image, found[1].image)
+
+
 @pytest.mark.parametrize("unit", [1e-20, 1e-30, 1e25])
 def test_units_beyond_single_precision_are_restored_in_double(unit):
     image = torch.randn(12, 12).double()

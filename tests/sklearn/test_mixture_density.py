@@ -161,6 +161,22 @@ def test_values_that_a_categorical_dtype_declares_may_come_later():
     assert scores[0] < found[0] - 10
 
 
+@pytest.mark.parametrize("dtype", [bool, int, float])
+def test_constant_columns_of_a_binary_matrix_may_change_later(dtype):
+    matrix = np.random.default_rng(0).integers(0, 2, (40, 4)).astype(dtype)
+    matrix[:, 2] = 0
+    mixture = TruncatedMixture(2, family="categorical", n_init=1, random_state=0).fit(matrix)
+    assert [values.tolist() for values in mixture.categories_] == [[0, 1]] * 4
+    assert type(mixture.sample(1)[0][0, 0]) is type(mixture.sample(1)[0][0, 2])
+    answers = pd.DataFrame(matrix.astype(int)).astype(pd.CategoricalDtype([0, 1, 2]))
+    assert mixture.fit(answers).categories_[0].tolist() == [0, 1, 2]
+    mixture.fit(matrix)
+    matrix[0, 2] = 1
+    scores = mixture.score_samples(matrix)
+    assert bool(np.isfinite(scores).all())
+    assert scores.argmin() == 0
+
+
 def test_lists_of_strings_and_numbers_are_categories_as_tables_are():
     rows = [["a", 1], ["b", 2], ["b", 1]] * 10
     mixture = TruncatedMixture(2, family="categorical", n_init=1, random_state=0).fit(rows)
