@@ -164,11 +164,7 @@ class ModelParameters:
 
     @torch.no_grad()
     def warn_about_columns(self) -> None:
-        """Warns if equal steps are unlike in the columns of data ``(N, D)``.
-
-        Warns:
-            UserWarning: with the columns, and what to do.
-        """
+        """Warns if equal steps are unlike in the columns of data ``(N, D)``."""
         y = self.y
         if self._observe()[2] != 1:
             return

@@ -358,14 +358,7 @@ _FORMER = {"short_steps": "restart_steps", "temperature": "temperature", "tolera
 
 
 def _with_former_arguments(config: LearnConfig, restarts: int | None, former: Mapping[str, Any]) -> tuple[LearnConfig, int | None]:
-    """Returns the configuration and the number of restarts with arguments of version 0.2.
-
-    Raises:
-        TypeError: if an argument was none.
-
-    Warns:
-        DeprecationWarning: for each of them.
-    """
+    """Returns the configuration and the number of restarts with arguments of version 0.2."""
     for name, value in former.items():
         if name == "starts":
             advice, restarts = "restarts=...", value

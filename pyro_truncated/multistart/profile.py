@@ -233,12 +233,7 @@ def profile_model(
     generator: torch.Generator | None = None,
     config: LearnConfig | None = None,
 ) -> Profile:
-    """Finds out what a model is; arguments are those of :func:`~pyro_truncated.learn`.
-
-    Raises:
-        ValueError: if a number is out of range, a count has no bound, or the search does not fit.
-        TypeError: if the search is none.
-    """
+    """Finds out what a model is; arguments are those of :func:`~pyro_truncated.learn`."""
     config = LearnConfig() if config is None else config
     is_gibbs: bool = isinstance(model, GibbsModel)
     is_conditional: bool = isinstance(model, ConditionalModel)
@@ -275,12 +270,7 @@ _SIDE_BY_SIDE = (
 
 
 def check_one_array(y: Any) -> Tensor:
-    """Returns data as a tensor.
-
-    Raises:
-        TypeError: for several arrays, and what is none.
-        ValueError: for a single number.
-    """
+    """Returns data as a tensor."""
     if isinstance(y, (tuple, Mapping)) and holds_arrays(tuple(y.values()) if isinstance(y, Mapping) else y):
         raise TypeError(f"y must be one array of data; got a {type(y).__name__} of {len(y)}. {_SIDE_BY_SIDE}")
     rows = as_data("y", y)

@@ -225,12 +225,7 @@ def write_rows(folder: Path, values: Mapping[str, Tensor], portion: Portion) -> 
 
 
 def read_rows(folder: Path, pieces: list[dict[str, Any]], name: str, portion: Portion) -> Tensor:
-    """Reads a process's rows of one tensor from the files of all.
-
-    Raises:
-        OSError: if a file cannot be read.
-        ValueError: if a file is damaged, or there are rows in none.
-    """
+    """Reads a process's rows of one tensor from the files of all."""
     last, parts, position = portion.first + portion.size, [], portion.first
     for piece in sorted(pieces, key=lambda piece: int(piece["first"])):
         first, end = piece["first"], piece["first"] + piece["size"]

@@ -60,11 +60,7 @@ def total_loss_for_ddp(parts: Sequence[AutoTruncated], loss: Tensor) -> Tensor:
 
 
 def broadcast_start(call: Call, guide: Any, elbo: Any) -> None:
-    """Broadcasts parameters, buffers, generators and searches before the first step.
-
-    Warns:
-        UnsharedDataWarning: if each of several processes trains on data that are no shard.
-    """
+    """Broadcasts parameters, buffers, generators and searches before the first step."""
     portion = find_portion((call.args, dict(call.kwargs)))
     if isinstance(guide, AutoTruncated) and guide.companions is None:
         portion = guide.populations.portion

@@ -354,7 +354,7 @@ def fit_restarts(
     trainings, stores = [], []
     for restart in range(restarts):
         with store.scope() as state:
-            path = None if checkpoint is None else _restart_path(Path(checkpoint), restart)
+            path = None if checkpoint is None else Path(checkpoint).with_stem(f"{Path(checkpoint).stem}-{restart}")
             trainings.append(fit(make(restart), *args, checkpoint=path, **kwargs))
         # Not copies: modules and optimisers keep these tensors.
         stores.append(copy.copy(state))
@@ -364,7 +364,3 @@ def fit_restarts(
     best = int(np.argmax(np.nan_to_num(energies, nan=-np.inf, neginf=-np.inf)))
     store.set_state(stores[best])
     return Restarts(trainings, best, stores)
-
-
-def _restart_path(path: Path, restart: int) -> Path:
-    return path.with_name(f"{path.stem}-{restart}{path.suffix}")
