@@ -185,8 +185,12 @@ class ComponentNormal(ComponentGaussian):
         constant = -self.scale.log().expand_as(self.loc).sum(-1) - size * HALF_LOG_TWO_PI
         # What is looked up for components that all values share is not copied for every value.
         component = self.component[tuple(slice(None) if stride else slice(1) for stride in self.component.stride())]
-        distance = (value - self.loc[component]) * self.scale.reciprocal()[component]
-        energy = torch.einsum("...d,...d->...", distance, distance)
+        distance = value - self.loc[component]
+        if self.scale.shape[1] == 1:
+            energy = (self.scale**-2).squeeze(-1)[component] * distance.square().sum(-1)
+        else:
+            distance = distance * self.scale.reciprocal()[component]
+            energy = torch.einsum("...d,...d->...", distance, distance)
         shape = torch.broadcast_shapes(self.component.shape, value.shape[:-1])
         return (constant[component] - 0.5 * energy).to(self.loc.dtype).expand(shape)
 
