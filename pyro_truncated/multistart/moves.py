@@ -563,6 +563,8 @@ class SolutionPool:
     def share_chains(self) -> bool:
         """Whether each chain of the best was found by another restart, too."""
         (_, best), *others = self.ranked_codes()
+        if not others:
+            return False
         is_shared = torch.stack([shared_mask(best, other) for _, other in others]).any(0)
         return not bool((vary(best) & ~is_shared).any())
 

@@ -171,8 +171,8 @@ class StopRule:
         if self._pool.groups:
             number_alone = self._pool.num_singletons
             return f"{number_alone} latents of the best of {number} restarts were found by at most one of them" if number_alone else None
-        if self._profile.is_chain and self._config.tolerance is None and self._pool.share_chains():
-            return None
+        if self._profile.is_chain and self._config.tolerance is None:
+            return f"some chains of the best of {number} restarts were found by no other one"
         energies = ", ".join(f"{value:.2f}" for value in sorted(self._pool.energies, reverse=True))
         unit = "per posterior" if self._profile.shares_latents else "per data point"
         if self._profile.is_mixture:
@@ -190,10 +190,13 @@ class StopRule:
         """Whether two restarts reached the best free energy by the same latents.
 
         The same latents are active for the same data points, or explain these equally well. Of networks that have found the same latents
-        none need have reached just what the other has: their weights differ everywhere.
+        none need have reached just what the other has: their weights differ everywhere. Free energies of sequences say little: restarts
+        that lack other chains had equal ones. Each chain of the best must be that of another restart.
         """
         if self._config.tolerance is not None:
             return self._reach_equal_energies(must_be_alike=False)
+        if self._profile.is_chain:
+            return self._pool.share_chains()
         gap = self._profile.tolerance
         if self._pool.is_network:
             # Covariates do not count.
