@@ -23,14 +23,21 @@ ROUNDING = 1e-4
 
 
 class FreeEnergyEstimate(NamedTuple):
-    """The free energy per data point that a run has reached."""
+    """The free energy per data point that a run has reached.
+
+    Attributes:
+        free_energy: its value.
+        noise: difference of two runs in one optimum: what the last steps gained, or the error of a mean over draws.
+        each: the free energies of the data points, ``(N,)``, where they are known.
+        rise: what its last five steps have raised it by, if it has not converged.
+        remaining_gain: what it will still gain with more steps, if it has not converged beside continuous latents.
+        steps: how many it has taken.
+    """
 
     free_energy: float
-    # Difference of two runs in one optimum: what the last steps gained, or the error of a mean over draws.
     noise: float = 0.0
-    each: Tensor | None = None  # free energies of the data points, (N,), where they are known
-    rise: float = 0.0  # what its last five steps have raised it by, if it has not converged
-    # What it will still gain with more steps, if it has not converged beside continuous latents.
+    each: Tensor | None = None
+    rise: float = 0.0
     remaining_gain: float = 0.0
     steps: int = 0
 

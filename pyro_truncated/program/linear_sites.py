@@ -85,9 +85,9 @@ def linear_superpositions(probe: Probe, is_first: bool = False) -> list[tuple[An
 def linear_steps(probe: Probe, name: str) -> LinearSuperposition | None:
     """Returns the likelihood of a site that is linear in each step.
 
-    It is normal around one linear function of the chains of a step. Runs on three paths tell: no active chain and each alone, in turn;
-    any states; and the other value of each of these. So a step whose function differs in one chain shows it. ``None`` stands for other
-    sites, and for fewer steps than chains.
+    It is normal around one linear function of the chains of a step, the same for all steps. Two runs tell: no active chain and each
+    alone, in turn; and random real numbers in place of states, on which functions that differ are equal with probability zero. ``None``
+    stands for other sites, and for fewer steps than chains.
 
     Args:
         probe: a run of a program whose only discrete site has chains.
@@ -98,11 +98,14 @@ def linear_steps(probe: Probe, name: str) -> LinearSuperposition | None:
     (*_, num_chains), number = shape, shape[:-1].numel()
     if _normal_of_steps(probe.nodes[name]) is None or number <= num_chains or not bool(value.isfinite().all()):
         return None
-    any_states = torch.rand(number, num_chains, generator=torch.Generator().manual_seed(0)) < 0.5
+    dtype = probe.dtypes[site.name]
+    if not dtype.is_floating_point:
+        return None
+    any_numbers = torch.rand(number, num_chains, dtype=dtype, generator=torch.Generator().manual_seed(0))
     alone = torch.eye(num_chains + 1, num_chains).roll(1, 0)[torch.arange(number) % (num_chains + 1)]
     likelihood: LinearSuperposition | None = None
-    for path in (alone, any_states, ~any_states):
-        states = path.to(probe.device, probe.dtypes[site.name]).reshape(1, *shape)
+    for path in (alone, any_numbers):
+        states = path.to(probe.device, dtype).reshape(1, *shape)
         with torch.no_grad(), pyro.validation_enabled(False), Operations([states]) as operations:
             functions = _LinearFunctions(states, operations)
             with functions:

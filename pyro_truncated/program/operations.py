@@ -86,7 +86,7 @@ class BroadcastParts(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
             return func(*args, **(kwargs or {}))
-        except (RuntimeError, IndexError):
+        except (RuntimeError, IndexError, ValueError):
             broadcast = _BROADCAST.get(getattr(func, "__name__", ""))
             if broadcast is None:
                 raise

@@ -18,19 +18,23 @@ class SparseSubsamples(Messenger):
 
     Pyro's plates shuffle all positions; this does not.
 
-    In a minibatch (:class:`~pyro_truncated.distributed.Batches`) the first plate of as many members as there are data takes its rows.
+    In a minibatch (:class:`~pyro_truncated.distributed.Batches`) plates of as many members as there are data take its rows, unless they are
+    inside of such a plate.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._data_plate: str | None = None
+        self._data_plates: set[str] = set()
+
+    def _lies_in_data_plate(self, msg: Any) -> bool:
+        return any(frame.name in self._data_plates for frame in msg["cond_indep_stack"])
 
     def _pyro_sample(self, msg: Any) -> None:
         if not site_is_subsample(msg):
             return
         fn, batch = msg["fn"], current_batch()
-        if batch is not None and fn.size == batch.num_rows and self._data_plate in (None, msg["name"]):
-            self._data_plate = msg["name"]
+        if batch is not None and fn.size == batch.num_rows and not self._lies_in_data_plate(msg):
+            self._data_plates.add(msg["name"])
             if fn.subsample_size is not None:
                 raise ValueError(
                     f"plate '{msg['name']}' has subsample_size={fn.subsample_size}, but a minibatch of distributed.Batches chooses its "
@@ -49,7 +53,7 @@ class _Minibatch(SparseSubsamples):
     def _pyro_sample(self, msg: Any) -> None:
         super()._pyro_sample(msg)
         batch = current_batch()
-        if batch is not None and batch.weight != 1.0 and self._data_plate in {frame.name for frame in msg["cond_indep_stack"]}:
+        if batch is not None and batch.weight != 1.0 and self._lies_in_data_plate(msg):
             msg["scale"] = msg["scale"] * batch.weight
 
 

@@ -344,7 +344,7 @@ def _broadcast_mask(mask: Tensor, image: Tensor) -> Tensor:
     Axes of one entry count in neither.
     """
     array, seen = image.squeeze(), mask.squeeze()
-    axes = [axis for axis in (-1, 0, 1)[: array.dim() - 1] if array.select(axis, 0).shape == seen.shape]
+    axes = [axis for axis in (-1, 0, 1)[: max(0, array.dim() - 1)] if array.select(axis, 0).shape == seen.shape]
     if seen.shape != array.shape and not axes:
         raise ValueError(f"mask must have the shape of the image {tuple(image.shape)} or of its pixels; got {tuple(mask.shape)}")
     return (seen if seen.shape == array.shape else seen.unsqueeze(axes[0]).expand_as(array)).reshape(image.shape)

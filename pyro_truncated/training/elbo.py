@@ -44,6 +44,7 @@ from pyro_truncated.training.data_parallel import (
     divide_loss,
     propagate_errors,
     refuse_local_draws,
+    refuse_minibatches,
     share_draws,
     total,
     total_loss_for_ddp,
@@ -267,6 +268,7 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
             if not parts:
                 kind = type(guide).__name__
                 raise TypeError(f"Truncated_ELBO needs a guide with an AutoTruncated part; got {kind}: use Pyro's own ELBOs for it")
+            refuse_minibatches(parts)
             if self._known_guide is not guide:
                 refuse_local_draws(parts, call.with_program(guide))
             self._meet(call, guide)

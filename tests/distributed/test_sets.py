@@ -228,6 +228,26 @@ def test_minibatches_of_several_processes_are_those_of_one(mutation, temperature
             assert torch.equal(torch.cat([sets[place] for *_, sets in found], 1), own)
 
 
+def test_plates_of_as_many_members_as_data_take_the_rows_unless_they_are_inside():
+    y = torch.randn(5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def model(y):
+        with pyro.plate("covariates", 5) as rows:
+            pyro.sample("c", dist.Normal(torch.zeros((), dtype=y.dtype), 1.0), obs=y[rows, 0])
+        with pyro.plate("data", 5, dim=-1) as rows:
+            k = pyro.sample("k", dist.Categorical(torch.ones(3, dtype=y.dtype)))
+            with pyro.plate("columns", 5, dim=-2):
+                pyro.sample("x", dist.Normal(k.double(), 1.0), obs=y[rows].mT)
+
+    guide, elbo = AutoTruncated(model, 3), Truncated_ELBO()
+    elbo.loss(model, guide, y)
+    with distributed.Batches(y, 2, block=1).at(0) as batch:
+        loss = elbo.loss(model, guide, y)
+    own, values = y[batch.rows], torch.arange(3.0, dtype=y.dtype)
+    evidence = dist.Normal(values, 1.0).log_prob(own.unsqueeze(-1)).sum(1).logsumexp(-1) - torch.tensor(3.0).double().log()
+    assert loss == pytest.approx(-5 / 2 * float((evidence + dist.Normal(0.0, 1.0).log_prob(own[:, 0])).sum()), rel=1e-12)
+
+
 def test_a_summed_elbo_refuses_what_counts_once_for_each_process():
     svi = SVI(rows_with_parts, AutoTruncated(rows_with_parts, 3), Adam({"lr": 0.05}), distributed.SummedELBO(Trace_ELBO()))
     with pytest.raises(TypeError, match=r"what belongs to no data point.* use Truncated_ELBO"):

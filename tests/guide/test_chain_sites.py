@@ -219,9 +219,10 @@ def marginals(model, y: Tensor, num_chains: int) -> Tensor:
     return (torch.stack(weights).softmax(0) @ paths).view(len(y), num_chains)
 
 
-@pytest.mark.parametrize(
-    "form", ["linear", "superposition", "a step of its own", "clamped", "a scale for each step", "scales of columns", "residuals"]
-)
+OTHER_STEPS = ("a step of its own", "exchanged at a step", "a scale for each step")
+
+
+@pytest.mark.parametrize("form", ["linear", "superposition", *OTHER_STEPS, "clamped", "scales of columns", "residuals"])
 def test_one_sequence_without_a_plate(form: str) -> None:
     weight, scale = torch.arange(6.0, dtype=DOUBLE).view(2, 3).cos(), torch.tensor(0.7, dtype=DOUBLE)
     calls = []
@@ -235,6 +236,8 @@ def test_one_sequence_without_a_plate(form: str) -> None:
             return
         if form == "a step of its own":
             mean = mean + s[..., :1] * (torch.arange(len(y)) == 4).unsqueeze(1)
+        elif form == "exchanged at a step":
+            mean = mean + (s.flip(-1) - s) @ weight * (torch.arange(len(y)) == 2).unsqueeze(1)
         elif form == "clamped":
             mean = mean.clamp(max=0.6)
         elif form == "a scale for each step":
