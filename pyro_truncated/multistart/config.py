@@ -58,7 +58,7 @@ class LearnConfig:
         steps: training steps on all data.
         companion_steps: the same beside continuous latents.
         max_restarts: most restarts.
-        max_exchanging_restarts: the same where restarts exchange latents.
+        max_exchanging_restarts: the same where restarts exchange latents, or are compared chain by chain.
         max_large_restarts: the same for more than 256 binary latents.
         min_restarts: least number for problems in which two restarts often agree on a poor optimum: shared or continuous latents, and
             small mixtures.

@@ -146,7 +146,8 @@ class StopRule:
             return self._profile.max_restarts
         if self._profile.is_resizable and self._profile.is_large:
             return self._config.max_large_restarts
-        return self._config.max_exchanging_restarts if self._pool.groups else self._config.max_restarts
+        compares_latents = self._pool.groups or self._profile.is_chain
+        return self._config.max_exchanging_restarts if compares_latents else self._config.max_restarts
 
     def reason(self) -> str | None:
         """Why no further restart is made, ``None`` if one is."""
