@@ -130,6 +130,11 @@ def test_inputs_targets_and_a_kernel_or_a_kernel_that_holds_the_inputs(make, ker
     torch.testing.assert_close(covariances(make(X.numpy(), Y.numpy() if make is SubsetGPRegression else Y, kernel)), expected)
 
 
+def test_whole_numbers_are_inputs_like_others():
+    numbers = torch.arange(12)
+    torch.testing.assert_close(covariances(SubsetGPRegression(numbers, Y)), covariances(SubsetGPRegression(numbers.double(), Y)))
+
+
 def test_kernels_of_gpytorch_take_inputs():
     gpytorch = pytest.importorskip("gpytorch")
     kernel = gpytorch.kernels.RBFKernel().double()
@@ -144,7 +149,7 @@ def test_kernels_of_gpytorch_take_inputs():
         ((X, Y, 3), "kernel must be a kernel"),
         ((["a", "b"], Y), "kernel is needed"),
         ((rbf(), Y), "no data yet"),
-        ((torch.arange(12), Y), "kernel is needed"),
+        ((1j * torch.arange(12), Y), "kernel is needed"),
     ],
 )
 def test_kernels_that_do_not_fit_are_refused(arguments, message):
