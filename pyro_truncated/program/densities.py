@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.distributions.utils import clamp_probs, probs_to_logits
 from torch.nn.functional import logsigmoid
 
+# Entries up to which sites are computed together: a stack of larger ones takes memory.
+MAX_STACKED = 2**12
 _HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 # Families whose parameters can be stacked, and those of them whose parameters have one dimension more.
 _STACKED, _OF_VECTORS = {dist.Normal, dist.Poisson, dist.Bernoulli, dist.Categorical}, {dist.Categorical}
@@ -111,6 +113,11 @@ class _Site(NamedTuple):
         return self.family, self.event_dim, self.batch_shape, *self.parameters, *((t.shape, t.dtype, t.device) for t in tensors)
 
 
+def count_entries(node: Any) -> int:
+    """How many densities of single entries a sample site has."""
+    return math.prod(broadcast_shape(node["fn"].shape(), node["value"].shape))
+
+
 def site_log_densities(nodes: Sequence[Any], formula: Callable[[Any, Tensor], Tensor] = log_density) -> list[Tensor]:
     """Returns the log densities of sample sites at their values.
 
@@ -126,10 +133,7 @@ def site_log_densities(nodes: Sequence[Any], formula: Callable[[Any, Tensor], Te
         if (site := _Site.from_node(node)) is not None:
             alike.setdefault(site.kind, []).append((place, site))
     for members in alike.values():
-        site = members[0][1]
-        shape = broadcast_shape(site.batch_shape, site.value.shape)
-        # Larger sites are computed one by one: a stack of all of them takes memory.
-        if len(members) > 1 and math.prod(shape) <= 4096:
+        if len(members) > 1 and count_entries(nodes[members[0][0]]) <= MAX_STACKED:
             places, sites = zip(*members, strict=True)
             for place, table in zip(places, _stack_log_densities(sites, formula), strict=True):
                 tables[place] = table
@@ -184,7 +188,8 @@ def _bernoulli(fn: Any, value: Tensor) -> _Terms | None:
     is_logits = "logits" in fn.__dict__
     parameter = once(fn.logits if is_logits else fn.probs)
     value = _real(value, parameter)
-    if parameter.numel() < value.numel():
+    # Few parameters and few values make many entries: logarithms are of parameters, and each entry picks one.
+    if 2 * parameter.numel() <= math.prod(broadcast_shape(parameter.shape, value.shape)):
         logits = parameter if is_logits else probs_to_logits(parameter, is_binary=True)
         # Logarithms of the probabilities of zero and one, not y x - log(1 + exp(x)), whose terms cancel where x is large.
         return [(1.0, torch.lerp(logsigmoid(-logits).to(value.dtype), logsigmoid(logits).to(value.dtype), value))]

@@ -122,7 +122,7 @@ def build_graph(trace: Any, scopes: Mapping[str, frozenset[str]], sites: Mapping
         own, size = frozenset(node.sites), math.prod(sizes[name] for name in node.sites)
         number = math.prod(size for _, _, size in node.plates)
         # Latents that depend on each other otherwise too, as the steps of a chain.
-        is_sparse = any(scopes[name] - {name} for name in own) and not any(scopes[name] >= own for name in own)
+        is_sparse = any(scopes[name] & own - {name} for name in own) and not any(scopes[name] >= own for name in own)
         divisible = [name for name, scope in observed.items() if scope == own and trace.nodes[name]["fn"].shape().numel() > number]
         if size > num_states and is_sparse and divisible:
             sentences.append(

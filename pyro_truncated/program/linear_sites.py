@@ -210,8 +210,8 @@ class _LinearFunctions(TorchFunctionMode):
 
     def depends(self, *tensors: Tensor) -> bool:
         """Whether one of the tensors is computed from the first one."""
-        known = [self.linear, self._others, *([self._operations.results] if self._operations is not None else [])]
-        return any(id(tensor) in results for tensor in tensors for results in known)
+        watched: Operations | tuple[()] = () if self._operations is None else self._operations
+        return any(id(tensor) in self.linear or id(tensor) in self._others or tensor in watched for tensor in tensors)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,37 +31,43 @@ class Operations(TorchDispatchMode):
     Args:
         sources: the tensors.
         dimensions: sizes of dimensions that are followed, each with the sources that have it.
-
-    Attributes:
-        results: what is computed from the sources, and these, by identity.
-        reduced: for each size, what has lost its dimension, and what is computed from that.
     """
 
     def __init__(self, sources: Iterable[Tensor], dimensions: Sequence[tuple[int, Iterable[Tensor]]] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # Tensors stay alive with their numbers.
-        self.results: dict[int, Tensor] = {id(tensor): tensor for tensor in sources}
-        self.reduced: list[dict[int, Tensor]] = [{} for _ in dimensions]
-        self._whole = [{id(tensor): tensor for tensor in own if tensor.numel() % size == 0} for size, own in dimensions]
+        # By identity, while a tensor lives: bits of the sizes that it has a multiple of, and of those that it has lost.
+        self._marks: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
         self._sizes = [size for size, _ in dimensions]
+        for source in sources:
+            self._mark(source, 0, 0)
+        for place, (size, own) in enumerate(dimensions):
+            for source in own:
+                self._mark(source, (source.numel() % size == 0) << place, 0)
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._marks
+
+    def _mark(self, tensor: Tensor, whole: int, reduced: int) -> None:
+        marks, key = self._marks, id(tensor)
+        known = marks.get(key)
+        if known is not None:
+            marks[key] = known[0], known[1] | whole, known[2] | reduced
+        else:
+            marks[key] = weakref.ref(tensor, lambda _: marks.pop(key, None)), whole, reduced
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        given = [tensor for tensor in tensors_in((args, kwargs)) if id(tensor) in self.results]
+        given = [self._marks[id(tensor)] for tensor in tensors_in((args, kwargs)) if tensor in self]
         if given and name not in FACTORIES:
-            found = {id(tensor): tensor for tensor in tensors_in(result)}
-            self.results.update(found)
             # One entry of a dimension may be one of all in turn; distinct entries are as many as values say.
             is_sum = not func.is_view and name not in _INDEXING and torch.Tag.dynamic_output_shape not in func.tags
-            for size, whole, reduced in zip(self._sizes, self._whole, self.reduced, strict=True):
-                is_reduced = any(id(tensor) in reduced for tensor in given)
-                has_dimension = any(id(tensor) in whole for tensor in given)
-                for key, tensor in found.items():
-                    if is_reduced or (has_dimension and is_sum and tensor.numel() % size):
-                        reduced[key] = tensor
-                    elif has_dimension and tensor.numel() % size == 0:
-                        whole[key] = tensor
+            dimensions = functools.reduce(operator.or_, (whole for _, whole, _ in given))
+            lost = functools.reduce(operator.or_, (reduced for _, _, reduced in given))
+            for tensor in tensors_in(result):
+                kept = sum((tensor.numel() % size == 0) << place for place, size in enumerate(self._sizes))
+                reduced = lost | (dimensions & ~kept if is_sum else 0)
+                self._mark(tensor, dimensions & kept & ~reduced, reduced)
         return result
 
     def reduced_site(self, nodes: Mapping[str, Any], number: int) -> str | None:
@@ -71,7 +80,7 @@ class Operations(TorchDispatchMode):
         recorded = recorded_names(nodes)
         for name, node in nodes.items():
             parts = [node["fn"], node["mask"], node["scale"], *([node["value"]] if node["is_observed"] else [])]
-            if name not in recorded and any(id(tensor) in self.reduced[number] for tensor in tensors_in(parts)):
+            if name not in recorded and any(tensor in self and self._marks[id(tensor)][2] >> number & 1 for tensor in tensors_in(parts)):
                 return name
         return None
 

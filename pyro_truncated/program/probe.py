@@ -23,6 +23,7 @@ from pyro_truncated.program.known_levels import KnownLevels, find_idle
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.operations import BroadcastParts
 from pyro_truncated.program.sites import family, log_density, sample_nodes
+from pyro_truncated.utils.console import note_once
 
 
 class AllObservedError(ValueError):
@@ -273,9 +274,21 @@ class Probe:
         """
         if share == own_share == 1.0:
             return log_density(nodes, self.device)
-        has_rows = [self.layout.plates[0] in {frame.name for frame in node["cond_indep_stack"]} for node in nodes]
+        has_rows = [self._has_rows(node) for node in nodes]
         parts = [[node for node, has_own in zip(nodes, has_rows, strict=True) if has_own is is_per_row] for is_per_row in (True, False)]
         return own_share * log_density(parts[0], self.device) + share * log_density(parts[1], self.device)
+
+    def _has_rows(self, node: Any) -> bool:
+        """Whether a site lies in a plate over this process's rows."""
+        sizes = {frame.name: int(frame.full_size or frame.size) for frame in node["cond_indep_stack"] if frame.vectorized}
+        size = int(self.frames[0].full_size or self.frames[0].size)
+        twin = next((name for name in sizes if sizes[name] == size), None)
+        if self.layout.plates[0] not in sizes and twin is not None:
+            note_once(
+                f"plate '{twin}' has as many members as plate '{self.layout.plates[0]}' has in this process: what is observed in it counts "
+                "as data of this process's rows, not as what all processes share"
+            )
+        return self.layout.plates[0] in sizes or twin is not None
 
     def insert_observed_values(self, words: Tensor) -> Tensor:
         """Returns distinct states ``(N, S, num_words)`` with observed values inserted.

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +22,8 @@ from torch.autograd.function import once_differentiable
 
 from pyro_truncated.ops.elimination import IMPOSSIBLE, LogTables, Messages
 from pyro_truncated.program.call import Call
-from pyro_truncated.program.densities import log_density, once, site_log_densities
+from pyro_truncated.program.densities import MAX_STACKED, count_entries, log_density, once, site_log_densities
+from pyro_truncated.program.factor_graph import DENSITY_LIMIT
 from pyro_truncated.program.known_levels import KnownLevels
 from pyro_truncated.program.operations import Operations, recognisable_size
 from pyro_truncated.program.probe import Probe
@@ -304,23 +305,44 @@ class ProductScorer(Probe):
             )
             raise
 
-    def _run_tables(self, values: Mapping[str, Any]) -> LogTables:
-        with pyro.validation_enabled(False):
-            return self._build_tables(sample_nodes(self.run(values)))
-
     def _build_tables(self, nodes: Mapping[str, Any]) -> LogTables:
-        factors = self.product.graph.factors
-        names = [name for name in factors if name in nodes and name not in self.uncovered_latents]
-        with pyro.validation_enabled(False):
-            log_probs = self._log_probs([nodes[name] for name in names])
-            tables = [self._table(nodes[name], factors[name], log_prob) for name, log_prob in zip(names, log_probs, strict=True)]
-        entries = torch.cat([table.flatten() for table in tables]).double()
+        """The tables of a run, those of the same nodes added up."""
+        factors, names = self.product.graph.factors, self._factor_names(nodes)
+        sums: dict[tuple[int, ...], Tensor] = {}
+        dtypes: dict[tuple[int, ...], torch.dtype] = {}
+        for name, table in self._site_tables(nodes, names):
+            scope = factors[name]
+            sums[scope] = sums[scope].double() + table if scope in sums else table
+            dtypes[scope] = torch.promote_types(dtypes.get(scope, table.dtype), table.dtype)
+        scopes = list(dict.fromkeys(factors[name] for name in names))
+        entries = torch.cat([sums[scope].flatten() for scope in scopes]).double()
         lowest, highest = entries.detach().aminmax()
         if not bool(highest < math.inf):
-            self._refuse_infinite(dict(zip(names, tables, strict=True)))
+            self._refuse_infinite(dict(self._site_tables(nodes, names)))
         if bool(lowest < IMPOSSIBLE):
             entries = entries.clamp(min=IMPOSSIBLE)
-        return LogTables([factors[name] for name in names], [table.shape for table in tables], entries, [table.dtype for table in tables])
+        return LogTables(scopes, [sums[scope].shape for scope in scopes], entries, [dtypes[scope] for scope in scopes])
+
+    def _factor_names(self, nodes: Mapping[str, Any]) -> list[str]:
+        return [name for name in self.product.graph.factors if name in nodes and name not in self.uncovered_latents]
+
+    def _site_tables(self, nodes: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """The tables of sample sites, which may hold NaN.
+
+        Large ones come one by one, so that whoever adds them up needs no memory for all.
+        """
+        parts: list[list[str]] = [[]]
+        for name in names:
+            if count_entries(nodes[name]) <= MAX_STACKED:
+                parts[0].append(name)
+            else:
+                parts.append([name])
+        for part in parts:
+            with pyro.validation_enabled(False):
+                log_probs = self._log_probs([nodes[name] for name in part])
+                tables = [self._table(nodes[name], log_prob) for name, log_prob in zip(part, log_probs, strict=True)]
+            del log_probs
+            yield from zip(part, tables, strict=True)
 
     @staticmethod
     def _refuse_infinite(tables: Mapping[str, Tensor]) -> None:
@@ -331,8 +353,8 @@ class ProductScorer(Probe):
             "Check the model's parameters and data (missing values need a distribution that allows them)."
         )
 
-    def _table(self, node: Any, scope: tuple[int, ...], log_prob: Any) -> Tensor:
-        product = self.product
+    def _table(self, node: Any, log_prob: Any) -> Tensor:
+        product, scope = self.product, self.product.graph.factors[node["name"]]
         is_summed_out = node["name"] in product.layout.sites and not node["is_observed"] and node["name"] not in self.idle
         scale = node["scale"] / self.evidence_scale(scope[0])
         log_prob = scale_and_mask(log_prob, scale, None if is_summed_out else node["mask"])
@@ -469,14 +491,14 @@ class ProductScorer(Probe):
     def _takes_random_sets(self, generator: torch.Generator) -> bool:
         product = self.product
         sets: list[Tensor] = []
-        # Sets are as large as others only where they may be so in use.
+        # Sets are as large as others only where they may be so in use, and no larger than they can be then.
         distinct = sorted({group.space.size for group in product.groups})
         for number, group in enumerate(product.groups):
-            size = NUM_TRIED + distinct.index(group.space.size)
+            size = min(NUM_TRIED + distinct.index(group.space.size), group.space.size)
             words = group.space.random((self.num_rows(number), size), 0.5, generator).to(self.device)
             sets.append(words[:1].expand_as(words) if product.shares_sets else words)
         nodes = self._run_sets(sets)
-        together = self._build_tables(nodes)
+        together = dict(self._site_tables(nodes, self._factor_names(nodes)))
         beyond = (node for node in density_nodes(nodes).values() if node["is_observed"] and not self.is_inside(node))
         takes_plates = all(len(node["fn"].batch_shape) <= product.layout.depth for node in beyond)
         return takes_plates and self._agrees_with_single_run(together, sets, generator)
@@ -487,24 +509,36 @@ class ProductScorer(Probe):
         A sum, maximum or the like over them reaches it, whatever their values. So does one over the members of a plate that the graph
         takes to be independent.
         """
-        number, product = recognisable_size(self.nodes), self.product
+        number = recognisable_size(self.nodes)
         if number is None:
             return None
-        sets = [
-            group.space.random((self.num_rows(place), number), 0.5, generator).to(self.device) for place, group in enumerate(product.groups)
-        ]
+        # Tables of all colours at once would be larger than those in use.
+        most, colours = max(1, min(NUM_TRIED, int(math.log(DENSITY_LIMIT, number)))), self.product.graph.num_colours
+        parts = (range(first, min(first + most, colours)) for first in range(0, colours, most))
+        return next(filter(None, (self._reduced_site_among(part, number, generator) for part in parts)), None)
+
+    def _reduced_site_among(self, colours: range, number: int, generator: torch.Generator) -> str | None:
+        """The reduced site, where nodes of these colours alone have several states."""
+        product = self.product
+        sets: list[Tensor] = []
+        chosen: list[int] = []
+        for place, group in enumerate(product.groups):
+            has_set = product.graph.colours[group.nodes[0]] in colours
+            sets.append(group.space.random((self.num_rows(place), number if has_set else 1), 0.5, generator).to(self.device))
+            chosen += group.nodes if has_set else ()
         values = self._values(sets, [self.plate_sizes(group.nodes[0]) for group in product.groups], self.dtypes)
         in_plates: dict[str, list[Tensor]] = defaultdict(list)
-        for node in product.graph.nodes:
+        for node in map(product.graph.nodes.__getitem__, chosen):
             for plate, _, _ in node.plates:
                 in_plates[plate] += (values[site] for site in node.sites)
-        dimensions = [(number, values.values()), *((int(self._frames[plate].size), own) for plate, own in in_plates.items())]
-        operations = Operations(values.values(), dimensions)
+        own = [values[site] for node in chosen for site in product.graph.nodes[node].sites]
+        dimensions = [(number, own), *((int(self._frames[plate].size), inner) for plate, inner in in_plates.items())]
+        operations = Operations(own, dimensions)
         with pyro.validation_enabled(False), operations:
             nodes = sample_nodes(self.run({**self.values, **values}))
         return next(filter(None, (operations.reduced_site(nodes, place) for place in range(len(dimensions)))), None)
 
-    def _agrees_with_single_run(self, together: LogTables, sets: Sets, generator: torch.Generator) -> bool:
+    def _agrees_with_single_run(self, together: Mapping[str, Tensor], sets: Sets, generator: torch.Generator) -> bool:
         """Whether tables agree with a run of random states of the sets."""
         product = self.product
         levels: dict[str, Tensor] = {}
@@ -515,19 +549,15 @@ class ProductScorer(Probe):
                 places[node] = product.spread(node, index, self.plate_sizes(node))
                 single = own.gather(1, index.unsqueeze(-1).expand(-1, -1, own.shape[-1])).squeeze(1)
                 levels |= product.node_layouts[node].site_values(group.space.unpack(single), self.plate_sizes(node), self.dtypes)
-        singly = self._run_tables({**self.values, **levels})
-        # One state, without dimensions, adapts to the type of other tensors; sets do not.
-        dtypes = zip(together.dtypes, singly.dtypes, strict=True)
-        return all(
-            self._agree(scope, table, expected[1], places, own)
-            for (scope, table), expected, own in zip(together.parts, singly.parts, dtypes, strict=True)
-        )
+        with pyro.validation_enabled(False):
+            singly = dict(self._site_tables(sample_nodes(self.run({**self.values, **levels})), list(together)))
+        return all(self._agree(product.graph.factors[name], table, singly[name], places) for name, table in together.items())
 
-    def _agree(
-        self, scope: tuple[int, ...], table: Tensor, expected: Tensor, places: Mapping[int, Tensor], dtypes: tuple[torch.dtype, torch.dtype]
-    ) -> bool:
-        tree = self.product.tree
+    def _agree(self, scope: tuple[int, ...], table: Tensor, expected: Tensor, places: Mapping[int, Tensor]) -> bool:
+        # One state, without dimensions, adapts to the type of other tensors; sets do not.
+        dtypes, tree = (table.dtype, expected.dtype), self.product.tree
         for node in scope:
             if table.shape[tree.dim(node)] > 1:
                 table = torch.take_along_dim(table, places[node], dim=tree.dim(node))
+        table, expected = (own.double().clamp(min=IMPOSSIBLE) for own in (table, expected))
         return bool(((table - expected).abs() <= rounding_tolerance(expected, *dtypes)).all())

@@ -19,7 +19,7 @@ NUM_DATA, NUM_PARTS, NUM_VALUES = 7, 2, 9
 
 
 def rows_with_parts(y, z, total):
-    """Two chained categories and flags of parts for each row; one column no latent explains, and a number belongs to no row."""
+    """Two chained categories and flags of parts for each row; two columns no latent explains, and a number belongs to no row."""
     loc = pyro.param("loc", lambda: torch.linspace(-3, 3, NUM_VALUES, dtype=torch.float64))
     moves = (-0.3 * (torch.arange(NUM_VALUES) - torch.arange(NUM_VALUES).unsqueeze(-1)).double().abs()).softmax(-1)
     pyro.sample("total", dist.Normal(loc.sum(), 1.0), obs=total)
@@ -31,6 +31,8 @@ def rows_with_parts(y, z, total):
         with pyro.plate("parts", NUM_PARTS, dim=-2):
             on = pyro.sample("on", dist.Bernoulli(0.1 + 0.08 * k.double()))
             pyro.sample("x", dist.Normal(on, 0.7), obs=z[rows].mT)
+    with pyro.plate("more", len(y), dim=-1) as rows:
+        pyro.sample("w", dist.Normal(loc[1], 1.0), obs=z[rows, 1])
 
 
 def flag_above(y, z, total):

@@ -8,9 +8,12 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer import TraceEnum_ELBO, config_enumerate
 from pyro.ops.indexing import Vindex
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from pyro_truncated import AutoTruncated
+from pyro_truncated import AutoTruncated, Truncated_ELBO
 
 STICKY = torch.tensor([[0.8, 0.2], [0.3, 0.7]])
 
@@ -197,3 +200,49 @@ def test_steps_that_one_observation_stacks_are_whole_states_and_it_says_so(caplo
             assert graph_of(model, 4, torch.zeros(3, 6), is_chain) is None
         # Independent causes of one observation are whole states as they are meant.
         assert (expected in caplog.text) == is_chain
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most entries of a tensor that is computed."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            # Views take no memory.
+            if isinstance(tensor, torch.Tensor):
+                self.number = max(self.number, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return result
+
+
+def several_chains(y, number):
+    weights = torch.linspace(-2.0, 2.0, number * y.shape[2]).reshape(number, y.shape[2])
+    with pyro.plate("sequences", len(y), dim=-2):
+        states = [torch.tensor(0)] * number
+        for t in range(y.shape[1]):
+            states = [pyro.sample(f"s{m}_{t}", dist.Categorical(STICKY[s])) for m, s in enumerate(states)]
+            logits = sum(s * weight for s, weight in zip(states, weights, strict=True)) - 1.0
+            with pyro.plate(f"tones_{t}", y.shape[2], dim=-1):
+                pyro.sample(f"y_{t}", dist.Bernoulli(logits=logits), obs=y[:, t])
+
+
+def test_a_look_at_many_sites_of_a_step_takes_little_memory():
+    """It is at most that of 1,024 joint states, up to which sites of one density stay apart."""
+    y = torch.rand(5, 3, 11, generator=torch.Generator().manual_seed(0)).round()
+    guide, elbo = AutoTruncated(several_chains, 16), Truncated_ELBO()
+    with LargestTensor() as largest:
+        guide.setup(y, 8)
+    assert largest.number <= 2**10 * y[:, 0].numel()
+    assert len(guide.product.graph.nodes) == 24
+    exact = TraceEnum_ELBO(max_plate_nesting=2).loss(config_enumerate(several_chains, "parallel"), lambda *args: None, y, 8)
+    assert elbo.loss(several_chains, guide, y, 8) == pytest.approx(exact, rel=1e-5)
+
+
+def test_steps_with_many_sites_are_nodes_of_which_nothing_is_to_be_said(caplog):
+    """Only sites of one node that depend on each other could be observed apart."""
+    y = torch.zeros(2, 3, 4)
+    with caplog.at_level(logging.INFO):
+        graph = graph_of(several_chains, 16, y, 11)
+    assert [len(node.sites) for node in graph.nodes] == [11] * 3
+    assert not caplog.text
