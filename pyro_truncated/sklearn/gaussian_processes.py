@@ -17,7 +17,7 @@ from pyro_truncated.gplvm.decoders.sas_decoder import SASDecoder
 from pyro_truncated.gplvm.spike_slab.fitting import fit
 from pyro_truncated.gplvm.spike_slab.inference import Latents, Posterior
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabGPLVM
-from pyro_truncated.sklearn.estimators import ColumnUnits, isolated_state, validated_array, validated_data
+from pyro_truncated.sklearn.estimators import ColumnUnits, isolated_state, validated_codes, validated_data
 from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, renames
 
 
@@ -155,10 +155,7 @@ class _LatentSpace(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
 
     def _latents(self, X: Any) -> Tensor:
         check_is_fitted(self)
-        latents = torch.from_numpy(np.array(validated_array(X, dtype=np.float64)))
-        if latents.shape[1] != self._n_features_out:
-            raise ValueError(f"X must have {self._n_features_out} columns, one per latent dimension; got {latents.shape[1]}")
-        return latents
+        return torch.from_numpy(np.array(validated_codes(self, X, dtype=np.float64)))
 
 
 class SpikeSlabGPLVMTransformer(_LatentSpace):

@@ -21,6 +21,7 @@ from pyro_truncated.gp.subset.alternation import sample_rows
 from pyro_truncated.gp.subset.objectives import SubsetProblem
 from pyro_truncated.gp.subset.subset_search import Budget, ExchangeSearch
 from pyro_truncated.utils.arguments import check_count, check_kinds, describe, names_arguments
+from pyro_truncated.utils.arrays import check_column_names, remember_columns
 from pyro_truncated.utils.constraints import in_double
 
 Parameters = dict[str, Tensor]
@@ -223,6 +224,7 @@ class LeaveOneOutRegression:
         generator: torch.Generator | None = None,
     ) -> None:
         check_kinds(LeaveOneOutRegression.__init__, fitc=fitc)
+        remember_columns(self, "new_inputs", inputs)
         inputs = in_double("inputs", inputs)
         if inputs.dim() != 2 or not inputs.numel():
             raise ValueError(f"inputs must be finite and of shape (N, D), N and D positive; got {describe(inputs)}")
@@ -331,6 +333,7 @@ class LeaveOneOutRegression:
         Raises:
             ValueError: if there are no targets, or shapes do not fit.
         """
+        check_column_names(self, "new_inputs", new_inputs)
         new_inputs = in_double("new_inputs", new_inputs)
         if new_inputs.dim() != 2 or new_inputs.shape[1] != self.inputs.shape[1]:
             raise ValueError(f"new_inputs must have shape (M, {self.inputs.shape[1]}); got {tuple(new_inputs.shape)}")

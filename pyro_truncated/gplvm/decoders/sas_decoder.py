@@ -57,7 +57,7 @@ from pyro_truncated.gplvm.decoders.latents import (
 )
 from pyro_truncated.gplvm.principal_components import principal_components
 from pyro_truncated.utils.arguments import check_count, check_counts, check_learning_rate, describe, names_arguments
-from pyro_truncated.utils.arrays import takes_arrays
+from pyro_truncated.utils.arrays import remembers_columns, takes_arrays
 from pyro_truncated.utils.console import progress_bar
 from pyro_truncated.utils.devices import generator_device
 from pyro_truncated.utils.parameter_store import UniqueModule
@@ -174,6 +174,7 @@ class SASDecoder(UniqueModule):
                 self.z_scale = PyroParam(torch.full((num_data, latent_dim), 0.1), constraints.positive, event_dim=1)
 
     @names_arguments
+    @remembers_columns("x")
     @takes_arrays
     def initialize(self, x: Tensor, steps: int = 300, *, latents: Tensor | None = None) -> Self:
         """Initialises from the data ``(N, D)``: moments, and principal components as latents.
@@ -385,6 +386,7 @@ class SASDecoder(UniqueModule):
         return self
 
     @names_arguments
+    @remembers_columns("x")
     @takes_arrays
     def fit(
         self,
