@@ -92,11 +92,12 @@ class SubsetGPRegressor(RegressorMixin, BaseEstimator):
             X: inputs ``(n_samples, n_features)``.
             y: targets ``(n_samples,)`` or ``(n_samples, n_targets)``.
         """
+        X, y = validated_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True, ensure_min_samples=2)
         if self.kernel != "rbf" and not callable(self.kernel):
             raise ValueError(
-                f'kernel must be "rbf", a kernel of Pyro, or a function that makes a DataKernel of the inputs; got {self.kernel!r}'
+                f'kernel must be "rbf", one of pyro.contrib.gp.kernels, as Matern52({X.shape[1]}), or what makes a DataKernel of '
+                f"the inputs; got {self.kernel!r}"
             )
-        X, y = validated_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True, ensure_min_samples=2)
         number = None if self.n_inducing is None else min(check_count("n_inducing", self.n_inducing), len(X))
         inputs, targets = torch.from_numpy(np.array(X)), torch.from_numpy(np.array(y, dtype=np.float64))
         with isolated_state(self.random_state):

@@ -13,7 +13,7 @@ from pyro.distributions import constraints
 from pyro.nn import PyroParam
 from torch import Tensor
 
-from pyro_truncated.gp.kernels import evaluate, outside_programs
+from pyro_truncated.gp.kernels import evaluate, outside_programs, refuse_foreign_kernel
 from pyro_truncated.utils.arguments import check_count, check_kinds, describe, names_arguments
 from pyro_truncated.utils.arrays import as_tensors, check_column_names, remember_columns, takes_arrays
 from pyro_truncated.utils.parameter_store import UniqueModule
@@ -699,6 +699,7 @@ def bound_kernel(X: Any, kernel: Any = None) -> DataKernel:
         return as_data_kernel(X)
     if isinstance(kernel, holders) and not isinstance(kernel, type):
         raise TypeError("kernel holds its inputs already: give it in the place of X")
+    refuse_foreign_kernel(kernel)
     inputs = as_tensors(X, name="X")
     bound: DataKernel | None = None
     if isinstance(kernel, kernels.Kernel):

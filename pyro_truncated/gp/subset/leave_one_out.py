@@ -14,7 +14,7 @@ from torch import Tensor
 from pyro_truncated.gp.cholesky import FINE_JITTER, PivotedCholesky, cholesky_at, inducing_cholesky, pivoted_cholesky
 from pyro_truncated.gp.data_kernels import as_data_kernel
 from pyro_truncated.gp.data_kernels.protocol import check_kernel
-from pyro_truncated.gp.kernels import Covariance, covariance_at
+from pyro_truncated.gp.kernels import Covariance, covariance_at, refuse_foreign_kernel
 from pyro_truncated.gp.noisy_covariance import DenseCovariance, LowRankCovariance, NoisyCovariance, compress, varying_columns
 from pyro_truncated.gp.optimization import minimize
 from pyro_truncated.gp.subset.alternation import sample_rows
@@ -36,6 +36,7 @@ def make_kernel(kernel: str | kernels.Kernel, inputs: Tensor) -> kernels.Kernel:
     """
     if isinstance(kernel, kernels.Kernel):
         return copy.deepcopy(kernel).to(device=inputs.device, dtype=torch.float64)
+    refuse_foreign_kernel(kernel)
     if not isinstance(kernel, str):
         raise TypeError(f"kernel must be a name or a kernel of pyro.contrib.gp.kernels; got {type(kernel).__name__}")
     dim = inputs.shape[1]

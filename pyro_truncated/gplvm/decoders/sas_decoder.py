@@ -44,6 +44,7 @@ from pyro_truncated.gp.active_sets import (
     split_weights,
 )
 from pyro_truncated.gp.data_kernels.protocol import check_kernel
+from pyro_truncated.gp.kernels import refuse_foreign_kernel
 from pyro_truncated.gplvm.decoders.conditioning_set import ConditioningSet, Posterior, checksum, neighbors_set, select_conditioning_set
 from pyro_truncated.gplvm.decoders.latents import (
     CandidateLatents,
@@ -155,6 +156,7 @@ class SASDecoder(UniqueModule):
     ) -> None:
         super().__init__()
         num_data, num_outputs, latent_dim = check_counts(num_data=num_data, num_outputs=num_outputs, latent_dim=latent_dim)
+        refuse_foreign_kernel(kernel)
         if kernel is not None and kernel.input_dim != latent_dim:
             raise ValueError(f"kernel must have input_dim={latent_dim}, the number of latent dimensions; got {kernel.input_dim}")
         if kernel is not None:
