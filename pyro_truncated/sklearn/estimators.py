@@ -268,7 +268,7 @@ def mixture_posteriors(model: Any, y: Tensor, num_states: int) -> Iterator[tuple
     """
     # A guide looks at its model anew for every block: as few as fit into memory.
     for rows in y.split(rows_per_block(64 * (len(model.weights) + y.shape[1]))):
-        guide = AutoTruncated(model, num_states)
+        guide = AutoTruncated(model, num_states, vectorize=True)
         yield rows, guide.search_(ExhaustiveSearch(), guide.make_scorer(rows))
 
 
