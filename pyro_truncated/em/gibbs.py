@@ -36,6 +36,7 @@ from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.annealing import Temperature, temperature_at
 from pyro_truncated.utils.arguments import Renamed, check_count, describe, names_arguments, renames
+from pyro_truncated.utils.arrays import check_column_names
 from pyro_truncated.utils.devices import module_device
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
@@ -231,6 +232,7 @@ class GibbsGuide(PyroModule):
 
     def infer(self, y: Tensor, search: Preselection, steps: int = 10, **kwargs: Any) -> GibbsGuide:
         """Returns a guide for unseen data ``(N, D)``; ``kwargs`` as for :meth:`update_`."""
+        check_column_names(self, "y", y)
         guide = GibbsGuide(self.model)
         for _ in range(steps):
             guide.update_(search, y, is_new=True, **kwargs)

@@ -32,6 +32,22 @@ class Covariance(Protocol):
         ...
 
 
+def refuse_foreign_kernel(kernel: Any) -> None:
+    """Refuses a kernel of scikit-learn, and names the one to take.
+
+    Raises:
+        TypeError: if it is one.
+    """
+    kind = kernel if isinstance(kernel, type) else type(kernel)
+    if kind.__module__.startswith("sklearn.gaussian_process"):
+        others = {"Matern": "Matern32 or Matern52", "ExpSineSquared": "Periodic", "DotProduct": "Linear", "ConstantKernel": "Constant"}
+        own = others.get(kind.__name__, kind.__name__)
+        advice = f"take pyro.contrib.gp.kernels.{own}, whose parameters are learned"
+        if kind.__name__ == "WhiteKernel":
+            advice = "leave it out, as the noise is learned anyway"
+        raise TypeError(f"kernel must be one of pyro.contrib.gp.kernels; got {kind.__name__} of scikit-learn: {advice}")
+
+
 @contextlib.contextmanager
 def outside_programs() -> Iterator[None]:
     """A context in which kernels depend on their own parameters only."""

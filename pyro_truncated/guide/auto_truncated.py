@@ -36,6 +36,7 @@ from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search, check_search
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import Renamed, check_count
+from pyro_truncated.utils.arrays import check_column_names
 from pyro_truncated.utils.parameter_store import PrefixStrippingModule, spare_random_numbers
 
 
@@ -309,6 +310,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
             TypeError: if ``search`` is no search.
             ValueError: if the model subsamples, or no guide in the list knows a latent of the new data, but for its prior.
         """
+        check_column_names(self, "data", data)
         search, steps = AutomaticSearch() if search is None else search, check_count("steps", steps)
         check_search(search, "several arguments of the model go in as a tuple, guide.infer((x, y))")
         # A named tuple is one argument.

@@ -33,6 +33,7 @@ from pyro_truncated.multistart.trainer import LAST_RATE, Trainer, converge, fini
 from pyro_truncated.multistart.warm_start import LinearCauses, decoder_targets, likeliest_states, shuffle, teach
 from pyro_truncated.search.base import Search
 from pyro_truncated.utils.arguments import check_count, check_kinds
+from pyro_truncated.utils.arrays import remember_columns
 from pyro_truncated.utils.console import ProgressBar, progress_bar
 
 
@@ -340,6 +341,7 @@ def learn(
             model.load_simplified(restart.model)
         trainer, last = _train(profile.replace(watch=watch), best, steps, bar)
     guide, pool = trainer.guide, multi_start.pool
+    remember_columns(trainer.truncated_guide or guide, "data" if trainer.truncated_guide else "y", y)
     if profile.optimizer == "gradients" and profile.y.dim() == 2 and profile.y.is_floating_point() and not profile.spans_processes:
         trainer.parameters.warn_about_columns()
     if disagreement is not None:

@@ -149,13 +149,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.invert and args.mask is None:
             raise ValueError("--invert needs a mask: add --mask FILE")
+        for option, path in (("the picture", args.image), ("--mask", args.mask)):
+            if path is not None and args.output.exists() and args.output.samefile(path):
+                raise ValueError(f"--output must be another file than {option}, which would be lost; got {args.output} for both")
         picture = _read_picture(args.image)
         image = picture.pixels if args.mask is None else _with_holes(picture.pixels, args.mask, is_inverted=args.invert)
         missing = float(image.isnan().double().mean())
         has_holes = missing > 0
-        for option, path in (("the picture", args.image), ("--mask", args.mask)):
-            if path is not None and args.output.exists() and args.output.samefile(path):
-                raise ValueError(f"--output must be another file than {option}, which would be lost; got {args.output} for both")
         _check_output(args.output, "L" if image.dim() == 2 else "RGB", *image.shape[:2])
         torch.manual_seed(args.seed)
         options = {"side": args.side, "num_components": args.components, "rounds": args.rounds, "stride": args.stride}
@@ -327,6 +327,9 @@ def _hidden_pixels(path: Path, *, is_inverted: bool) -> np.ndarray:
     They are those unlike what is seen, and NaN.
 
     Black and white are the medians of two clusters, as paper and ink of a scan are neither.
+
+    Raises:
+        ValueError: for a photograph.
     """
     values, least, is_deep = _mask_values(path)
     observed = values[~np.isnan(values)]
@@ -346,6 +349,13 @@ def _hidden_pixels(path: Path, *, is_inverted: bool) -> np.ndarray:
     white, other = levels if is_inverted else levels[::-1]
     # The standard deviation of normal numbers by their median absolute deviation.
     spread = 1.4826 * float(np.median(np.abs(observed[is_white != is_inverted] - white)))
+    is_grey = np.minimum(abs(observed - white), abs(observed - other)) > abs(other - white) / 4
+    # Soft masks have grey edges, and scans grey paper; photographs have both.
+    if is_grey.mean() > 1 / 20 and spread > abs(other - white) / 16:
+        raise ValueError(
+            f"--mask must have two levels, black and white; got a photograph, {path}: {is_grey.mean():.0%} of it is far from both, "
+            f"of masks at most 5 %. Paint missing pixels black and observed ones white."
+        )
     distance = (values - white) * np.sign(other - white)
     # Up to four deviations of a scan's paper are no ink.
     hidden: np.ndarray = ~(distance <= max(least * abs(other - white), 4.0 * spread))

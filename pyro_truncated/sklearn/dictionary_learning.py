@@ -18,7 +18,7 @@ from pyro_truncated.models import BinarySparseCoding, NoisyOr, SpikeSlabSparseCo
 from pyro_truncated.multistart.config import LearnConfig
 from pyro_truncated.multistart.multi_start import learn
 from pyro_truncated.search.evolutionary import EvolutionarySearch
-from pyro_truncated.sklearn.estimators import ColumnUnits, binary_posteriors, isolated_state, validated_array, validated_data
+from pyro_truncated.sklearn.estimators import ColumnUnits, binary_posteriors, isolated_state, validated_codes, validated_data
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.loop import fit
@@ -177,9 +177,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
             ValueError: for codes of another shape, or that are not finite.
         """
         check_is_fitted(self)
-        codes = validated_array(X, dtype=[np.float64, np.float32])
-        if codes.shape[1] != self.model_.num_latents:
-            raise ValueError(f"X must have {self.model_.num_latents} columns, one per component; got {codes.shape[1]}")
+        codes = validated_codes(self, X, dtype=[np.float64, np.float32])
         with torch.no_grad():
             data = self._units.to_original(_data(self.model_, torch.from_numpy(np.array(codes, dtype=np.float64))))
         return data.numpy().astype(codes.dtype)

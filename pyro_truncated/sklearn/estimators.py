@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,14 @@ from pyro_truncated.search.conditional import Moves
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import check_count
-from pyro_truncated.utils.arrays import as_data, as_plain_array, check_columns, find_package, holds_arrays
+from pyro_truncated.utils.arrays import (
+    as_data,
+    as_plain_array,
+    check_columns,
+    column_names,
+    find_package,
+    holds_arrays,
+)
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.parameter_store import empty_store, spare_random_numbers
 
@@ -49,10 +57,25 @@ def validated_data(estimator: Any, X: Any, y: Any = "no_validation", **options: 
     return validate_data(estimator, X, y=y, **options)
 
 
-def validated_array(X: Any, **options: Any) -> Any:
-    """Returns an array as scikit-learn checks it, NaN where missing."""
+def validated_codes(transformer: Any, X: Any, **options: Any) -> Any:
+    """Returns what a transformer has returned, as scikit-learn checks it.
+
+    Args:
+        transformer: whose columns a table may have, in their order.
+        X: codes ``(n_samples, n_components)``.
+        **options: of :func:`sklearn.utils.check_array`.
+
+    Raises:
+        ValueError: for another number of columns, and for its own in another order.
+    """
     check_columns(X, "X")
-    return check_array(_with_nan("X", X), **options)
+    expected, names = transformer.get_feature_names_out().tolist(), column_names(X)
+    if names and names != expected and sorted(names) == sorted(expected):
+        raise ValueError(f"X must have the columns of transform, in their order: {expected}; got {names}")
+    codes = check_array(_with_nan("X", X), **options)
+    if codes.shape[1] != len(expected):
+        raise ValueError(f"X must have {len(expected)} columns, one per component; got {codes.shape[1]}")
+    return codes
 
 
 def _with_nan(name: str, values: Any) -> Any:
@@ -63,6 +86,9 @@ def _with_nan(name: str, values: Any) -> Any:
     if isinstance(values, Tensor) or holds_arrays(values):
         tensor = as_data(name, values).detach().cpu()
         return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    if (names := column_names(values)) and find_package(values) == "xarray":
+        # Of xarray's arrays scikit-learn knows no names; whoever has xarray has pandas.
+        return sys.modules["pandas"].DataFrame(as_plain_array(values, name), columns=names)
     # Scikit-learn takes None among targets for NaN only after it has looked for NaN.
     return as_plain_array(np.asarray(values) if name == "y" and isinstance(values, list) else values, name)
 
@@ -242,7 +268,7 @@ def mixture_posteriors(model: Any, y: Tensor, num_states: int) -> Iterator[tuple
     """
     # A guide looks at its model anew for every block: as few as fit into memory.
     for rows in y.split(rows_per_block(64 * (len(model.weights) + y.shape[1]))):
-        guide = AutoTruncated(model, num_states)
+        guide = AutoTruncated(model, num_states, vectorize=True)
         yield rows, guide.search_(ExhaustiveSearch(), guide.make_scorer(rows))
 
 

@@ -17,7 +17,7 @@ from pyro_truncated.gplvm.decoders.sas_decoder import SASDecoder
 from pyro_truncated.gplvm.spike_slab.fitting import fit
 from pyro_truncated.gplvm.spike_slab.inference import Latents, Posterior
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabGPLVM
-from pyro_truncated.sklearn.estimators import ColumnUnits, isolated_state, validated_array, validated_data
+from pyro_truncated.sklearn.estimators import ColumnUnits, isolated_state, validated_codes, validated_data
 from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, renames
 
 
@@ -92,11 +92,12 @@ class SubsetGPRegressor(RegressorMixin, BaseEstimator):
             X: inputs ``(n_samples, n_features)``.
             y: targets ``(n_samples,)`` or ``(n_samples, n_targets)``.
         """
+        X, y = validated_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True, ensure_min_samples=2)
         if self.kernel != "rbf" and not callable(self.kernel):
             raise ValueError(
-                f'kernel must be "rbf", a kernel of Pyro, or a function that makes a DataKernel of the inputs; got {self.kernel!r}'
+                f'kernel must be "rbf", one of pyro.contrib.gp.kernels, as Matern52({X.shape[1]}), or what makes a DataKernel of '
+                f"the inputs; got {self.kernel!r}"
             )
-        X, y = validated_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True, ensure_min_samples=2)
         number = None if self.n_inducing is None else min(check_count("n_inducing", self.n_inducing), len(X))
         inputs, targets = torch.from_numpy(np.array(X)), torch.from_numpy(np.array(y, dtype=np.float64))
         with isolated_state(self.random_state):
@@ -155,10 +156,7 @@ class _LatentSpace(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
 
     def _latents(self, X: Any) -> Tensor:
         check_is_fitted(self)
-        latents = torch.from_numpy(np.array(validated_array(X, dtype=np.float64)))
-        if latents.shape[1] != self._n_features_out:
-            raise ValueError(f"X must have {self._n_features_out} columns, one per latent dimension; got {latents.shape[1]}")
-        return latents
+        return torch.from_numpy(np.array(validated_codes(self, X, dtype=np.float64)))
 
 
 class SpikeSlabGPLVMTransformer(_LatentSpace):

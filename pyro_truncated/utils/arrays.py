@@ -103,6 +103,41 @@ def check_columns(value: Any, name: str) -> None:
         raise _not_numbers(value, name, others)
 
 
+def column_names(value: Any) -> list[str] | None:
+    """The names of a table's columns; ``None`` unless all are strings."""
+    if not find_package(value) or len(np.shape(value)) != 2:
+        return None
+    labels = labelled_axes(value)[1].labels
+    return None if labels is None or labels.dtype.kind != "U" else labels.tolist()
+
+
+def remember_columns(owner: Any, name: str, value: Any) -> None:
+    """Keeps the names of a table's columns for :func:`check_column_names`.
+
+    Args:
+        owner: what has learned from the table.
+        name: the argument by which others like it come.
+        value: the table; other data have no names, and any are allowed later.
+    """
+    vars(owner)["_names_of_columns"] = {**vars(owner).get("_names_of_columns", {}), name: column_names(value)}
+
+
+def check_column_names(owner: Any, name: str, value: Any) -> None:
+    """Refuses tables whose columns are not those that an object remembers.
+
+    Raises:
+        ValueError: naming the first column that is another one.
+    """
+    expected, names = getattr(owner, "_names_of_columns", {}).get(name), column_names(value)
+    if expected is None or names is None or len(expected) != len(names):
+        return
+    for place, (old, new) in enumerate(zip(expected, names, strict=True)):
+        if new != old:
+            raise ValueError(
+                f"{name} must have the columns of the training data, in their order: column {place} must be {old!r}; got {new!r}"
+            )
+
+
 def _float_values(column: Any) -> np.ndarray | None:
     """Returns a column as real numbers, ``None`` if it holds others."""
     array = _numbers(column)
@@ -397,11 +432,37 @@ def takes_arrays(method: Callable[P, T]) -> Callable[P, T]:
         if not any(isinstance(value, (*_LISTS, Mapping)) or is_array(value) for value in others):
             return method(*args, **kwargs)
         like = module_number(args[0] if args else kwargs.get("model"))
+        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+            check_column_names(args[0] if args else None, name, value)
         positional = [convert(name, value, like) for name, value in itertools.zip_longest(names[1 : len(args)], args[1:])]
         keywords = {name: convert(name, value, like) for name, value in kwargs.items()}
         return method(*args[:1], *positional, **keywords)  # type: ignore[arg-type]
 
     return wrapper
+
+
+def remembers_columns(argument: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Lets a method's owner remember the names of a table's columns.
+
+    Args:
+        argument: the first argument of the method, data ``(N, D)``.
+    """
+
+    def decorate(method: Callable[P, T]) -> Callable[P, T]:
+        """Returns the method, wrapped."""
+
+        @functools.wraps(method)
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+            """Forgets the names of earlier data, and keeps those of these."""
+            table = args[1] if len(args) > 1 else kwargs.get(argument)
+            remember_columns(args[0], argument, None)
+            result = method(*args, **kwargs)
+            remember_columns(args[0], argument, table)
+            return result
+
+        return wrapper
+
+    return decorate
 
 
 _LISTS = (list, tuple, memoryview)

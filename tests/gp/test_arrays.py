@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
+import xarray
 from pyro.contrib.gp import kernels, likelihoods
 from torch import Tensor
 
@@ -108,3 +110,36 @@ def test_histograms_of_integers(kind):
     table = np.array([[2, 0], [1, 3]], dtype=kind)
     found = gp.HistogramIntersectionKernel(table).columns(torch.arange(2)).detach().double()
     torch.testing.assert_close(found, torch.tensor([[2.0, 1.0], [1.0, 4.0]]).double() / 3)
+
+
+def kernel_cross(kernel):
+    return lambda new: kernel.cross(new, torch.arange(3))
+
+
+TABLES = {
+    "regression": lambda x: fitted(x, Y).predict,
+    "regression with a kernel": lambda x: gp.SubsetGPRegression(x, Y, rbf()).predict,
+    "posterior": lambda x: fitted(x, Y).posterior,
+    "coregionalised": lambda x: coregionalized(x, Y).predict,
+    "subset": lambda x: gp.InducingSubset(x, Y, num_inducing=3, noise=0.1, index=torch.arange(3)).predict,
+    "leave one out": lambda x: leave_one_out(x, Y).predict,
+    "variational": lambda x: variational(x, Y[:, 0]),
+    "histograms": lambda x: kernel_cross(gp.HistogramIntersectionKernel(abs(x))),
+    "counts": lambda x: kernel_cross(gp.CountKernel(abs(x).round())),
+    "regression on counts": lambda x: gp.SubsetGPRegression(abs(x).round(), Y, gp.CountKernel).predict,
+    "sum": lambda x: kernel_cross(gp.SumKernel([gp.smooth_rbf(x), gp.PyroKernel(rbf(), x)])),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("container", [pd.DataFrame, lambda x: xarray.DataArray(x, dims=("n", "d"), coords={"d": list(x)})])
+def test_tables_with_other_columns_are_refused(name, container):
+    table, new = (pd.DataFrame(abs(rows).round(), columns=list("abc")) for rows in (X.numpy(), NEW.numpy()))
+    if name not in ("counts", "regression on counts", "histograms"):
+        table, new = (pd.DataFrame(rows.numpy(), columns=list("abc")) for rows in (X, NEW))
+    predict = TABLES[name](container(table))
+    for same in (new, new.to_numpy(), new.set_axis(range(3), axis=1)):
+        predict(same)
+    for other, place, found in ((new[["a", "c", "b"]], 1, "c"), (new.rename(columns={"c": "z"}), 2, "z")):
+        with pytest.raises(ValueError, match=rf"in their order: column {place} must be '[bc]'; got '{found}'"):
+            predict(container(other))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
-from PIL import Image, ImageCms
+from PIL import Image, ImageCms, ImageDraw, ImageFilter
 
 from pyro_truncated.restoration import __main__ as command
 from pyro_truncated.restoration.__main__ import main
@@ -284,3 +286,44 @@ def test_several_pictures_are_told_to_come_one_by_one(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["a.png", "b.png", "c.png", "--output", str(tmp_path / "o.png")])
     assert "unrecognized arguments: b.png c.png. One picture is restored at a time" in capsys.readouterr().err
+
+
+def painted(picture):
+    """A photograph over which somebody has painted what is missing."""
+    return np.where(np.arange(60) % 20 < 3, 0, picture).astype(np.uint8)
+
+
+PHOTOGRAPHS = {
+    "photograph": lambda picture: picture,
+    "painted photograph": painted,
+    "dark photograph": lambda picture: (picture / 4).astype(np.uint8),
+    "sixteen bits": lambda picture: 257 * picture.astype(np.uint16),
+    "colour": lambda picture: np.stack([picture, picture.T[::-1], 255 - picture], -1),
+}
+
+
+@pytest.mark.parametrize("flags", [[], ["--invert"]])
+@pytest.mark.parametrize("kind", PHOTOGRAPHS)
+def test_photographs_are_no_masks(tmp_path, capsys, kind, flags):
+    height, width = np.mgrid[:60, :60] / 60
+    picture = (110 + 60 * np.sin(5 * height + width**2) + 50 * np.cos(7 * width * height)).clip(0, 255).astype(np.uint8)
+    Image.fromarray(picture).save(tmp_path / "grey.png")
+    Image.fromarray(PHOTOGRAPHS[kind](picture)).save(tmp_path / "mask.png")
+    assert main([str(tmp_path / "grey.png"), "--output", str(tmp_path / "out.png"), "--mask", str(tmp_path / "mask.png"), *flags]) == 1
+    error = capsys.readouterr().err
+    assert "--mask must have two levels, black and white; got a photograph" in error
+    assert "of masks at most 5 %" in error
+    assert not (tmp_path / "out.png").exists()
+
+
+@pytest.mark.parametrize("noise", [0.0, 3.0, 6.0])
+def test_noisy_and_soft_masks_are_masks(tmp_path, capsys, noise):
+    mask = Image.new("L", (60, 50), 235)
+    ImageDraw.Draw(mask).rectangle((25, 15, 40, 30), fill=25)
+    soft = np.array(mask.filter(ImageFilter.GaussianBlur(2)), float)
+    pixels = soft + noise * np.random.default_rng(0).normal(size=soft.shape)
+    Image.fromarray(pixels.round().clip(0, 255).astype(np.uint8)).save(tmp_path / "mask.png")
+    Image.fromarray(np.tile(np.arange(60, dtype=np.uint8), (50, 1))).save(tmp_path / "grey.png")
+    assert main([str(tmp_path / "grey.png"), "--output", str(tmp_path / "out.png"), "--mask", str(tmp_path / "mask.png"), *QUICK]) == 0
+    share = float(re.search(r"the (.*) % that are missing filled in", capsys.readouterr().out)[1]) / 100
+    assert 14**2 <= share * 60 * 50 <= 25**2

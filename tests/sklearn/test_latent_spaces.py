@@ -91,5 +91,5 @@ def test_active_sets_are_smaller_than_the_data_and_numbers_are_checked():
 @pytest.mark.parametrize("space", [SpikeSlabGPLVMTransformer(2, kernel="linear", max_iter=2), ActiveSetGPLVM(max_iter=2)])
 def test_latents_of_another_width_are_refused(space):
     space.fit(plane(10))
-    with pytest.raises(ValueError, match="X must have 2 columns, one per latent dimension; got 3"):
+    with pytest.raises(ValueError, match="X must have 2 columns, one per component; got 3"):
         space.inverse_transform(np.ones((2, 3)))

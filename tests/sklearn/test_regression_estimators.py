@@ -12,10 +12,11 @@ from pyro.contrib.gp.kernels import Matern52
 from scipy import linalg, stats
 from sklearn.datasets import load_diabetes
 from sklearn.gaussian_process import GaussianProcessRegressor
-from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
+from sklearn.gaussian_process.kernels import RBF, ConstantKernel, Matern, WhiteKernel
 
-from pyro_truncated.gp import SubsetGPRegression, smooth_rbf
-from pyro_truncated.sklearn import SpikeSlabRegressor, SubsetGPRegressor
+from pyro_truncated.gp import LeaveOneOutRegression, SubsetGPRegression, smooth_rbf
+from pyro_truncated.gplvm import SASDecoder
+from pyro_truncated.sklearn import SpikeSlabGPLVMTransformer, SpikeSlabRegressor, SubsetGPRegressor
 from pyro_truncated.sklearn.variable_selection import LinearModels
 
 
@@ -153,9 +154,33 @@ def test_kernels_of_ones_own_and_unknown_ones():
     assert len(regressor.inducing_) == 40
     with pytest.raises(ValueError, match=r"kernel must be .*; got 'matern'"):
         SubsetGPRegressor("matern").fit(X[:40], y[:40])
-    # Kernels of scikit-learn make matrices, which are no inputs.
-    with pytest.raises(TypeError, match=r"kernel must be a DataKernel .*; got ndarray"):
-        SubsetGPRegressor(RBF() + WhiteKernel()).fit(X[:40], y[:40])
+    with pytest.raises(TypeError, match=r"kernel must be a DataKernel .*; got Tensor"):
+        SubsetGPRegressor(lambda inputs: inputs @ inputs.mT).fit(X[:40], y[:40])
+
+
+@pytest.mark.parametrize(
+    ("kernel", "instead"),
+    [
+        (RBF(), r"RBF of scikit-learn: take pyro\.contrib\.gp\.kernels\.RBF, whose"),
+        (RBF, r"RBF of scikit-learn: take pyro\.contrib\.gp\.kernels\.RBF, whose"),
+        (Matern(nu=1.5), r"Matern of scikit-learn: take pyro\.contrib\.gp\.kernels\.Matern32"),
+        (RBF() + WhiteKernel(), r"Sum of scikit-learn: take pyro\.contrib\.gp\.kernels\.Sum"),
+        (WhiteKernel(), "WhiteKernel of scikit-learn: leave it out, as the noise is learned"),
+    ],
+)
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda kernel, X: SubsetGPRegressor(kernel).fit(X, X[:, 0]),
+        lambda kernel, X: SubsetGPRegression(X, X[:, 0], kernel),
+        lambda kernel, X: LeaveOneOutRegression(X, kernel),
+        lambda kernel, X: SpikeSlabGPLVMTransformer(2, kernel=kernel).fit(X),
+        lambda kernel, X: SASDecoder(*X.shape, kernel=kernel),
+    ],
+)
+def test_kernels_of_scikit_learn_say_what_to_take(use, kernel, instead):
+    with pytest.raises(TypeError, match=instead):
+        use(kernel, np.random.default_rng(0).normal(size=(12, 2)))
 
 
 def test_kernels_of_pyro_are_trained_as_copies():

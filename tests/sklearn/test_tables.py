@@ -5,8 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
+import xarray
 
-from pyro_truncated.sklearn import SparseCoding, SpikeSlabRegressor, SubsetGPRegressor, TruncatedMixture
+from pyro_truncated.sklearn import (
+    ActiveSetGPLVM,
+    SparseCoding,
+    SpikeSlabGPLVMTransformer,
+    SpikeSlabRegressor,
+    SubsetGPRegressor,
+    TruncatedMixture,
+)
 
 
 def test_missing_entries_among_objects_of_a_table_are_missing():
@@ -74,3 +82,37 @@ def test_mixtures_of_columns_far_from_zero_are_those_of_columns_at_zero(covarian
     near, far = TruncatedMixture(2, **options).fit(X), TruncatedMixture(2, **options).fit(X + offset)
     np.testing.assert_allclose(far.score_samples(X + offset), near.score_samples(X), atol=0.05)
     np.testing.assert_allclose(far.means_ - offset, near.means_, atol=4.0)
+
+
+ESTIMATORS = [
+    SubsetGPRegressor(max_epochs=2, random_state=0),
+    SpikeSlabRegressor(random_state=0),
+    TruncatedMixture(2, n_init=1, max_iter=2, random_state=0),
+    SparseCoding(2, n_init=1, max_iter=2, random_state=0),
+    SpikeSlabGPLVMTransformer(2, n_inducing=5, max_iter=2, random_state=0),
+    ActiveSetGPLVM(2, max_iter=2, random_state=0),
+]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("container", [pd.DataFrame, lambda table: xarray.DataArray(table, dims=("n", "d"))])
+def test_estimators_refuse_tables_with_other_columns(estimator, container):
+    values = np.random.RandomState(0).randn(30, 3)
+    table = pd.DataFrame(values, columns=list("abc"))
+    estimator.fit(container(table), values[:, 0])
+    assert list(estimator.feature_names_in_) == list("abc")
+    answer = getattr(estimator, "predict", None) or estimator.transform
+    answer(container(table))
+    for other in (table[["b", "a", "c"]], table.rename(columns={"a": "z"})):
+        with pytest.raises(ValueError, match="feature names should match"):
+            answer(container(other))
+
+
+@pytest.mark.parametrize("transformer", [estimator for estimator in ESTIMATORS if hasattr(estimator, "inverse_transform")])
+def test_codes_in_another_order_are_refused(transformer):
+    codes = pd.DataFrame(transformer.fit_transform(np.random.RandomState(0).randn(30, 3)), columns=transformer.get_feature_names_out())
+    expected = transformer.inverse_transform(codes.to_numpy())
+    np.testing.assert_array_equal(transformer.inverse_transform(codes), expected)
+    np.testing.assert_array_equal(transformer.inverse_transform(codes.set_axis(["u", "v"], axis=1)), expected)
+    with pytest.raises(ValueError, match=r"X must have the columns of transform, in their order: \['.*0', '.*1'\]; got"):
+        transformer.inverse_transform(codes[codes.columns[::-1]])

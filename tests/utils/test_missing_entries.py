@@ -14,7 +14,7 @@ from PIL import Image
 from scipy import sparse
 from torch import Tensor
 
-from pyro_truncated import LearnConfig, SASDecoder, SubsetGPRegression, best_start, learn, models
+from pyro_truncated import LearnConfig, SASDecoder, SubsetGPRegression, best_start, gplvm, learn, models
 from pyro_truncated.extend import takes_arrays
 from pyro_truncated.gp import CoregionalizedGPRegression, smooth_rbf
 from pyro_truncated.restoration import denoise, inpaint
@@ -238,3 +238,30 @@ def test_restored_arrays_are_arrays():
 def test_sparse_matrices_are_no_data():
     with pytest.raises(TypeError, match=r"y must be a tensor, .* got a csr_array: call its toarray"):
         learn(models.BinarySparseCoding(3, 2), sparse.csr_array(np.eye(3)))
+
+
+def trained(table: pd.DataFrame) -> list:
+    decoder = SASDecoder(len(table), table.shape[1], num_active=10, batch_size=20).fit(table, epochs=1)
+    space = gplvm.SpikeSlabGPLVM(len(table), table.shape[1], num_latents=2)
+    gplvm.fit(space, table, steps=1, warm_up=1, rounds=1)
+    model = models.BinarySparseCoding(table.shape[1], 2, dtype=torch.float64)
+    return [decoder.infer, decoder.reconstruct, decoder.condition_, gplvm.Posterior(space, table).infer, learn(model, table, steps=2).infer]
+
+
+def test_models_refuse_tables_with_other_columns():
+    table = pd.DataFrame(np.random.RandomState(0).randn(40, 3), columns=list("abc"))
+    for infer in trained(table):
+        infer(table)
+        infer(table.to_numpy())
+        for other, found in ((table[["b", "a", "c"]], "b"), (table.rename(columns={"a": "z"}), "z")):
+            with pytest.raises(ValueError, match=f"in their order: column 0 must be 'a'; got '{found}'"):
+                infer(other)
+
+
+def test_a_decoder_that_learns_again_knows_the_new_columns_only():
+    table = pd.DataFrame(np.random.RandomState(0).randn(40, 3), columns=list("abc"))
+    decoder = SASDecoder(40, 3, num_active=10, batch_size=20).fit(table, epochs=1)
+    decoder.fit(table[["c", "b", "a"]], epochs=1).infer(table[["c", "b", "a"]])
+    with pytest.raises(ValueError, match="column 0 must be 'c'; got 'a'"):
+        decoder.infer(table)
+    decoder.fit(table.to_numpy(), epochs=1).infer(table)

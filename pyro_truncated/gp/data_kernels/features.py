@@ -15,7 +15,7 @@ from torch import Tensor
 from pyro_truncated.gp.data_kernels.protocol import DataKernel, positive_parameter
 from pyro_truncated.ops.streams import FINALISER, GOLDEN
 from pyro_truncated.utils.arguments import Renamed, check_count, check_kinds, describe, names_arguments
-from pyro_truncated.utils.arrays import as_tensors, takes_arrays
+from pyro_truncated.utils.arrays import as_data, as_tensors, remember_columns, takes_arrays
 from pyro_truncated.utils.budget import rows_per_block
 
 
@@ -563,8 +563,9 @@ class CountKernel(FixedKernel):
         variance: float = 1.0,
         dtype: torch.dtype = torch.float64,
     ) -> None:
-        width, features = _width(features), self.prepare(features)
+        table, width, features = features, _width(features), self.prepare(features)
         super().__init__(len(features), variance, dtype, device=features.rows.device)
+        remember_columns(self, "new", table)
         if normalization not in ("inner", "cosine", "tanimoto"):
             raise ValueError(f'normalization must be "inner", "cosine" or "tanimoto"; got {normalization!r}')
         self.normalization, self._num_features = normalization, width
@@ -684,12 +685,13 @@ class HistogramIntersectionKernel(FixedKernel):
     _mass: Tensor
 
     @names_arguments
-    @takes_arrays
     def __init__(self, histograms: Tensor, variance: float = 1.0) -> None:
+        table, histograms = histograms, as_data("histograms", histograms)
         if histograms.dim() != 2 or not bool((histograms >= 0).all()) or not bool(histograms.isfinite().all()):
             raise ValueError(f"histograms must be finite, not negative, and of shape (n, D); got {describe(histograms)}")
         histograms = histograms if histograms.is_floating_point() else histograms.double()
         super().__init__(len(histograms), variance, histograms.dtype, device=histograms.device)
+        remember_columns(self, "new", table)
         mass = histograms.sum(1).mean()
         self.register_buffer("_mass", mass if bool(mass > 0) else torch.ones_like(mass), persistent=False)
         self.register_buffer("histograms", histograms / self._mass, persistent=False)

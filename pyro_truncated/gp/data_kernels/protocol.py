@@ -13,9 +13,9 @@ from pyro.distributions import constraints
 from pyro.nn import PyroParam
 from torch import Tensor
 
-from pyro_truncated.gp.kernels import evaluate, outside_programs
+from pyro_truncated.gp.kernels import evaluate, outside_programs, refuse_foreign_kernel
 from pyro_truncated.utils.arguments import check_count, check_kinds, describe, names_arguments
-from pyro_truncated.utils.arrays import as_tensors, takes_arrays
+from pyro_truncated.utils.arrays import as_tensors, check_column_names, remember_columns, takes_arrays
 from pyro_truncated.utils.parameter_store import UniqueModule
 
 
@@ -532,12 +532,13 @@ class InputKernel(DataKernel):
     inputs: Tensor
 
     def __init__(self, inputs: Tensor) -> None:
-        inputs = as_tensors(inputs, name="inputs")
+        table, inputs = inputs, as_tensors(inputs, name="inputs")
         if not isinstance(inputs, Tensor) or inputs.dim() not in (1, 2) or not inputs.is_floating_point():
             raise TypeError(f"inputs must be a floating point tensor of shape (n, D) or (n,); got {describe(inputs)}")
         if not bool(inputs.isfinite().all()):
             raise ValueError(f"inputs must be finite; got {describe(inputs)}")
         super().__init__(len(inputs))
+        remember_columns(self, "new", table)
         self.register_buffer("inputs", inputs, persistent=False)
 
     def between(self, first: Tensor, second: Tensor) -> Tensor:
@@ -573,8 +574,9 @@ class InputKernel(DataKernel):
         """Returns new inputs ``(n_new, D)`` in the training inputs' type and device.
 
         Raises:
-            ValueError: if they are not of this shape, or not finite.
+            ValueError: if they are not of this shape, not finite, or a table with other columns than the training inputs.
         """
+        check_column_names(self, "new", new)
         new = as_tensors(new, name="new inputs")
         if not isinstance(new, Tensor) or new.is_complex() or new.shape[1:] != self.inputs.shape[1:]:
             raise ValueError(f"new inputs must be real and have shape {('n_new', *self.inputs.shape[1:])}; got {describe(new)}")
@@ -662,7 +664,7 @@ def smooth_rbf(inputs: Tensor) -> PyroKernel:
     Args:
         inputs: training inputs ``(n, D)``, or ``(n,)`` for one dimension.
     """
-    inputs = as_tensors(inputs, name="inputs")
+    table, inputs = inputs, as_tensors(inputs, name="inputs")
     inputs = inputs if inputs.is_floating_point() else inputs.double()
     points = inputs if inputs.dim() == 2 else inputs[:, None]
     dim = points.shape[1]
@@ -672,7 +674,9 @@ def smooth_rbf(inputs: Tensor) -> PyroKernel:
     middle = ((high - low) / 1.349).maximum(1e-5 * spread * (high > low))
     spread = torch.where((middle > 0) & (spread > 5 * middle), middle, spread)
     lengthscale = 2 * dim**0.5 * torch.where(spread > 0, spread, torch.ones_like(spread))
-    return PyroKernel(kernels.RBF(dim, points.new_ones(()), lengthscale), points)
+    kernel = PyroKernel(kernels.RBF(dim, points.new_ones(()), lengthscale), points)
+    remember_columns(kernel, "new", table)
+    return kernel
 
 
 def bound_kernel(X: Any, kernel: Any = None) -> DataKernel:
@@ -695,17 +699,22 @@ def bound_kernel(X: Any, kernel: Any = None) -> DataKernel:
         return as_data_kernel(X)
     if isinstance(kernel, holders) and not isinstance(kernel, type):
         raise TypeError("kernel holds its inputs already: give it in the place of X")
+    refuse_foreign_kernel(kernel)
     inputs = as_tensors(X, name="X")
+    bound: DataKernel | None = None
     if isinstance(kernel, kernels.Kernel):
-        return PyroKernel(kernel, inputs)
-    if isinstance(kernel, torch.nn.Module):
-        return GPyTorchKernel(kernel, inputs)
-    if callable(kernel):
-        return as_data_kernel(kernel(inputs))
-    if kernel is not None:
+        bound = PyroKernel(kernel, inputs)
+    elif isinstance(kernel, torch.nn.Module):
+        bound = GPyTorchKernel(kernel, inputs)
+    elif callable(kernel):
+        bound = as_data_kernel(kernel(inputs))
+    elif kernel is not None:
         raise TypeError(f"kernel must be a kernel of Pyro or GPyTorch, or make a DataKernel of the inputs; got {type(kernel).__name__}")
-    if isinstance(inputs, Tensor) and not inputs.is_complex() and inputs.dim() in (1, 2):
-        return smooth_rbf(inputs)
+    elif isinstance(inputs, Tensor) and not inputs.is_complex() and inputs.dim() in (1, 2):
+        bound = smooth_rbf(inputs)
+    if bound is not None:
+        remember_columns(bound, "new", X)
+        return bound
     if isinstance(X, kernels.Kernel):
         raise TypeError("kernel has no data yet: give inputs, targets, kernel in this order")
     raise TypeError(f"kernel is needed where X is neither a matrix of numbers nor a DataKernel; X is {type(X).__name__}")

@@ -14,13 +14,14 @@ from torch import Tensor
 from pyro_truncated.gp.cholesky import FINE_JITTER, PivotedCholesky, cholesky_at, inducing_cholesky, pivoted_cholesky
 from pyro_truncated.gp.data_kernels import as_data_kernel
 from pyro_truncated.gp.data_kernels.protocol import check_kernel
-from pyro_truncated.gp.kernels import Covariance, covariance_at
+from pyro_truncated.gp.kernels import Covariance, covariance_at, refuse_foreign_kernel
 from pyro_truncated.gp.noisy_covariance import DenseCovariance, LowRankCovariance, NoisyCovariance, compress, varying_columns
 from pyro_truncated.gp.optimization import minimize
 from pyro_truncated.gp.subset.alternation import sample_rows
 from pyro_truncated.gp.subset.objectives import SubsetProblem
 from pyro_truncated.gp.subset.subset_search import Budget, ExchangeSearch
 from pyro_truncated.utils.arguments import check_count, check_kinds, describe, names_arguments
+from pyro_truncated.utils.arrays import check_column_names, remember_columns
 from pyro_truncated.utils.constraints import in_double
 
 Parameters = dict[str, Tensor]
@@ -35,6 +36,7 @@ def make_kernel(kernel: str | kernels.Kernel, inputs: Tensor) -> kernels.Kernel:
     """
     if isinstance(kernel, kernels.Kernel):
         return copy.deepcopy(kernel).to(device=inputs.device, dtype=torch.float64)
+    refuse_foreign_kernel(kernel)
     if not isinstance(kernel, str):
         raise TypeError(f"kernel must be a name or a kernel of pyro.contrib.gp.kernels; got {type(kernel).__name__}")
     dim = inputs.shape[1]
@@ -223,6 +225,7 @@ class LeaveOneOutRegression:
         generator: torch.Generator | None = None,
     ) -> None:
         check_kinds(LeaveOneOutRegression.__init__, fitc=fitc)
+        remember_columns(self, "new_inputs", inputs)
         inputs = in_double("inputs", inputs)
         if inputs.dim() != 2 or not inputs.numel():
             raise ValueError(f"inputs must be finite and of shape (N, D), N and D positive; got {describe(inputs)}")
@@ -331,6 +334,7 @@ class LeaveOneOutRegression:
         Raises:
             ValueError: if there are no targets, or shapes do not fit.
         """
+        check_column_names(self, "new_inputs", new_inputs)
         new_inputs = in_double("new_inputs", new_inputs)
         if new_inputs.dim() != 2 or new_inputs.shape[1] != self.inputs.shape[1]:
             raise ValueError(f"new_inputs must have shape (M, {self.inputs.shape[1]}); got {tuple(new_inputs.shape)}")

@@ -19,7 +19,7 @@ from pyro_truncated.gplvm.decoders.conditioning_set import select_conditioning_s
 from pyro_truncated.gplvm.decoders.latents import Predictor
 from pyro_truncated.gplvm.decoders.sas_decoder import SASDecoder
 from pyro_truncated.utils.arguments import describe, names_arguments
-from pyro_truncated.utils.arrays import takes_arrays
+from pyro_truncated.utils.arrays import remembers_columns, takes_arrays
 
 Observation = Callable[[Tensor], Any]
 
@@ -79,6 +79,7 @@ class SASFunctionDecoder(SASDecoder):
         self.width = PyroParam(torch.tensor(4.0), constraints.positive)
 
     @names_arguments
+    @remembers_columns("x")
     @takes_arrays
     def initialize(self, x: Tensor, steps: int = 300, *, latents: Tensor | None = None) -> Self:
         """Initialises latents by principal components of pseudo-targets, or as given."""

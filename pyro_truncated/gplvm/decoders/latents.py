@@ -41,7 +41,7 @@ from pyro_truncated.gp.active_sets import (
 )
 from pyro_truncated.gplvm.batched_bfgs import maximize_batched
 from pyro_truncated.utils.arguments import check_count, describe, names_arguments
-from pyro_truncated.utils.arrays import as_tensors
+from pyro_truncated.utils.arrays import as_tensors, check_column_names
 from pyro_truncated.utils.devices import generator_device
 
 # Values ``(M,)`` of data points ``(M, D)`` at latents ``(M, Q)``, under what predicts outputs at latents.
@@ -301,6 +301,7 @@ class CandidateLatents:
         return 1 + (temperature - 1) * (count / self.usual_count).clamp(min=1.0)
 
     def _check(self, x: Tensor) -> Tensor:
+        check_column_names(self.decoder, "x", x)
         x = as_tensors(x, self._mean)
         if x.is_complex():
             raise TypeError(f"data points x must be real; got {x.dtype}")

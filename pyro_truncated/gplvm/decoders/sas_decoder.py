@@ -44,6 +44,7 @@ from pyro_truncated.gp.active_sets import (
     split_weights,
 )
 from pyro_truncated.gp.data_kernels.protocol import check_kernel
+from pyro_truncated.gp.kernels import refuse_foreign_kernel
 from pyro_truncated.gplvm.decoders.conditioning_set import ConditioningSet, Posterior, checksum, neighbors_set, select_conditioning_set
 from pyro_truncated.gplvm.decoders.latents import (
     CandidateLatents,
@@ -57,7 +58,7 @@ from pyro_truncated.gplvm.decoders.latents import (
 )
 from pyro_truncated.gplvm.principal_components import principal_components
 from pyro_truncated.utils.arguments import check_count, check_counts, check_learning_rate, describe, names_arguments
-from pyro_truncated.utils.arrays import takes_arrays
+from pyro_truncated.utils.arrays import remembers_columns, takes_arrays
 from pyro_truncated.utils.console import progress_bar
 from pyro_truncated.utils.devices import generator_device
 from pyro_truncated.utils.parameter_store import UniqueModule
@@ -155,6 +156,7 @@ class SASDecoder(UniqueModule):
     ) -> None:
         super().__init__()
         num_data, num_outputs, latent_dim = check_counts(num_data=num_data, num_outputs=num_outputs, latent_dim=latent_dim)
+        refuse_foreign_kernel(kernel)
         if kernel is not None and kernel.input_dim != latent_dim:
             raise ValueError(f"kernel must have input_dim={latent_dim}, the number of latent dimensions; got {kernel.input_dim}")
         if kernel is not None:
@@ -174,6 +176,7 @@ class SASDecoder(UniqueModule):
                 self.z_scale = PyroParam(torch.full((num_data, latent_dim), 0.1), constraints.positive, event_dim=1)
 
     @names_arguments
+    @remembers_columns("x")
     @takes_arrays
     def initialize(self, x: Tensor, steps: int = 300, *, latents: Tensor | None = None) -> Self:
         """Initialises from the data ``(N, D)``: moments, and principal components as latents.
@@ -385,6 +388,7 @@ class SASDecoder(UniqueModule):
         return self
 
     @names_arguments
+    @remembers_columns("x")
     @takes_arrays
     def fit(
         self,

@@ -17,7 +17,7 @@ from pyro_truncated.gplvm.batched_bfgs import maximize_batched
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import Observations, Prediction, predict
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
 from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, describe, names_arguments
-from pyro_truncated.utils.arrays import as_tensors, takes_arrays
+from pyro_truncated.utils.arrays import as_tensors, check_column_names, remember_columns, takes_arrays
 from pyro_truncated.utils.arviz_compat import convert_owner, make_idata
 from pyro_truncated.utils.budget import rows_per_block
 
@@ -74,6 +74,7 @@ class Posterior:
     @torch.no_grad()
     def __init__(self, model: SpikeSlabMRD, y: Views | None = None) -> None:
         self.model = model
+        remember_columns(self, "y", y)
         self.inducing = model.inducing_posterior(y)
         self.training_data = None if y is None else model.check_data(y)
 
@@ -232,6 +233,7 @@ class Posterior:
             return best[:, :num], best[:, num:], contribution(best, torch.arange(len(loc), device=loc.device))
 
     def _check_views(self, y: Tensor | Mapping[int, Tensor] | Sequence[Tensor | None]) -> dict[int, Tensor]:
+        check_column_names(self, "y", y)
         y = as_tensors(y, self.model.loc)
         values = (
             {0: y} if isinstance(y, Tensor) else dict(y) if isinstance(y, Mapping) else {c: v for c, v in enumerate(y) if v is not None}

@@ -21,7 +21,7 @@ from torch.distributions import constraints
 
 from pyro_truncated.gp.cholesky import inducing_cholesky
 from pyro_truncated.gp.data_kernels.protocol import check_kernel
-from pyro_truncated.gp.kernels import LinearARD, evaluate
+from pyro_truncated.gp.kernels import LinearARD, evaluate, refuse_foreign_kernel
 from pyro_truncated.gp.uncertain import Expectation, PsiStatistics, SpikeSlabInputs, psi_statistics
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import (
     InducingPosterior,
@@ -324,6 +324,7 @@ def make_kernel(kernel: KernelSpec, num_latents: int, like: Tensor) -> kernels.K
 
     ``"rbf"`` has one length-scale :math:`\sqrt Q` per latent, ``"linear"`` one weight per latent.
     """
+    refuse_foreign_kernel(kernel)
     if isinstance(kernel, kernels.Kernel):
         kernel = kernel.to(like)
         check_kernel(kernel, torch.randn(50, num_latents, generator=torch.Generator().manual_seed(0)).to(like))
