@@ -458,18 +458,12 @@ class Prior:
 
     is an inverse Wishart density around :math:`\alpha S`, that of ``m`` more data points shaped as all data. The ratio :math:`\alpha` of
     component and data is estimated with the weight of one data point. What all components share has no prior.
-
-    Attributes:
-        floor: least variance, of all dimensions or of each, ``(D,)``.
-        number: ``m``. covariance: :math:`S`, ``(D, D)``, or the variances ``(D,)`` where
-        covariances are not dense. Without it there is only the floor. size: :math:`\frac12 \log
-        |S|` under the covariance type; computed by default.
     """
 
-    floor: Tensor
-    number: float | Tensor = 0.0
-    covariance: Tensor | None = None
-    size: Tensor | None = None
+    floor: Tensor  # least variance, of all dimensions or of each, (D,)
+    number: float | Tensor = 0.0  # m
+    covariance: Tensor | None = None  # S, (D, D), or the variances (D,) where covariances are not dense. Without it only the floor.
+    size: Tensor | None = None  # half of log |S| under the covariance type; computed by default
 
     @classmethod
     def from_pseudo_data(cls, floor: Tensor, covariance: Tensor, buffers: Tensor) -> Prior:

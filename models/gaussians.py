@@ -57,19 +57,12 @@ def least_variance(kind: Covariances, statistics: Statistics, center: Tensor, bu
 
 @dataclasses.dataclass(frozen=True)
 class Gaussians:
-    r"""Components :math:`\pi_k \mathcal N(\mu_k, \Sigma_k)` of one kind, whose weights need not sum to one.
-
-    Attributes:
-        kind: the kind of covariances.
-        weights: :math:`\pi`, ``(K,)``.
-        loc: means above a center, ``(K, D)``. Data and statistics are relative to it, too.
-        spreads: the parameters of the covariances by name, in any type. The others are in float64.
-    """
+    r"""Components :math:`\pi_k \mathcal N(\mu_k, \Sigma_k)` of one kind, whose weights need not sum to one."""
 
     kind: Covariances
-    weights: Tensor
-    loc: Tensor
-    spreads: Parameters
+    weights: Tensor  # (K,)
+    loc: Tensor  # means above a center, (K, D). Data and statistics are relative to it, too.
+    spreads: Parameters  # the parameters of the covariances by name, in any type. The others are in float64.
 
     def __len__(self) -> int:
         return len(self.weights)
@@ -376,23 +369,14 @@ def all_populations(model: Any, guide: AutoTruncated, y: Tensor) -> Population:
 
 @dataclasses.dataclass(frozen=True)
 class Moves:
-    r"""Disjoint moves: two components become one, the free one splits another.
+    """Disjoint moves: two components become one, the free one splits another."""
 
-    Attributes:
-        components: all as they are before.
-        survivors: which components take over the data of another one, ``(M,)``.
-        movers: which ones move, ``(M,)``. Where it is the survivor, its data are left to all others.
-        targets: where they move to, ``(M,)``.
-        unions: what the survivors become.
-        halves: what those that are split become, and those that move, two and two, ``2 M`` components.
-    """
-
-    components: Gaussians
-    survivors: Tensor
-    movers: Tensor
-    targets: Tensor
-    unions: Gaussians
-    halves: Gaussians
+    components: Gaussians  # all as they are before
+    survivors: Tensor  # which components take over the data of another one, (M,)
+    movers: Tensor  # which ones move, (M,). Where it is the survivor, its data are left to all others.
+    targets: Tensor  # where they move to, (M,)
+    unions: Gaussians  # what the survivors become
+    halves: Gaussians  # what those that are split become, and those that move, two and two, 2 M components
 
     def __len__(self) -> int:
         return len(self.survivors)

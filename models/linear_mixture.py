@@ -106,14 +106,7 @@ _ROWS_PER_BLOCK, _MAX_ROWS_PER_BLOCK, _FEATURES = 2**14, 2**16, 2**21
 class LinearMixture(DataModel):
     """A mixture whose log joints are linear in features of the data.
 
-    Args:
-        num_observed: observed dimensions ``D``.
-        num_components: number of components ``K``.
-        dtype: type of the parameters. Default: torch's.
-
     Attributes:
-        num_observed: observed dimensions ``D``.
-        num_components: number of components ``K``.
         weights: mixing proportions, ``(K,)``.
         knows_data: whether ``initialize`` has taken the parameters from data, a Boolean.
     """
@@ -165,9 +158,8 @@ class LinearMixture(DataModel):
     def expected_statistics(self) -> dict[str, Tensor] | None:
         """Returns one data point's expected ``sufficient_statistics``, for a mixture with data.
 
-        :class:`~pyro_truncated.ClosedForm` counts data points that have not been visited as that.
-
-        ``None`` if the mixture has not been initialized with data and all components have the same weight.
+        :class:`~pyro_truncated.ClosedForm` counts data points that have not been visited as that. ``None`` if the mixture has not been
+        initialized with data and all components have the same weight.
         """
         lowest, highest = self.weights.aminmax()
         # Equal weights differ by rounding.
@@ -236,15 +228,7 @@ class LikeliestComponents(Search):
     """Proposes the likeliest components of every data point, see :meth:`LinearMixture.likeliest_components`.
 
     Populations need not be likely beforehand. Of more than three thousand components not all likely ones are found at once; later steps
-    miss less, in less time.
-
-    Args:
-        model: the mixture, whose data are called ``y``.
-        num_states: how many components to propose.
-
-    Raises:
-        ValueError: if the number is below 1; when searching, if the model has other latents than one per data point, or no observed site
-            ``y``.
+    miss less, in less time. Other models than those of one latent for each data point and an observed site ``y`` are refused.
     """
 
     def __init__(self, model: LinearMixture, num_states: int) -> None:
@@ -424,9 +408,7 @@ class MixtureOfMeans(LinearMixture):
     def reconstruct(self, population: Population, y: Tensor) -> Tensor:
         r"""Returns posterior means :math:`\sum_k r_{nk}\, \mu_k` of the rows, ``(N, F)``.
 
-        Args:
-            population: truncated posteriors, of data points that have been scored; its ``indices`` select these among ``y``.
-            y: all data, ``(N, D)``.
+        The data points of the population have been scored.
         """
         mean: Tensor = Shares(population, self.num_components).means(self._means())
         return mean.to(y.dtype if check_data(y, self.num_observed).is_floating_point() else self.weights.dtype)

@@ -21,18 +21,13 @@ _DRAWS_PER_BLOCK = 512
 
 
 def spread_rows(points: Tensor, number: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-    r"""Chooses rows with a small sum of squared distances to the nearest.
+    """Chooses rows with a small sum of squared distances to the nearest.
 
     Of some rows, drawn in proportion to their squared distance from the chosen ones, the one that lowers the sum most is taken (greedy
     k-means++). Then further draws are exchanged for the chosen row with which the sum falls most, as long as it does (local search).
 
-    Args:
-        points: rows ``(N, D)``.
-        number: how many to choose, ``K``; where there are fewer different rows some are chosen repeatedly.
-        generator: source of randomness.
-
-    Returns:
-        Positions ``(K,)`` of the chosen rows, and that of the nearest chosen one of every row ``(N,)``, between 0 and ``K - 1``.
+    Returns positions ``(K,)`` of the chosen rows, some repeatedly where there are fewer different ones. Also returns which of them is
+    nearest to every row, ``(N,)``.
 
     References:
         Arthur and Vassilvitskii, "k-means++: the advantages of careful seeding", SODA 2007. Lattanzi and Sohler, "A better k-means++

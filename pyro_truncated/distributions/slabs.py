@@ -49,12 +49,7 @@ class SlabSuperposition(GaussianSuperposition):
 
     @torch.no_grad()
     def coefficients(self, population: Population, value: Tensor) -> Tensor:
-        r"""Posterior means :math:`\langle b \odot z \rangle` of the coefficients, ``(N, H)`` in float64.
-
-        Args:
-            population: truncated posteriors over the ``H`` indicators.
-            value: all data, ``(N, D)``. NaN where missing.
-        """
+        r"""Posterior means :math:`\langle b \odot z \rangle` of the coefficients, ``(N, H)`` in float64."""
         return ops.slab_moments(*self._posterior_arguments(population, population.select_rows(value), 1.0))[1]
 
     @torch.no_grad()

@@ -222,16 +222,10 @@ def _tensor_like(value: Tensor | float, like: Tensor) -> Tensor:
 
 
 def data_sums(rows: Tensor, is_observed: Tensor | None) -> Statistics:
-    """Returns statistics of data ``(N, D)`` that all Gaussian likelihoods need.
+    """Returns what all Gaussian likelihoods need of data ``(N, D)``, zero where missing.
 
-    They are those of the observed entries of each dimension.
-
-    Args:
-        rows: the data in float64, zero where missing.
-        is_observed: which entries are observed, ``None`` for all, see :func:`~pyro_truncated.utils.constraints.without_missing`.
-
-    Returns:
-        ``num_data``, a scalar; the number ``observed`` of entries, their ``sums`` and ``squares``, ``(D,)`` each.
+    They are ``num_data``, a scalar; the number ``observed`` of entries, their ``sums`` and ``squares``, ``(D,)`` each, of the observed
+    entries.
     """
     return {
         "num_data": rows.new_full((), len(rows)),

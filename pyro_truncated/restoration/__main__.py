@@ -38,23 +38,11 @@ def restore_in_tiles(
 ) -> tuple[Tensor, float]:
     """Restores an image as a whole or in overlapping tiles.
 
-    Tiles are used if it has more entries than the limit; they fade into each other.
+    Tiles have at most ``most`` entries, and fade into each other. If ``restore`` keeps what was observed, as :func:`.inpaint` does without
+    noise, those without missing entries are skipped. It is given a part, and whether to show a progress bar.
 
-    Args:
-        image: ``(height, width)`` or ``(height, width, channels)``; missing entries are NaN.
-        restore: restores a part, given whether to show a progress bar.
-        most: entries of the largest part.
-        progress: whether to show a progress bar; default: if the output is a terminal.
-        keeps_observed: whether ``restore`` returns observed entries unchanged, as :func:`.inpaint` does
-            without noise. Tiles without missing entries are then skipped, since nothing learned in
-            them is used.
-
-    Returns:
-        The restored image, and the root mean square of the noise that was learned in the tiles. It
-        is zero if nothing was learned in any tile.
-
-    Raises:
-        ValueError: before any work is done, if in a part that is restored by itself all is missing.
+    Returns the image, and the root mean square of the noise learned in the tiles, zero if nothing was learned. Raises ``ValueError`` before
+    any work is done if in a part that is restored by itself all is missing.
     """
     is_missing = image.isnan()
     if keeps_observed and not bool(is_missing.any()):
@@ -121,23 +109,14 @@ _IMAGE = (
 
 @dataclass
 class _Picture:
-    """What was read.
+    """What was read."""
 
-    Attributes:
-        pixels: from 0 to 255.
-        alpha: how opaque they are.
-        is_deep: whether they have 16 bits.
-        profile: of their colours.
-        num_pictures: how many pictures the file holds.
-        notes: what was lost in reading.
-    """
-
-    pixels: Tensor
-    alpha: Image.Image | None = None
-    is_deep: bool = False
-    profile: bytes | None = None
-    num_pictures: int = 1
-    notes: str = ""
+    pixels: Tensor  # from 0 to 255
+    alpha: Image.Image | None = None  # how opaque they are
+    is_deep: bool = False  # whether they have 16 bits
+    profile: bytes | None = None  # of their colours
+    num_pictures: int = 1  # how many pictures the file holds
+    notes: str = ""  # what was lost in reading
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -322,9 +301,7 @@ def _mask_values(path: Path) -> tuple[np.ndarray, float, bool]:
 
 
 def _hidden_pixels(path: Path, *, is_inverted: bool) -> np.ndarray:
-    """Returns which pixels a mask hides, ``(height, width)``.
-
-    They are those unlike what is seen, and NaN.
+    """Returns which pixels a mask hides, those unlike most, and NaN.
 
     Black and white are the medians of two clusters, as paper and ink of a scan are neither.
     """
@@ -356,9 +333,6 @@ def _with_holes(pixels: Tensor, path: Path, *, is_inverted: bool) -> Tensor:
     """Returns the pixels, NaN where a mask hides them.
 
     It hides what is not nearly white; inverted, what is not nearly black.
-
-    Raises:
-        ValueError: for a mask of another size, and one that hides nothing or all.
     """
     is_hidden = torch.from_numpy(_hidden_pixels(path, is_inverted=is_inverted))
     for hides, what in ((~is_hidden.any(), "nothing"), (is_hidden.all(), "all")):

@@ -134,18 +134,11 @@ def _constant_windows(image: Tensor, num_dims: int) -> Tensor:
 
 
 def _window_noise(windows: Tensor, level: float, *, max_noise_steps: int = 8) -> float:
-    r"""Returns the noise level of windows without texture.
+    r"""Returns the noise level of windows ``(N, *sides)`` without texture.
 
-    It is the root of the mean of the lower half of their principal variances.
-
-    A window has no texture if its sum of squared differences of neighbours :math:`z^\top A z` is
-    below the 99 % quantile for nothing but noise. The quantile is that of the gamma distribution
-    with the same mean and variance (by Wilson's and Hilferty's formula).
-
-    Args:
-        windows: ``(N, *sides)``, more than a few.
-        level: where to start.
-        max_noise_steps: how often the level is refined, at most.
+    It is the root of the mean of the lower half of their principal variances. A window has no texture if its sum of squared differences of
+    neighbours :math:`z^\top A z` is below the 99 % quantile for nothing but noise. That is the quantile of the gamma distribution with the
+    same mean and variance (by Wilson's and Hilferty's formula).
 
     Reference:
         Liu, Tanaka and Okutomi, "Single-image noise level estimation for blind denoising", IEEE Transactions on Image Processing 22, 2013.
@@ -181,9 +174,7 @@ def _limit(windows: Tensor) -> float:
 def _difference_noise(image: Tensor, num_dims: int) -> float:
     """Estimates the noise by the median of third differences along all dimensions.
 
-    Edges affect it little, and slopes not at all.
-
-    Where few entries have all the neighbours that this takes, differences of lower order are taken.
+    Edges affect it little, and slopes not at all. Where few entries have all the neighbours that this takes, the order is lower.
     """
     for order in (3, 2, 1):
         differences = image
@@ -210,9 +201,7 @@ def deviation(image: Tensor) -> Tensor:
 
 
 def nearly_no_noise(image: Tensor, num_dims: int) -> float:
-    """Returns the noise that mixtures assume for arrays without noise.
-
-    It is so small that it hides little.
+    """Returns the noise, hiding little, that mixtures assume for arrays without noise.
 
     It is the least of three levels:
 
@@ -287,12 +276,7 @@ def channel_axis(image: Tensor, channels: Channels) -> int | None:
       that vary, and are the less alike the further they are apart, are slices of a volume.
     * up to 32 planes with noise of unlike strength are bands.
 
-    Args:
-        image: the damaged array.
-        channels: ``True`` or ``"last"``, ``"first"``, ``False`` for none, or ``None`` for the default.
-
-    Raises:
-        ValueError: for another value, a single dimension of channels, and channels without entries.
+    Raises ``ValueError`` for another value, a single dimension of channels, and channels without entries.
     """
     if not isinstance(channels, (bool, str, type(None))) or channels not in (None, True, False, "first", "last"):
         raise ValueError(f"channels must be True or 'last', 'first', False or None; got {channels!r}")
@@ -351,9 +335,6 @@ def warn_if_table(image: Tensor) -> None:
     """Warns if columns of an image ``(N, C)`` have noise of unlike strength.
 
     Neighbours in an image are alike, in a table they have units of their own.
-
-    Warns:
-        UserWarning: with the weakest and the strongest noise.
     """
     columns = [column for column in image.unbind(-1) if not bool(column.isnan().all()) and bool((column != column[0]).any())]
     # Of fewer entries the noise is not sure.
@@ -371,14 +352,7 @@ def warn_if_table(image: Tensor) -> None:
 
 
 def check_noise(noise: Noise, image: Tensor, *, has_channels: bool) -> float | Tensor:
-    """Checks a noise level, one number or one for each channel.
-
-    Returns:
-        The number, or ``(C,)`` in the type of the image.
-
-    Raises:
-        ValueError: if it is not positive and finite, or there are more or fewer numbers than channels.
-    """
+    """Returns a noise level, a number or ``(C,)``, if positive and finite."""
     levels = torch.as_tensor(as_tensors(noise), dtype=torch.float64)
     if isinstance(noise, bool) or not bool(((levels > 0) & levels.isfinite()).all()):
         raise ValueError(f"noise must be a positive standard deviation, or one for each channel; got {noise}")
@@ -420,13 +394,7 @@ def related_channels(image: Tensor, num_dims: int, levels: float | Tensor, *, is
     Constant channels, as of an image that is opaque everywhere, are in none. Estimated noise parts channels without noise, as a
     transparency, from noisy ones: in units of the noise they would outweigh all others. Channels of a signal, ``(N, C)``, are alone if
     their correlations with all others are low at all small lags, or as by chance. Bands of images are not parted by correlations: edges lie
-    at the same places.
-
-    Args:
-        image: the array, channels last; what is missing is NaN.
-        num_dims: dimensions without channels.
-        levels: the noise, which is left out of variances.
-        is_noise_known: whether the noise is not an estimate.
+    at the same places. Channels come last, and the noise is left out of variances.
 
     Reference:
         Bartlett, "Some aspects of the time-correlation problem in regard to tests of significance", Journal of the Royal Statistical
@@ -549,12 +517,9 @@ def _table() -> tuple[np.ndarray, np.ndarray]:
 
 
 def estimate_gain(counts: Tensor) -> float:
-    """Returns the number that counts were multiplied with.
+    """Returns what counts were multiplied with: the least distance, or one.
 
-    It is the least distance of values that are all its multiples, or one.
-
-    Raises:
-        ValueError: for negative values.
+    All values are its multiples. Raises ``ValueError`` for negative values.
     """
     values = counts[~counts.isnan()].double()
     if float(values.min()) < 0:
@@ -615,10 +580,8 @@ def warn_if_noise_varies(image: Tensor, num_dims: int, levels: float | Tensor) -
     mean of the lower quarter of its principal variances, and the lowest tenth of its texture. Fine texture raises the second estimate.
     Single edges in few windows raise the first.
 
-    Warns:
-        VaryingNoiseWarning: if both estimates are half as much again in the brightest class as in the
-            darkest, and a fifth more than in the second. Or if the values are multiples of one
-            number, and have the noise of counts.
+    It warns if both estimates are half as much again in the brightest class as in the darkest, and a fifth more than in the second. Or if
+    the values are multiples of one number, and have the noise of counts.
     """
     if isinstance(levels, Tensor):
         # Flags and drawings beside sensors have no noise that could vary.

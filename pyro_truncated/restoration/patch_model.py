@@ -82,9 +82,7 @@ ModelOfPatches = torch.nn.Module | Callable[[int], Any]
 def make_model(model: ModelOfPatches, num_observed: int) -> Any:
     """Returns the model, or calls a factory with the number of entries.
 
-    Raises:
-        TypeError: if it cannot reconstruct data from populations.
-        ValueError: if it is one of patches of another size.
+    Raises ``TypeError`` if it cannot reconstruct data from populations, ``ValueError`` if it is one of patches of another size.
     """
     result: Any = model if isinstance(model, torch.nn.Module) else model(num_observed)
     name, reconstruct = type(result).__name__, getattr(result, "reconstruct", None)
@@ -117,10 +115,8 @@ def start(model: Any, complete: Tensor, noise: float, generator: torch.Generator
 def train(model: Any, y: Tensor, passes: int, num_states: int, batch_size: int, progress: bool | None) -> tuple[AutoTruncated, list[float]]:
     """Trains by online EM where M-steps are closed-form, else by gradients.
 
-    Both use minibatches, and the temperature falls at first.
-
-    Returns:
-        The trained guide, and the free energy per patch after each pass; there are fewer passes if it stops growing.
+    Both use minibatches, and the temperature falls at first. Returns the guide, and the free energy per patch after each pass until it
+    stops growing.
     """
     per_pass = max(1, round(len(y) / batch_size))
     guide = AutoTruncated(model, num_states=num_states)

@@ -109,32 +109,21 @@ def training_dataset(records: Mapping[str, Any]) -> xr.Dataset:
 
 @dataclasses.dataclass(frozen=True)
 class LabelledTensor:
-    """A tensor made of a DataFrame, Series or DataArray, with its labels.
+    """A tensor made of a DataFrame, Series or DataArray, with its labels."""
 
-    Attributes:
-        value: its numbers.
-        axes: the names and labels of its dimensions.
-    """
-
-    value: Tensor
-    axes: tuple[Axis, ...]
+    value: Tensor  # its numbers
+    axes: tuple[Axis, ...]  # the names and labels of its dimensions
 
 
 @dataclasses.dataclass(frozen=True)
 class DataLabels:
-    """Names of dimensions and coordinates that data bring.
+    """Names of dimensions and coordinates that data bring."""
 
-    Attributes:
-        plates: names of dimensions by plate.
-        dims: names of event dimensions by site.
-        arguments: names of other dimensions, by argument that is not observed.
-        coords: labels by dimension.
-    """
-
-    plates: dict[str, str] = dataclasses.field(default_factory=dict)
-    dims: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    plates: dict[str, str] = dataclasses.field(default_factory=dict)  # names of dimensions by plate
+    dims: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # names of event dimensions by site
+    # Names of other dimensions, by argument that is not observed.
     arguments: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    coords: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    coords: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # labels by dimension
 
 
 def without_labels(
@@ -180,12 +169,8 @@ def _bare(value: Any, like: Tensor, tensors: list[LabelledTensor]) -> Any:
 class DimensionNamer:
     """Finds which plates and events the axes of labelled data are.
 
-    Args:
-        draws: with the sites of the model.
-        reserved_names: names of dimensions and variables that no dimension of the data may take.
-        default_plate: the name of a plate's dimension where data bring none.
-        dims: names that the user gives, by site and argument.
-        labelled_dims: dimensions that the user gives labels for: they keep the names they have without those of the data.
+    No dimension of the data may take ``reserved_names``. Dimensions that the user gives labels for keep the names they have without those
+    of the data.
     """
 
     def __init__(
@@ -271,17 +256,8 @@ _VARIABLES = {"lp", "log_q", "log_weight", "states", "weights", "free_energy", "
 class Writer:
     """Turns draws into datasets with named dimensions.
 
-    Args:
-        draws: from a guide.
-        dims: names of event dimensions by site, and of all dimensions by argument of the model.
-        coords: coordinates by dimension.
-        memory_budget: bytes that a single array may take.
-        arguments: the model's arguments by name, for which ``dims`` may be given, too.
-        num_chains: chains that the draws are dealt to, one after the other.
-        labelled_tensors: what was labelled among the arguments; what ``dims`` and ``coords`` say comes first.
-
-    Raises:
-        ValueError: if ``dims`` names something unknown.
+    ``dims`` names event dimensions by site, and all dimensions by argument of the model. What it and ``coords`` say comes before the labels
+    of arguments. A single array takes at most ``memory_budget`` bytes. Draws are dealt to chains one after the other.
     """
 
     def __init__(

@@ -97,15 +97,7 @@ class Enumeration:
     """The discrete latents that :class:`~pyro.infer.TraceEnum_ELBO` sums out of a model.
 
     Latents inside the plates of the data that depend on them (``plates``) are summed out of the log likelihood of each data point. Others
-    are parameters, and keep the values drawn.
-
-    Args:
-        model: the model.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        nodes: sites of a run of the model.
-        names: the discrete latents.
-        silent: unknown latents on which nothing depends. Their densities are left out.
+    are parameters, and keep the values drawn. Densities of ``silent`` latents, on which nothing depends, are left out.
 
     Attributes:
         plates: the plates from left to right, with their sizes. Empty if no data point has such latents of its own.
@@ -239,21 +231,13 @@ Sites = dict[str, Tensor]
 
 @dataclasses.dataclass
 class States:
-    """What a truncated guide knows of the states beside their draws.
-
-    Attributes:
-        part: the truncated guide.
-        log_joint: a scorer.
-        population: weights and free energies are means over the draws.
-        covered_mass: upper bound on the posterior mass of the populations, ``(N,)``. A mean over draws of the other latents.
-        index: indices of the states drawn, ``(draws, N)``.
-    """
+    """What a truncated guide knows of the states beside their draws."""
 
     part: AutoTruncated
     log_joint: LogJoint
-    population: Population
-    covered_mass: Tensor
-    index: Tensor
+    population: Population  # weights and free energies are means over the draws
+    covered_mass: Tensor  # upper bound on the posterior mass of the populations, (N,). A mean over draws of the other latents.
+    index: Tensor  # indices of the states drawn, (draws, N)
 
     def values(self, draw: int) -> Sites:
         """The states of one draw, in the model's own shapes."""
@@ -264,35 +248,20 @@ class States:
 
 @dataclasses.dataclass
 class Draws:
-    """Draws from guide and model.
+    """Draws from guide and model."""
 
-    Attributes:
-        nodes: the sites of one run of the model.
-        latents: draws of the latents, without those of ``states``, by site name, ``(draws, *shape)``.
-        deterministic: values that follow from the latents (``pyro.deterministic``, reparametrised latents), likewise.
-        lp: log joint density of each draw.
-        log_q: log density of each draw under the guide.
-        log_likelihood: by name, log likelihoods of the observations, ``(draws, *shape)``. Empty where they do not exist.
-        log_prior: log prior density of each latent that belongs to no data point, ``(draws,)`` by site name.
-        local: names of the latents of data points.
-        conditional_on: those of them that ``log_likelihood`` depends on.
-        plates: plates whose members are the data points, by dimension from left to right, with their sizes.
-        joint: name of the variable of ``log_likelihood`` that has one entry per data point. Others have the shapes of their sites.
-        states: of a truncated guide.
-    """
-
-    nodes: dict[str, Any]
-    latents: Sites
-    deterministic: Sites
-    lp: Tensor
-    log_q: Tensor
-    log_likelihood: Sites
-    log_prior: Sites
-    local: frozenset[str]
-    conditional_on: frozenset[str]
-    plates: dict[str, int]
-    joint: str = ""
-    states: States | None = None
+    nodes: dict[str, Any]  # the sites of one run of the model
+    latents: Sites  # draws of the latents, without those of states, by site name, (draws, *shape)
+    deterministic: Sites  # values that follow from the latents (pyro.deterministic, reparametrised latents), likewise
+    lp: Tensor  # log joint density of each draw
+    log_q: Tensor  # log density of each draw under the guide
+    log_likelihood: Sites  # by name, log likelihoods of the observations, (draws, *shape). Empty where they do not exist.
+    log_prior: Sites  # log prior density of each latent that belongs to no data point, (draws,) by site name
+    local: frozenset[str]  # names of the latents of data points
+    conditional_on: frozenset[str]  # those of them that log_likelihood depends on
+    plates: dict[str, int]  # plates whose members are the data points, by dimension from left to right, with their sizes
+    joint: str = ""  # name of the variable of log_likelihood that has one entry per data point. Others have the shapes of their sites.
+    states: States | None = None  # those of a truncated guide
 
     def observed_rows(self) -> Tensor | None:
         """Which data points have an unmasked observation, ``(N,)``, or ``None``."""

@@ -42,19 +42,12 @@ OBJECTIVES = ("vfe", "pp")
 
 @dataclasses.dataclass(frozen=True)
 class SubsetProblem:
-    """Data, kernel and noise of an objective of inducing subsets.
+    """Data, kernel and noise of an objective of inducing subsets."""
 
-    Attributes:
-        kernel: the kernel on the training inputs.
-        targets: ``(n, H)`` float64; the outputs share the subset, the kernel and the noise.
-        noise: noise variance.
-        objective: ``"vfe"`` or ``"pp"``.
-    """
-
-    kernel: DataKernel
-    targets: Tensor
-    noise: float
-    objective: str = "vfe"
+    kernel: DataKernel  # the kernel on the training inputs
+    targets: Tensor  # (n, H) float64; the outputs share the subset, the kernel and the noise
+    noise: float  # noise variance
+    objective: str = "vfe"  # "vfe" or "pp"
 
     def __post_init__(self) -> None:
         if self.targets.dim() != 2 or len(self.targets) != self.kernel.num_data or not bool(self.targets.isfinite().all()):
@@ -297,17 +290,11 @@ def _gradient_terms(problem: SubsetProblem, columns: Tensor, square: Tensor, tra
 
 
 class LeaveOneOutPrediction(NamedTuple):
-    """What each data point's targets are predicted to be without it.
+    """What each data point's targets are predicted to be without it."""
 
-    Attributes:
-        mean: ``(n, H)``.
-        variance: ``(n,)``, of the projected process, noise included.
-        residual_variance: prior variance that the inducing inputs leave, ``(n,)``.
-    """
-
-    mean: Tensor
-    variance: Tensor
-    residual_variance: Tensor
+    mean: Tensor  # (n, H)
+    variance: Tensor  # (n,), of the projected process, noise included
+    residual_variance: Tensor  # prior variance that the inducing inputs leave, (n,)
 
 
 def predict_left_out(

@@ -95,16 +95,8 @@ def maximize_among_neighbors(
 ) -> Tensor:
     """As :func:`maximize`, given the data points closest to the current latent.
 
-    They are updated after every few steps.
-
-    Args:
-        posterior: given the closest data points.
-        objective: of the posterior given some of these, of data points and their latents.
-        x: data points ``(M, D)``.
-        starts: ``(S, M, Q)``.
-        steps: most quasi-Newton steps from the start that leads after the first few.
-        lr: length of the first step.
-        leave_out: for each of ``x`` a data point ``(M,)`` not to predict from, which is where it comes from itself.
+    They are updated after every few steps. For each of ``x`` a data point ``leave_out (M,)``, which is where it comes from itself, is none
+    to predict from. Starts are ``(S, M, Q)``, and ``lr`` is the length of the first step.
     """
     num, size, dim = starts.shape
     others = None if leave_out is None else leave_out.repeat(num)
@@ -141,29 +133,18 @@ _DIFFERENCE_STEP = 1e-2
 
 @dataclasses.dataclass(frozen=True)
 class OwnLatents:
-    """Most probable latents of data points, and the decoder's predictions around them.
+    """Most probable latents of data points, and the decoder's predictions around them."""
 
-    Attributes:
-        latents: ``(M, Q)``.
-        mean: of the functions at the latents, ``(M, D)``.
-        variance: of the functions there, ``(M, 1)`` or ``(M, D)``.
-        slopes: of the means, ``(M, D, Q)``.
-    """
-
-    latents: Tensor
-    mean: Tensor
-    variance: Tensor
-    slopes: Tensor
+    latents: Tensor  # (M, Q)
+    mean: Tensor  # of the functions at the latents, (M, D)
+    variance: Tensor  # of the functions there, (M, 1) or (M, D)
+    slopes: Tensor  # of the means, (M, D, Q)
 
     @classmethod
     def at(cls, posterior: Any, latents: Tensor, loc: Tensor, leave_out: Tensor | None = None) -> Self:
         """Predictions of a posterior around latents; slopes are central differences.
 
-        Args:
-            posterior: predicts functions at latents.
-            latents: ``(M, Q)``.
-            loc: mean of the outputs ``(D,)``. The posterior predicts deviations from it.
-            leave_out: a data point ``(M,)`` of a :class:`NearestSet` for each, not to predict from.
+        The posterior predicts deviations from ``loc (D,)``, and of a :class:`NearestSet` not from the data points ``leave_out (M,)``.
         """
         around = posterior.around(latents, leave_out) if isinstance(posterior, NearestSet) else posterior
         mean, variance = around.predict(latents, noiseless=True)
@@ -549,17 +530,11 @@ def _latent_parameters(module: torch.nn.Module) -> list[Tensor]:
 
 @dataclasses.dataclass(frozen=True)
 class SharedSplit(Split):
-    """A process's part of a minibatch, whose results add up.
+    """A process's part of a minibatch, whose results add up."""
 
-    Attributes:
-        within: positions ``(b,)`` of its data points within the minibatch.
-        batch_size: data points of the minibatch, ``B``.
-        portion: the data points of this process.
-    """
-
-    within: Tensor
-    batch_size: int
-    portion: Portion
+    within: Tensor  # positions (b,) of its data points within the minibatch
+    batch_size: int  # data points of the minibatch, B
+    portion: Portion  # the data points of this process
 
     @classmethod
     def from_split(cls, split: Split, portion: Portion) -> SharedSplit:

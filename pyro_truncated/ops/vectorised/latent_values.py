@@ -93,19 +93,13 @@ def state_blocks(words: Tensor, num_latents: int, width: int, dtype: torch.dtype
 
 
 class ActiveLatents(NamedTuple):
-    """The active latents of a block of states, ``(N, c)`` or ``(M, 1)``.
+    """The active latents of a block of states, ``(N, c)`` or ``(M, 1)``."""
 
-    Attributes:
-        where: the states of the block among all: a slice of those of every data point, or positions ``(M,)`` in the flattened ``(N, C)``.
-        data: the data point of each state, ``(N, 1)`` or ``(M, 1)``.
-        latents: which ones, ``(n, c, K)``. Zero in places that are not taken.
-        is_active: which places are, ``(n, c, K)`` in float64.
-    """
-
+    # The states of the block among all: a slice of those of every data point, or positions (M,) in the flattened (N, C).
     where: slice | Tensor
-    data: Tensor
-    latents: Tensor
-    is_active: Tensor
+    data: Tensor  # the data point of each state, (N, 1) or (M, 1)
+    latents: Tensor  # which ones, (n, c, K). Zero in places that are not taken.
+    is_active: Tensor  # which places are, (n, c, K) in float64
 
     def select_block(self, values: Tensor) -> Tensor:
         """Of numbers of all states ``(N, C)`` those of the block, ``(n, c)``."""
