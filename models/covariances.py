@@ -55,14 +55,12 @@ def floor_covariance(covariance: Tensor, floor: Tensor) -> Tensor:
     if all(read_conditions(info == 0)):
         return covariance
     values, vectors = torch.linalg.eigh(relative)
-    floored: Tensor = (vectors * values.clamp(min=1.0).unsqueeze(-2)) @ vectors.mT * squares
-    return floored
+    return (vectors * values.clamp(min=1.0).unsqueeze(-2)) @ vectors.mT * squares
 
 
 def floor_cholesky(covariance: Tensor) -> Tensor:
     """The Cholesky factor of :func:`floor_covariance`, without checks."""
-    factor: Tensor = torch.linalg.cholesky_ex(covariance).L
-    return factor
+    return torch.linalg.cholesky_ex(covariance).L
 
 
 Parameters = dict[str, Tensor]
@@ -98,8 +96,7 @@ class CovariancesBase:
     def floor(self, variance: Tensor, power: Tensor, dtype: torch.dtype) -> Tensor:
         """The least variance of data, of each dimension or of all."""
         unit = (variance, power) if self.has_units else (variance.mean(), power.mean())
-        least: Tensor = variance_floor(*unit, dtype)
-        return least
+        return variance_floor(*unit, dtype)
 
     def rescale(self, parameters: Parameters, units: Tensor) -> Parameters:
         """Returns the parameters of data that are multiplied by units ``(D,)``."""
@@ -107,8 +104,7 @@ class CovariancesBase:
 
     def without_noise(self, population: Population, y: Tensor, loc: Tensor, parameters: Parameters) -> Tensor:
         """Posterior means ``(N, D)`` of noise-free data."""
-        means: Tensor = Shares(population, len(loc)).means(loc)
-        return means
+        return Shares(population, len(loc)).means(loc)
 
 
 class Diagonal(CovariancesBase):
@@ -129,8 +125,7 @@ class Diagonal(CovariancesBase):
 
     def products(self, shares: Shares, rows: Tensor) -> Tensor:
         """Returns sums of data products ``(N, D)`` for the M-step: squares, ``(K, D)``."""
-        squares: Tensor = shares.sums(rows.square())
-        return squares
+        return shares.sums(rows.square())
 
     def variances(self, loc: Tensor, parameters: Parameters) -> Tensor:
         """Variances of all dimensions, of which ``(K, D)`` can be made."""
@@ -208,8 +203,7 @@ class Full(CovariancesBase):
 
     def products(self, shares: Shares, rows: Tensor) -> Tensor:
         """Products, ``(K, D, D)``."""
-        products: Tensor = shares.outer_products(rows)
-        return products
+        return shares.outer_products(rows)
 
     def expected_products(self, weights: Tensor, loc: Tensor, parameters: Parameters) -> Tensor:
         """Products, ``(K, D, D)``."""
@@ -321,8 +315,7 @@ def spread_around(statistics: dict[str, Tensor], loc: Tensor) -> Tensor:
 def pair_factors(precision: Tensor) -> Tensor:
     """Factors ``(K, F)`` of products in quadratic forms ``(K, D, D)``."""
     row, column = torch.tril_indices(*precision.shape[1:], device=precision.device)
-    factors: Tensor = precision[:, row, column] * (2.0 - (row == column).to(precision))
-    return factors
+    return precision[:, row, column] * (2.0 - (row == column).to(precision))
 
 
 def _invert(scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -356,8 +349,7 @@ class LowRank(Full):
         """The covariances."""
         factor, scale = parameters["factor"], parameters["scale"]
         noise = scale.expand(len(factor))[:, None].square().expand(factor.shape[:2])
-        covariance: Tensor = factor @ factor.mT + torch.diag_embed(noise)
-        return covariance
+        return factor @ factor.mT + torch.diag_embed(noise)
 
     def without_noise(self, population: Population, y: Tensor, loc: Tensor, parameters: Parameters) -> Tensor:
         """Posterior means of what lies in the directions."""
@@ -422,8 +414,7 @@ def _shared_noise(first: Tensor, rest_sum: Tensor, counts: Tensor) -> Tensor:
     # Means over ever more of the eigenvalues: the first one that does not exceed the next of them.
     mean, following = total / number, torch.cat([value, value.new_full((1,), torch.inf)])
     # To index by a scalar is to look at it.
-    best: Tensor = mean.take((mean <= following).to(torch.uint8).argmax())
-    return best
+    return mean.take((mean <= following).to(torch.uint8).argmax())
 
 
 Covariances = Diagonal | Full

@@ -117,7 +117,7 @@ def first_prior(num_latents: int, is_shared: bool, dtype: torch.dtype | None = N
 def activation(prior: Tensor, num_latents: int) -> TorchDistribution:
     """The prior of so many latents, each active with its probability."""
     probability = dist.Bernoulli(prior, validate_args=None if prior.is_cpu else False)
-    return probability.expand([num_latents]).to_event(1)  # type: ignore[no-any-return]
+    return probability.expand([num_latents]).to_event(1)
 
 
 def best_prior(active: Tensor, num_data: Tensor, is_shared: bool) -> Tensor:

@@ -95,7 +95,7 @@ def cholesky(matrix: Tensor) -> Tensor:
     """Returns Cholesky factors, with deferred checks that they exist."""
     factor, info = torch.linalg.cholesky_ex(matrix)
     raise_if((info != 0).any(), lambda: torch.linalg.cholesky(matrix))
-    return factor  # type: ignore[no-any-return]
+    return factor
 
 
 def best_dictionary_and_offset(weight: Tensor, bias: Tensor, statistics: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

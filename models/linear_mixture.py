@@ -251,8 +251,7 @@ class LikeliestComponents(Search):
 
     def improve(self, batch: SearchBatch, steps: int = 1) -> Population:
         """The populations after one step, to which further ones would add little."""
-        population: Population = super().improve(batch, min(steps, 1))
-        return population
+        return super().improve(batch, min(steps, 1))
 
 
 class ComponentTable(TorchDistribution):
@@ -294,19 +293,16 @@ class ComponentTable(TorchDistribution):
     @property
     def mean(self) -> Tensor:
         """Means ``(*batch, D)``."""
-        mean: Tensor = self._plain(self.component).mean
-        return mean
+        return self._plain(self.component).mean
 
     @property
     def variance(self) -> Tensor:
         """Variances ``(*batch, D)``."""
-        variance: Tensor = self._plain(self.component).variance
-        return variance
+        return self._plain(self.component).variance
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Draws values."""
-        draws: Tensor = self._plain(self.component).sample(torch.Size(sample_shape))
-        return draws
+        return self._plain(self.component).sample(torch.Size(sample_shape))
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Returns log densities of values ``(*batch, D)``."""
@@ -317,8 +313,7 @@ class ComponentTable(TorchDistribution):
         row, component = torch.broadcast_tensors(row, self.component)
         # From this share of all components on one product of matrices costs less than log densities one by one.
         if row.numel() < 1 / 16 * batch.numel() * self._num_components:
-            few: Tensor = self._plain(self.component).log_prob(value)
-            return few
+            return self._plain(self.component).log_prob(value)
         return self._table(value.reshape(batch.numel(), -1))[row, component.long()]
 
 
@@ -488,8 +483,7 @@ class CategoricalMixture(MixtureOfMeans):
     @takes_arrays
     def reconstruct(self, population: Population, y: Tensor) -> Tensor:
         """See :meth:`.MixtureOfMeans.reconstruct`; returns probabilities ``(N, D, L)`` of all values."""
-        probs: Tensor = super().reconstruct(population, y).unflatten(1, (self.num_observed, self.num_values))
-        return probs
+        return super().reconstruct(population, y).unflatten(1, (self.num_observed, self.num_values))
 
 
 def _indicators(y: Tensor, num_values: int) -> Tensor:
@@ -574,5 +568,4 @@ def _log_factorials(counts: Tensor) -> Tensor:
 def _least_loss(features: Tensor) -> Tensor:
     """Minus each data point's highest log density, ``(N,)``."""
     counts = features[:, 1:]
-    loss: Tensor = (counts - torch.special.xlogy(counts, counts)).sum(1)
-    return loss
+    return (counts - torch.special.xlogy(counts, counts)).sum(1)

@@ -415,8 +415,7 @@ class OcclusiveComponents(UniqueModule):
             Those of :meth:`.OccludedScene.statistics`.
         """
         rows = self._check(population.select_rows(y))
-        statistics: dict[str, Tensor] = self._any_scene().statistics(dataclasses.replace(population, indices=None), rows, temperature)
-        return statistics
+        return self._any_scene().statistics(dataclasses.replace(population, indices=None), rows, temperature)
 
     @torch.no_grad()
     def maximize(self, statistics: dict[str, Tensor]) -> None:
@@ -453,14 +452,12 @@ class OcclusiveComponents(UniqueModule):
             y: all images, ``(N, height, width, F)``.
         """
         rows = self._check(population.select_rows(y))
-        mean: Tensor = cast_like(self._any_scene().reconstruct(dataclasses.replace(population, indices=None), rows), y)
-        return mean
+        return cast_like(self._any_scene().reconstruct(dataclasses.replace(population, indices=None), rows), y)
 
     @torch.no_grad()
     def scene_parameters(self) -> SceneParameters:
         """Objects and background at their present values, without gradients."""
-        parameters: SceneParameters = self._any_scene().parameters
-        return parameters
+        return self._any_scene().parameters
 
     parameters_of_scene = Renamed("scene_parameters")
 

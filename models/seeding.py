@@ -115,8 +115,7 @@ def _best_first(points: Tensor, distance: Tensor, power: Tensor, draws: Tensor, 
 
 def _parts(cell: Tensor, number: int) -> tuple[Tensor, ...]:
     """The positions of what belongs to every cell."""
-    parts: tuple[Tensor, ...] = cell.argsort(stable=True).split(torch.bincount(cell, minlength=number).tolist())
-    return parts
+    return cell.argsort(stable=True).split(torch.bincount(cell, minlength=number).tolist())
 
 
 def _find_distant(points: Tensor, limits: Tensor) -> Tensor:
@@ -215,8 +214,7 @@ def group_places(places: Tensor) -> Tensor:
     """Groups ``(K,)`` of places ``(K, D)``, the root of their number."""
     nearest = spread_rows(places, round(len(places) ** 0.5), torch.Generator(places.device).manual_seed(0))[1]
     # Of several rows at one place only one is the nearest: the others have no group.
-    group: Tensor = nearest.unique(return_inverse=True)[1]
-    return group
+    return nearest.unique(return_inverse=True)[1]
 
 
 def partners(near: Tensor, number: int, most: int) -> Tensor:

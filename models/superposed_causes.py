@@ -116,7 +116,7 @@ class SuperposedCauses(DataModel):
 
     def with_latents(self, index: Tensor) -> Self:
         """Returns a new model whose latent ``i`` copies latent ``index[i]``."""
-        return with_latents(self, index)  # type: ignore[no-any-return]
+        return with_latents(self, index)
 
 
 def _first_weight(constraint: constraints.Constraint, shape: tuple[int, int], dtype: torch.dtype | None) -> Tensor:
