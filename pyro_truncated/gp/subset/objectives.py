@@ -83,12 +83,6 @@ class SubsetProblem:
         """Diagonal ``(n,)`` of the kernel matrix in float64."""
         return self.kernel.diag().detach().double().clone()
 
-    def value(self, gram: Tensor, moment: Tensor, residual: Tensor) -> Tensor:
-        r""":math:`F` from :math:`G` ``(m, m)``, :math:`L^\top Y` ``(m, H)`` and :math:`\operatorname{tr}(K - \hat K)`."""
-        m = len(gram)
-        factor = torch.linalg.cholesky(gram + self.noise * torch.eye(m, dtype=gram.dtype, device=gram.device))
-        return self.value_from(factor, torch.linalg.solve_triangular(factor, moment, upper=False), residual)
-
     def value_from(self, factor: Tensor, whitened: Tensor, residual: Tensor) -> Tensor:
         r""":math:`F` from the Cholesky factor of :math:`B`, :math:`B^{-1/2} L^\top Y` and :math:`\operatorname{tr}(K - \hat K)`."""
         data = (self.targets.square().sum() - whitened.square().sum()) / self.noise
