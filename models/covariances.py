@@ -108,10 +108,7 @@ class CovariancesBase:
 
 
 class Diagonal(CovariancesBase):
-    """A variance for every dimension: ``scale (K, D)`` holds deviations.
-
-    Its methods say what all kinds have.
-    """
+    """A variance for every dimension: ``scale (K, D)`` holds deviations."""
 
     def likelihood(self, z: Tensor, loc: Tensor, parameters: Parameters) -> Any:
         """The distribution of data of components ``z``."""

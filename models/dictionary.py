@@ -25,10 +25,7 @@ _Total = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 def data_scale(squares: Tensor, counts: Tensor) -> Tensor:
-    """The root mean square of observed entries, or 1, the unit of floors.
-
-    If nothing is observed it raises ``ValueError``.
-    """
+    """The root mean square of observed entries, or 1, the unit of floors."""
     raise_if(~(counts > 0), "data must have at least one observed entry; got only NaN")
     scale = (squares / counts).sqrt()
     return torch.where(scale > 0, scale, 1.0)

@@ -263,10 +263,7 @@ class ClusterMerger:
         self._cost = self.costs(pairs)
 
     def merge_to(self, number: int) -> Tensor:
-        """Each cluster's part when so many are left, ``(M,)``.
-
-        At most a third of the surplus merges at once, to choose again.
-        """
+        """Each cluster's part when so many are left, ``(M,)``."""
         owner = torch.arange(len(self._alone), device=self._alone.device)
         surplus = len(owner) - number
         while surplus > 0 and len(self._pairs):

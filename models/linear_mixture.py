@@ -401,10 +401,7 @@ class MixtureOfMeans(LinearMixture):
     @torch.no_grad()
     @takes_arrays
     def reconstruct(self, population: Population, y: Tensor) -> Tensor:
-        r"""Returns posterior means :math:`\sum_k r_{nk}\, \mu_k` of the rows, ``(N, F)``.
-
-        The data points of the population have been scored.
-        """
+        r"""Returns posterior means :math:`\sum_k r_{nk}\, \mu_k` of the rows, ``(N, F)``."""
         mean: Tensor = Shares(population, self.num_components).means(self._means())
         return mean.to(y.dtype if check_data(y, self.num_observed).is_floating_point() else self.weights.dtype)
 

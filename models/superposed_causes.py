@@ -68,10 +68,7 @@ class SuperposedCauses(DataModel):
             return pyro.sample("y", self.superposition(states, weight, *others), obs=selected_rows(y, index))
 
     def likelihood(self, states: Tensor | None = None, weight: Tensor | None = None) -> Superposition:
-        r"""The likelihood :math:`p(y \mid s)`, with another dictionary if one is given.
-
-        By default the states are any, for what is the same for all of them.
-        """
+        r"""The likelihood :math:`p(y \mid s)`, of any states unless some are given."""
         weight, others = self.weight if weight is None else weight, self._likelihood_parameters()
         if states is None:
             # Parameters satisfy their constraints by the way they are kept.

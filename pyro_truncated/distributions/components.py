@@ -115,10 +115,7 @@ class ComponentGaussian(TorchDistribution):
         return torch.randn(*shape, size, dtype=self.loc.dtype, device=self.loc.device)
 
     def entries(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor, torch.Size]:
-        """Returns values ``(N, D)``, pairs with components ``(E,)``, and the result's shape.
-
-        A pair says which value and which component belong together.
-        """
+        """Returns values ``(N, D)``, pairs with components ``(E,)``, and the result's shape."""
         batch = value.shape[:-1]
         row = torch.arange(batch.numel(), device=value.device).reshape(batch)
         row, component = torch.broadcast_tensors(row, self.component)

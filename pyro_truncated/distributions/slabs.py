@@ -70,10 +70,7 @@ class SlabSuperposition(GaussianSuperposition):
         raise NotImplementedError(f"{type(self).__name__} has no posterior of slabs")
 
     def _integrate(self, states: Tensor, linear: Tensor, gram: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns log density, precision factor and mean of standardised slabs.
-
-        They are those under a state; the density is correct up to a constant.
-        """
+        """Returns log density, precision factor and mean of standardised slabs."""
         raise NotImplementedError(f"{type(self).__name__} does not integrate its slabs")
 
     def _posterior_arguments(self, population: Population, rows: Tensor, temperature: float) -> _Arguments:

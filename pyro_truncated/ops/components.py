@@ -157,10 +157,7 @@ def whiten(factor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def log_densities(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, whitened: Tensor, scale: Tensor, constant: Tensor) -> Tensor:
-    r"""Log densities :math:`c_k - \frac12 (y_n - \mu_k)^\top C_k^{-1} (y_n - \mu_k)` of pairs ``row``, ``component (E,)``.
-
-    The covariances are given by :func:`whiten` and ``scale (K,)``. Differentiable.
-    """
+    r"""Log densities :math:`c_k - \frac12 (y_n - \mu_k)^\top C_k^{-1} (y_n - \mu_k)` of pairs ``row``, ``component (E,)``."""
     size, rank = whitened.shape[1:]
     grouped, precision, ranks = GroupBlocks.from_groups(component, len(loc)), scale**-2, _ranks(whitened)
     parts = []

@@ -84,10 +84,7 @@ def _share(is_hole: Tensor) -> Tensor:
 
 
 def _shift_hole(is_hole: Tensor) -> list[Tensor]:
-    """Returns the hole at several different places that are seen.
-
-    It is mirrored, turned, or moved by half of the image.
-    """
+    """Returns the hole mirrored, turned, or moved to places that are seen."""
     near_corner = min(_mirror(is_hole), key=lambda other: int(other.nonzero().sum()))
     half = [size // 2 for size in is_hole.shape]
     shifted = [is_hole.roll(shifts, (0, 1)) for shifts in ((half[0], 0), (0, half[1]), half)]

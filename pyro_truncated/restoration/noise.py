@@ -86,10 +86,7 @@ def noise_level(image: Tensor, num_dims: int) -> float:
 
 
 def whole_windows(image: Tensor, num_dims: int) -> Tensor:
-    """Returns complete windows of each channel, ``(N, *sides)``.
-
-    They have no missing entry. If there are too many, some are drawn.
-    """
+    """Returns complete windows of each channel, ``(N, *sides)``, or some of them."""
     planes = image.unsqueeze(-1) if image.dim() == num_dims else image
     side, stride = _side(num_dims), math.ceil((image.numel() / _MAX_WINDOWS) ** (1 / num_dims))
     windows = planes.movedim(-1, 0)
@@ -228,10 +225,7 @@ def smooth_image(image: Tensor, num_dims: int) -> Tensor:
 
 
 def fill_missing(image: Tensor, num_dims: int) -> Tensor:
-    """Fills in missing entries by means of observed neighbours.
-
-    Entries near to observed ones are filled in first.
-    """
+    """Fills in missing entries by means of neighbours, near ones first."""
     missing = image.isnan()
     if not bool(missing.any()):
         return image
@@ -332,10 +326,7 @@ def _are_bands(planes: Tensor) -> bool:
 
 
 def warn_if_table(image: Tensor) -> None:
-    """Warns if columns of an image ``(N, C)`` have noise of unlike strength.
-
-    Neighbours in an image are alike, in a table they have units of their own.
-    """
+    """Warns if columns of an image ``(N, C)`` have noise of unlike strength."""
     columns = [column for column in image.unbind(-1) if not bool(column.isnan().all()) and bool((column != column[0]).any())]
     # Of fewer entries the noise is not sure.
     if not 2 <= len(columns) <= 2 * MAX_CHANNELS_OF_SIGNAL or len(image) < MAX_CHANNELS_OF_SIGNAL:
@@ -547,11 +538,7 @@ def _gain(counts: Tensor) -> float | None:
 
 
 def check_stabilised_counts(stable: Tensor, num_dims: int, gain: float) -> None:
-    """Warns if stabilised counts have other noise than one.
-
-    Warns:
-        VaryingNoiseWarning: with the gain that the values seem to have, or the growth of the noise.
-    """
+    """Warns if stabilised counts have other noise than one."""
     level = noise_level(stable, num_dims)
     is_low = level < MIN_STABLE and float(stable.square().nanmean()) / 4 > MANY_PHOTONS
     is_large, growth = _noise_growth(stable, num_dims, 1.0)
@@ -607,11 +594,7 @@ MIN_IMPULSES, MIN_HEIGHT, GAP = 0.003, 0.25, 0.05
 
 
 def warn_if_impulses(image: Tensor, num_dims: int) -> None:
-    """Warns of single entries at the lowest or highest number.
-
-    Warns:
-        UserWarning: with their share, and what to do.
-    """
+    """Warns of single entries at the lowest or highest number."""
     observed = image[~image.isnan()]
     extent, found = float(observed.max() - observed.min()), []
     for value in {float(observed.min()), float(observed.max())}:
@@ -640,11 +623,7 @@ MAX_RATIO_OF_LEVELS, MIN_RATIO_OF_LEVELS, HARMLESS_SHARE, MIN_ENTRIES = 3.0, 0.0
 
 
 def warn_if_unlikely(noise: float | Tensor, image: Tensor, num_dims: int) -> None:
-    """Warns if a given noise level cannot be the array's.
-
-    Warns:
-        UserWarning: with the level and its estimate.
-    """
+    """Warns if a given noise level cannot be the array's."""
     if image.numel() < MIN_ENTRIES:
         return
     level, found, extent = root_mean_square(noise), root_mean_square(noise_levels(image, num_dims)), float(deviation(image))
@@ -660,10 +639,7 @@ def warn_if_unlikely(noise: float | Tensor, image: Tensor, num_dims: int) -> Non
 
 
 def _noise_growth(image: Tensor, num_dims: int, levels: float | Tensor) -> tuple[bool, float]:
-    """Returns whether noise is large in bright windows, and how it grows.
-
-    The growth from dark to bright windows is zero if it may be chance.
-    """
+    """Returns whether bright windows have much noise, and growth beyond chance."""
     classes = _brightness_classes(image / levels, num_dims)
     if classes is None:
         return False, 0.0
@@ -676,10 +652,7 @@ def _noise_growth(image: Tensor, num_dims: int, levels: float | Tensor) -> tuple
 
 
 def _brightness_classes(image: Tensor, num_dims: int) -> list[Tensor] | None:
-    """Returns windows ``(N, *sides)`` by evenly spaced brightness, darkest first.
-
-    ``None`` if there are too few.
-    """
+    """Returns windows ``(N, *sides)`` by brightness, darkest first, or ``None``."""
     windows = whole_windows(image, num_dims)
     number = max(MIN_WINDOWS, round(SHARE_OF_CLASS * len(windows)))
     if len(windows) < NUM_CLASSES * number:
@@ -704,10 +677,7 @@ def _lower_texture(windows: Tensor) -> Tensor:
 
 
 def _is_poisson_noise(image: Tensor, num_dims: int) -> bool:
-    """Whether values are counts, up to a gain, with stable noise.
-
-    Their stabilised noise is one where it is dark and where it is bright.
-    """
+    """Whether values are counts, up to a gain, with stable noise."""
     gain = _gain(image)
     if gain is None or float(image.nan_to_num(0.0).min()) < 0:
         return False

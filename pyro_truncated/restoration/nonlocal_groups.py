@@ -155,10 +155,7 @@ def average_low_rank_groups(image: Tensor, estimate: Tensor, noise: float, chann
 
 
 def _with_texture(image: Tensor, noise: float, channels: int | None) -> Tensor:
-    """Returns which channels deviate by more than the threshold, ``(channels,)``.
-
-    For an image without channels it is one truth value.
-    """
+    """Returns which channels deviate by more than the threshold, ``(channels,)``."""
     rows = image.reshape(-1, channels or 1)
     return ((rows - rows.nanmean(0)).square().nanmean(0) > (_NUM_DEVIATIONS * noise) ** 2).reshape([channels] if channels else [])
 
@@ -256,10 +253,7 @@ def _directions(covariance: Tensor, noise: float) -> Tensor:
 
 
 def _covariances(array: Tensor, patches: Patches) -> Tensor:
-    """Returns covariances ``(T, D, D)`` of windows at all places.
-
-    They come from pairs of entries that are not NaN. Pairs never observed have none.
-    """
+    """Returns covariances ``(T, D, D)`` of observed pairs of entries at all places."""
     planes = array if patches.channels is not None else array.unsqueeze(-1)
     around = [0, 0, *itertools.chain.from_iterable((0, side - 1) for side in reversed(patches.size))]
     values, is_observed = (F.pad(of_all, around) for of_all in (planes.nan_to_num(0.0), (~planes.isnan()).to(planes)))
@@ -298,10 +292,7 @@ def _near(array: Tensor, weights: list[Tensor]) -> Tensor:
 
 
 def _weights(size: int, side: int, spread: float) -> Tensor:
-    """Returns Gaussian weights of positions around each place of a dimension.
-
-    Positions go beyond its end by the side of a window.
-    """
+    """Returns Gaussian weights of positions around each place, also beyond the end."""
     number = _num_places(size, spread)
     places = (torch.arange(number).double() + 0.5) * size / number
     return (-0.5 * ((torch.arange(size + side - 1) + 0.5 - places.unsqueeze(1)) / spread).square()).exp()
@@ -321,10 +312,7 @@ def _num_places(size: int, spread: float) -> int:
 
 
 def _dimensions(patches: Patches) -> list[tuple[int, int, float]]:
-    """Returns size, window side and standard deviation of neighbourhoods for every dimension.
-
-    A neighbourhood then has a fixed sum of weights.
-    """
+    """Returns size, window side and deviation of neighbourhoods for every dimension."""
     spread = _NEIGHBOURS ** (1 / len(patches.shape)) / math.sqrt(2 * math.pi)
     sizes = zip(patches.shape, patches.size, strict=True)
     # Of long dimensions spreads are larger: there are 64 places at most.

@@ -191,10 +191,7 @@ class PatchMixture(torch.nn.Module):
 
 
 def most_probable(population: Population, number: int) -> Population:
-    """Returns the ``number`` most probable states of every data point.
-
-    The most probable comes first. If there are fewer, all are returned.
-    """
+    """Returns the ``number`` most probable states of every data point, best first."""
     log_joint, best = population.log_joint.topk(min(number, population.num_states), 1)
     return dataclasses.replace(population, words=gather_states(population.words, best), log_joint=log_joint)
 
@@ -218,10 +215,7 @@ _BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
 
 
 class MixtureFit(NamedTuple):
-    """What a mixture makes of an array, with expected squared errors.
-
-    That is the noise that it asks for, the mixture, and its guide.
-    """
+    """What a mixture makes of an array, with expected squared errors."""
 
     patches: Patches
     array: Tensor
@@ -377,10 +371,7 @@ def _clusters(points: Tensor, number: int, generator: torch.Generator | None, *,
 
 
 def _run_em(mixture: PatchMixture, nearest: Tensor, data: tuple[Tensor, Tensor, Tensor], bar: ProgressBar) -> AutoTruncated:
-    """Runs EM in which patches without noise are observed.
-
-    Components are first the nearest clusters, later the most probable ones.
-    """
+    """Runs EM on patches without noise, at first with the nearest clusters."""
     space = StateSpace([mixture.num_components])
     population = Population(space, space.pack(nearest[:, :1, None]), torch.zeros_like(nearest[:, :1], dtype=data[0].dtype))
     guide = _guide(mixture, nearest)
@@ -400,10 +391,7 @@ def _guide(mixture: PatchMixture, components: Tensor) -> AutoTruncated:
 
 
 def cosines(sizes: tuple[int, ...], like: Tensor) -> Tensor:
-    """Returns the orthonormal discrete cosine transform of windows, ``(D, D)``.
-
-    The first row is the constant.
-    """
+    """Returns the orthonormal discrete cosine transform of windows, ``(D, D)``."""
     basis = torch.ones(1, 1, dtype=torch.float64)
     for size in sizes:
         frequency = torch.arange(size, dtype=torch.float64).unsqueeze(1)

@@ -179,10 +179,7 @@ def stacking_weights(arrays: Tensor, held_out: Tensor, shrinkage: float) -> Tens
 
 
 def _minimize_on_support(support: list[int], quadratic: Tensor, linear: Tensor) -> Tensor:
-    """Minimises the quadratic function over weights on these arrays, with sum one.
-
-    All other weights are zero.
-    """
+    """Minimises the quadratic function over weights of these arrays alone."""
     inverse = torch.linalg.solve(quadratic[support][:, support], torch.stack([linear[support], torch.ones_like(linear[support])], 1))
     free, ones = inverse.unbind(1)
     weights = torch.zeros_like(linear)

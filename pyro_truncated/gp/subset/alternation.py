@@ -38,10 +38,7 @@ EXACT_UP_TO = 5000
 
 
 def default_size(num_data: int) -> int:
-    """Returns and logs the default number of inducing inputs.
-
-    It is all data points while an exact regression is affordable.
-    """
+    """Returns and logs the default number of inducing inputs, all if affordable."""
     if num_data <= EXACT_UP_TO:
         note_once(f"SubsetGPRegression is exact on up to {EXACT_UP_TO} data points; num_inducing=... makes it sparse, and faster")
         return num_data
@@ -59,10 +56,7 @@ def exact_backward(kernel: DataKernel, targets: Tensor, log_noise: Tensor, weigh
 
 
 def evidence_backward(covariance: Tensor, targets: Tensor, weight: float = 1.0) -> float:
-    """The weighted objective of targets ``(n, H)``, with gradients in place.
-
-    It goes through their covariances ``(n, n)``, noise included.
-    """
+    """The weighted objective of targets ``(n, H)``, with gradients in place."""
     with torch.no_grad():
         factor = stable_cholesky(covariance)
         a = torch.cholesky_solve(targets, factor)
