@@ -182,8 +182,7 @@ class BinaryVAE(UniqueModule):
 
     def mean(self, states: Tensor) -> Tensor:
         """Means of observations ``(*batch, D)`` with states ``(*batch, H)``."""
-        mean: Tensor = self.center + self.unit * self.decoder(states)
-        return mean
+        return self.center + self.unit * self.decoder(states)
 
     @torch.no_grad()
     @takes_arrays

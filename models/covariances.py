@@ -55,14 +55,12 @@ def floor_covariance(covariance: Tensor, floor: Tensor) -> Tensor:
     if all(read_conditions(info == 0)):
         return covariance
     values, vectors = torch.linalg.eigh(relative)
-    floored: Tensor = (vectors * values.clamp(min=1.0).unsqueeze(-2)) @ vectors.mT * squares
-    return floored
+    return (vectors * values.clamp(min=1.0).unsqueeze(-2)) @ vectors.mT * squares
 
 
 def floor_cholesky(covariance: Tensor) -> Tensor:
     """The Cholesky factor of :func:`floor_covariance`, without checks."""
-    factor: Tensor = torch.linalg.cholesky_ex(covariance).L
-    return factor
+    return torch.linalg.cholesky_ex(covariance).L
 
 
 Parameters = dict[str, Tensor]
@@ -98,8 +96,7 @@ class CovariancesBase:
     def floor(self, variance: Tensor, power: Tensor, dtype: torch.dtype) -> Tensor:
         """The least variance of data, of each dimension or of all."""
         unit = (variance, power) if self.has_units else (variance.mean(), power.mean())
-        least: Tensor = variance_floor(*unit, dtype)
-        return least
+        return variance_floor(*unit, dtype)
 
     def rescale(self, parameters: Parameters, units: Tensor) -> Parameters:
         """Returns the parameters of data that are multiplied by units ``(D,)``."""
@@ -107,15 +104,11 @@ class CovariancesBase:
 
     def without_noise(self, population: Population, y: Tensor, loc: Tensor, parameters: Parameters) -> Tensor:
         """Posterior means ``(N, D)`` of noise-free data."""
-        means: Tensor = Shares(population, len(loc)).means(loc)
-        return means
+        return Shares(population, len(loc)).means(loc)
 
 
 class Diagonal(CovariancesBase):
-    """A variance for every dimension: ``scale (K, D)`` holds deviations.
-
-    Its methods say what all kinds have.
-    """
+    """A variance for every dimension: ``scale (K, D)`` holds deviations."""
 
     def likelihood(self, z: Tensor, loc: Tensor, parameters: Parameters) -> Any:
         """The distribution of data of components ``z``."""
@@ -129,8 +122,7 @@ class Diagonal(CovariancesBase):
 
     def products(self, shares: Shares, rows: Tensor) -> Tensor:
         """Returns sums of data products ``(N, D)`` for the M-step: squares, ``(K, D)``."""
-        squares: Tensor = shares.sums(rows.square())
-        return squares
+        return shares.sums(rows.square())
 
     def variances(self, loc: Tensor, parameters: Parameters) -> Tensor:
         """Variances of all dimensions, of which ``(K, D)`` can be made."""
@@ -208,8 +200,7 @@ class Full(CovariancesBase):
 
     def products(self, shares: Shares, rows: Tensor) -> Tensor:
         """Products, ``(K, D, D)``."""
-        products: Tensor = shares.outer_products(rows)
-        return products
+        return shares.outer_products(rows)
 
     def expected_products(self, weights: Tensor, loc: Tensor, parameters: Parameters) -> Tensor:
         """Products, ``(K, D, D)``."""
@@ -321,8 +312,7 @@ def spread_around(statistics: dict[str, Tensor], loc: Tensor) -> Tensor:
 def pair_factors(precision: Tensor) -> Tensor:
     """Factors ``(K, F)`` of products in quadratic forms ``(K, D, D)``."""
     row, column = torch.tril_indices(*precision.shape[1:], device=precision.device)
-    factors: Tensor = precision[:, row, column] * (2.0 - (row == column).to(precision))
-    return factors
+    return precision[:, row, column] * (2.0 - (row == column).to(precision))
 
 
 def _invert(scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -356,8 +346,7 @@ class LowRank(Full):
         """The covariances."""
         factor, scale = parameters["factor"], parameters["scale"]
         noise = scale.expand(len(factor))[:, None].square().expand(factor.shape[:2])
-        covariance: Tensor = factor @ factor.mT + torch.diag_embed(noise)
-        return covariance
+        return factor @ factor.mT + torch.diag_embed(noise)
 
     def without_noise(self, population: Population, y: Tensor, loc: Tensor, parameters: Parameters) -> Tensor:
         """Posterior means of what lies in the directions."""
@@ -422,8 +411,7 @@ def _shared_noise(first: Tensor, rest_sum: Tensor, counts: Tensor) -> Tensor:
     # Means over ever more of the eigenvalues: the first one that does not exceed the next of them.
     mean, following = total / number, torch.cat([value, value.new_full((1,), torch.inf)])
     # To index by a scalar is to look at it.
-    best: Tensor = mean.take((mean <= following).to(torch.uint8).argmax())
-    return best
+    return mean.take((mean <= following).to(torch.uint8).argmax())
 
 
 Covariances = Diagonal | Full
@@ -458,18 +446,12 @@ class Prior:
 
     is an inverse Wishart density around :math:`\alpha S`, that of ``m`` more data points shaped as all data. The ratio :math:`\alpha` of
     component and data is estimated with the weight of one data point. What all components share has no prior.
-
-    Attributes:
-        floor: least variance, of all dimensions or of each, ``(D,)``.
-        number: ``m``. covariance: :math:`S`, ``(D, D)``, or the variances ``(D,)`` where
-        covariances are not dense. Without it there is only the floor. size: :math:`\frac12 \log
-        |S|` under the covariance type; computed by default.
     """
 
-    floor: Tensor
-    number: float | Tensor = 0.0
-    covariance: Tensor | None = None
-    size: Tensor | None = None
+    floor: Tensor  # least variance, of all dimensions or of each, (D,)
+    number: float | Tensor = 0.0  # m
+    covariance: Tensor | None = None  # S, (D, D), or the variances (D,) where covariances are not dense. Without it only the floor.
+    size: Tensor | None = None  # half of log |S| under the covariance type; computed by default
 
     @classmethod
     def from_pseudo_data(cls, floor: Tensor, covariance: Tensor, buffers: Tensor) -> Prior:

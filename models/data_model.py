@@ -72,15 +72,7 @@ class DataModel(UniqueModule):
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
         """Sets the parameters to where learning starts from, as the class says.
 
-        Args:
-            y: data ``(N, D)``.
-            generator: source of randomness.
-
-        Returns:
-            The model itself.
-
-        Raises:
-            ValueError: for data that training refuses, in its words: those outside the likelihood's support, by name and data point.
+        Data ``(N, D)`` that training refuses are refused here in its words, by name and data point. Returns the model itself.
         """
         check_observable(self, check_data(y, self.num_observed), self.data_support)
         self._start(first_rows(y, generator), generator)
@@ -125,7 +117,7 @@ def first_prior(num_latents: int, is_shared: bool, dtype: torch.dtype | None = N
 def activation(prior: Tensor, num_latents: int) -> TorchDistribution:
     """The prior of so many latents, each active with its probability."""
     probability = dist.Bernoulli(prior, validate_args=None if prior.is_cpu else False)
-    return probability.expand([num_latents]).to_event(1)  # type: ignore[no-any-return]
+    return probability.expand([num_latents]).to_event(1)
 
 
 def best_prior(active: Tensor, num_data: Tensor, is_shared: bool) -> Tensor:

@@ -25,10 +25,7 @@ _Total = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 def data_scale(squares: Tensor, counts: Tensor) -> Tensor:
-    """The root mean square of observed entries, or 1, the unit of floors.
-
-    If nothing is observed it raises ``ValueError``.
-    """
+    """The root mean square of observed entries, or 1, the unit of floors."""
     raise_if(~(counts > 0), "data must have at least one observed entry; got only NaN")
     scale = (squares / counts).sqrt()
     return torch.where(scale > 0, scale, 1.0)
@@ -95,7 +92,7 @@ def cholesky(matrix: Tensor) -> Tensor:
     """Returns Cholesky factors, with deferred checks that they exist."""
     factor, info = torch.linalg.cholesky_ex(matrix)
     raise_if((info != 0).any(), lambda: torch.linalg.cholesky(matrix))
-    return factor  # type: ignore[no-any-return]
+    return factor
 
 
 def best_dictionary_and_offset(weight: Tensor, bias: Tensor, statistics: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -259,23 +256,15 @@ Statistics = dict[str, Tensor]
 
 
 class LinearDictionary(DataModel):
-    r"""Base of models :math:`y \sim \mathcal N(W s + b, \sigma^2 I)`.
-
-    Attributes:
-        weight: dictionary :math:`W`, ``(D, H)``.
-        scale: noise standard deviation :math:`\sigma`, a scalar.
-        bias: offset :math:`b`, ``(D,)``; ``None`` in models without.
-        center: where moments are taken, ``(D,)``. The data's mean after ``initialize``, which avoids cancellation. Only with an offset.
-        ridge: :math:`\lambda` of a prior :math:`W_{dh} \sim \mathcal N(0, \sigma^2 / \lambda)` of the dictionary's entries in the M-step,
-            in squares of a coefficient. Where little is observed, elements that fit it closely explain what is missing badly.
-            It is for training that has found the elements: at first, elements that are hardly used yet would vanish with it.
-    """
+    r"""Base of models :math:`y \sim \mathcal N(W s + b, \sigma^2 I)`."""
 
     num_latents: int
-    weight: Tensor
-    scale: Tensor
-    bias: Tensor | None
-    center: Tensor
+    weight: Tensor  # dictionary W, (D, H)
+    scale: Tensor  # noise standard deviation, a scalar
+    bias: Tensor | None  # offset b, (D,); None in models without
+    center: Tensor  # where moments are taken, (D,). The data's mean after initialize, which avoids cancellation. Only with an offset.
+    # The M-step's prior of the dictionary's entries has the variance scale ** 2 / ridge. Where little is observed, elements that fit it
+    # closely explain what is missing badly. At first, elements that are hardly used yet would vanish with it.
     ridge: float = 0.0
 
     def _set_ridge(self, ridge: float) -> None:

@@ -98,10 +98,10 @@ def _least_squares(rows: Tensor, is_observed: Tensor, code: Tensor, weight: Tens
     # Unused elements would make the Gram matrix singular.
     ridge = 1e-6 * torch.eye(code.shape[1], dtype=code.dtype, device=code.device)
     if bool(is_observed.all()):
-        return weight + torch.linalg.solve(code.mT @ code + ridge, code.mT @ (rows - code @ weight.mT)).mT  # type: ignore[no-any-return]
+        return weight + torch.linalg.solve(code.mT @ code + ridge, code.mT @ (rows - code @ weight.mT)).mT
     gram = (is_observed.mT @ (code.unsqueeze(2) * code.unsqueeze(1)).flatten(1)).unflatten(1, ridge.shape) + ridge
     gradient = ((rows - code @ weight.mT) * is_observed).mT @ code
-    return weight + torch.linalg.solve(gram, gradient.unsqueeze(-1)).squeeze(-1)  # type: ignore[no-any-return]
+    return weight + torch.linalg.solve(gram, gradient.unsqueeze(-1)).squeeze(-1)
 
 
 class FactorialHMM(UniqueModule):
@@ -289,8 +289,7 @@ class FactorialHMM(UniqueModule):
             raise ValueError(f"y must have shape (N, T, {self.num_observed}), one row per sequence; got {tuple(y.shape)}")
         if bool(y.isinf().any()):
             raise ValueError("y must hold finite numbers, or NaN where an entry is missing; got infinity")
-        rows: Tensor = cast_like(y, y)
-        return rows
+        return cast_like(y, y)
 
 
 def _lengths(y: Tensor) -> Tensor:

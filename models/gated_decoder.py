@@ -19,15 +19,11 @@ from pyro_truncated.models.data_model import cast_like, check_real
 
 
 class GatedKernel(UniqueModule, kernels.Kernel):
-    r"""A kernel for each part that both inputs have.
+    r"""A kernel over ``pose_dim`` inputs for each part that both inputs have.
 
     .. math:: k\bigl((b, z), (b', z')\bigr) = \sum_h b_h\, b'_h\; k_h(z_h, z'_h)
 
     An input is a row ``[b, z_1, ..., z_H]`` with ``H`` switches and ``H * pose_dim`` further numbers.
-
-    Args:
-        parts: kernels over ``pose_dim`` inputs, one for each part.
-        pose_dim: number of inputs of each part.
     """
 
     def __init__(self, parts: list[kernels.Kernel], pose_dim: int = 1) -> None:

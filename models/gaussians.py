@@ -51,25 +51,17 @@ def least_variance(kind: Covariances, statistics: Statistics, center: Tensor, bu
     total = statistics["counts"].sum()
     shift, power = statistics["sums"].sum(0) / total, statistics["squares"] / total
     variance, power = at_most(torch.stack([power - shift.square(), power]), bulk.square())
-    floor: Tensor = kind.floor(variance, power + center.square(), dtype)
-    return floor
+    return kind.floor(variance, power + center.square(), dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class Gaussians:
-    r"""Components :math:`\pi_k \mathcal N(\mu_k, \Sigma_k)` of one kind, whose weights need not sum to one.
-
-    Attributes:
-        kind: the kind of covariances.
-        weights: :math:`\pi`, ``(K,)``.
-        loc: means above a center, ``(K, D)``. Data and statistics are relative to it, too.
-        spreads: the parameters of the covariances by name, in any type. The others are in float64.
-    """
+    r"""Components :math:`\pi_k \mathcal N(\mu_k, \Sigma_k)` of one kind, whose weights need not sum to one."""
 
     kind: Covariances
-    weights: Tensor
-    loc: Tensor
-    spreads: Parameters
+    weights: Tensor  # (K,)
+    loc: Tensor  # means above a center, (K, D). Data and statistics are relative to it, too.
+    spreads: Parameters  # the parameters of the covariances by name, in any type. The others are in float64.
 
     def __len__(self) -> int:
         return len(self.weights)
@@ -86,8 +78,7 @@ class Gaussians:
 
     def offset(self, features: Tensor) -> Tensor | None:
         """Terms of the log joints ``(N,)`` that features ``(N, F)`` lack."""
-        offset: Tensor | None = self.kind.offset(features[:, 1 : self.loc.shape[1] + 1], self.spreads)
-        return offset
+        return self.kind.offset(features[:, 1 : self.loc.shape[1] + 1], self.spreads)
 
     def expected_log_joint(self, statistics: Statistics) -> Tensor:
         r""":math:`\sum_n r_{nk} \log \pi_k \mathcal N(y_n; \mu_k, \Sigma_k)`, ``(K,)``, but for what is the same for all components."""
@@ -207,8 +198,7 @@ class Agglomeration:
         statistics = self.statistics(near[:, 0], len(centres))
         likeliest = functools.partial(self.likeliest, covariance=self._within(statistics, near[:, 0]))
         becomes = ClusterMerger(self.kind, likeliest, statistics, partners(near, len(centres), 6)).merge_to(number)
-        owner: Tensor = becomes[near[:, 0]].unique(return_inverse=True)[1]
-        return owner
+        return becomes[near[:, 0]].unique(return_inverse=True)[1]
 
     def statistics(self, owner: Tensor, number: int) -> Statistics:
         """Of so many clusters, which the data points are in."""
@@ -241,8 +231,7 @@ class Agglomeration:
         freedom = max(1, len(self.x) - int((counts > 0).sum()))
         varies = bool((within.diagonal() > self.floor).any())
         total = within / freedom if varies else _products(self.x.split(_ROWS_PER_BLOCK)) / len(self.x)
-        covariance: Tensor = floor_covariance(total, self.floor)
-        return covariance
+        return floor_covariance(total, self.floor)
 
     def _project(self) -> Agglomeration:
         """Simpler components, in leading directions, if covariances are large matrices.
@@ -274,10 +263,7 @@ class ClusterMerger:
         self._cost = self.costs(pairs)
 
     def merge_to(self, number: int) -> Tensor:
-        """Each cluster's part when so many are left, ``(M,)``.
-
-        At most a third of the surplus merges at once, to choose again.
-        """
+        """Each cluster's part when so many are left, ``(M,)``."""
         owner = torch.arange(len(self._alone), device=self._alone.device)
         surplus = len(owner) - number
         while surplus > 0 and len(self._pairs):
@@ -320,8 +306,7 @@ class ClusterMerger:
 
     def _log_joints(self, statistics: Statistics) -> Tensor:
         """Sums of the log joints over clusters, ``(M,)``."""
-        log_joints: Tensor = self._likeliest(statistics).expected_log_joint(statistics)
-        return log_joints
+        return self._likeliest(statistics).expected_log_joint(statistics)
 
 
 def _cheapest(pairs: Tensor, cost: Tensor, number: int) -> Tensor:
@@ -371,28 +356,19 @@ def all_populations(model: Any, guide: AutoTruncated, y: Tensor) -> Population:
     population = guide.refresh_(y)
     if guide.populations.is_part:
         raise NotImplementedError("split_and_merge needs all data; got a shard: train the mixture in one process")
-    return population  # type: ignore[no-any-return]
+    return population
 
 
 @dataclasses.dataclass(frozen=True)
 class Moves:
-    r"""Disjoint moves: two components become one, the free one splits another.
+    """Disjoint moves: two components become one, the free one splits another."""
 
-    Attributes:
-        components: all as they are before.
-        survivors: which components take over the data of another one, ``(M,)``.
-        movers: which ones move, ``(M,)``. Where it is the survivor, its data are left to all others.
-        targets: where they move to, ``(M,)``.
-        unions: what the survivors become.
-        halves: what those that are split become, and those that move, two and two, ``2 M`` components.
-    """
-
-    components: Gaussians
-    survivors: Tensor
-    movers: Tensor
-    targets: Tensor
-    unions: Gaussians
-    halves: Gaussians
+    components: Gaussians  # all as they are before
+    survivors: Tensor  # which components take over the data of another one, (M,)
+    movers: Tensor  # which ones move, (M,). Where it is the survivor, its data are left to all others.
+    targets: Tensor  # where they move to, (M,)
+    unions: Gaussians  # what the survivors become
+    halves: Gaussians  # what those that are split become, and those that move, two and two, 2 M components
 
     def __len__(self) -> int:
         return len(self.survivors)
@@ -464,20 +440,17 @@ class MoveSearch:
         best = log_joint.argmax(1, keepdim=True)
         rest = log_joint.scatter(1, best, -math.inf).logsumexp(1, keepdim=True)
         loss = (-torch.log1p(-weight)).scatter(1, best, log_joint.logsumexp(1, keepdim=True) - rest)
-        without: Tensor = self._log_prior.index_add(0, self.component.flatten(), loss.flatten())
-        return without
+        return self._log_prior.index_add(0, self.component.flatten(), loss.flatten())
 
     def pairs(self) -> Tensor:
         """Pairs ``(M, 2)`` of components that explain the same data."""
-        pairs: Tensor = partners(self.near[:, :2], len(self.components), 3)
-        return pairs
+        return partners(self.near[:, :2], len(self.components), 3)
 
     def losses(self, pairs: Tensor) -> Tensor:
         """Returns the free energy's loss by merging pairs, ``(M,)``."""
         merged, each = self.merge_pairs(pairs), self.components.expected_log_joint(self.statistics) + self._log_prior
         together = merged.expected_log_joint(self._statistics(pairs)) + merged.log_prior(self.prior)
-        losses: Tensor = each[pairs].sum(1) - together - self._entropies(pairs)
-        return losses
+        return each[pairs].sum(1) - together - self._entropies(pairs)
 
     def merge_pairs(self, pairs: Tensor) -> Gaussians:
         """The components that pairs become."""

@@ -106,14 +106,7 @@ _ROWS_PER_BLOCK, _MAX_ROWS_PER_BLOCK, _FEATURES = 2**14, 2**16, 2**21
 class LinearMixture(DataModel):
     """A mixture whose log joints are linear in features of the data.
 
-    Args:
-        num_observed: observed dimensions ``D``.
-        num_components: number of components ``K``.
-        dtype: type of the parameters. Default: torch's.
-
     Attributes:
-        num_observed: observed dimensions ``D``.
-        num_components: number of components ``K``.
         weights: mixing proportions, ``(K,)``.
         knows_data: whether ``initialize`` has taken the parameters from data, a Boolean.
     """
@@ -165,9 +158,8 @@ class LinearMixture(DataModel):
     def expected_statistics(self) -> dict[str, Tensor] | None:
         """Returns one data point's expected ``sufficient_statistics``, for a mixture with data.
 
-        :class:`~pyro_truncated.ClosedForm` counts data points that have not been visited as that.
-
-        ``None`` if the mixture has not been initialized with data and all components have the same weight.
+        :class:`~pyro_truncated.ClosedForm` counts data points that have not been visited as that. ``None`` if the mixture has not been
+        initialized with data and all components have the same weight.
         """
         lowest, highest = self.weights.aminmax()
         # Equal weights differ by rounding.
@@ -236,15 +228,7 @@ class LikeliestComponents(Search):
     """Proposes the likeliest components of every data point, see :meth:`LinearMixture.likeliest_components`.
 
     Populations need not be likely beforehand. Of more than three thousand components not all likely ones are found at once; later steps
-    miss less, in less time.
-
-    Args:
-        model: the mixture, whose data are called ``y``.
-        num_states: how many components to propose.
-
-    Raises:
-        ValueError: if the number is below 1; when searching, if the model has other latents than one per data point, or no observed site
-            ``y``.
+    miss less, in less time. Other models than those of one latent for each data point and an observed site ``y`` are refused.
     """
 
     def __init__(self, model: LinearMixture, num_states: int) -> None:
@@ -267,8 +251,7 @@ class LikeliestComponents(Search):
 
     def improve(self, batch: SearchBatch, steps: int = 1) -> Population:
         """The populations after one step, to which further ones would add little."""
-        population: Population = super().improve(batch, min(steps, 1))
-        return population
+        return super().improve(batch, min(steps, 1))
 
 
 class ComponentTable(TorchDistribution):
@@ -310,19 +293,16 @@ class ComponentTable(TorchDistribution):
     @property
     def mean(self) -> Tensor:
         """Means ``(*batch, D)``."""
-        mean: Tensor = self._plain(self.component).mean
-        return mean
+        return self._plain(self.component).mean
 
     @property
     def variance(self) -> Tensor:
         """Variances ``(*batch, D)``."""
-        variance: Tensor = self._plain(self.component).variance
-        return variance
+        return self._plain(self.component).variance
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Draws values."""
-        draws: Tensor = self._plain(self.component).sample(torch.Size(sample_shape))
-        return draws
+        return self._plain(self.component).sample(torch.Size(sample_shape))
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Returns log densities of values ``(*batch, D)``."""
@@ -333,8 +313,7 @@ class ComponentTable(TorchDistribution):
         row, component = torch.broadcast_tensors(row, self.component)
         # From this share of all components on one product of matrices costs less than log densities one by one.
         if row.numel() < 1 / 16 * batch.numel() * self._num_components:
-            few: Tensor = self._plain(self.component).log_prob(value)
-            return few
+            return self._plain(self.component).log_prob(value)
         return self._table(value.reshape(batch.numel(), -1))[row, component.long()]
 
 
@@ -422,12 +401,7 @@ class MixtureOfMeans(LinearMixture):
     @torch.no_grad()
     @takes_arrays
     def reconstruct(self, population: Population, y: Tensor) -> Tensor:
-        r"""Returns posterior means :math:`\sum_k r_{nk}\, \mu_k` of the rows, ``(N, F)``.
-
-        Args:
-            population: truncated posteriors, of data points that have been scored; its ``indices`` select these among ``y``.
-            y: all data, ``(N, D)``.
-        """
+        r"""Returns posterior means :math:`\sum_k r_{nk}\, \mu_k` of the rows, ``(N, F)``."""
         mean: Tensor = Shares(population, self.num_components).means(self._means())
         return mean.to(y.dtype if check_data(y, self.num_observed).is_floating_point() else self.weights.dtype)
 
@@ -506,8 +480,7 @@ class CategoricalMixture(MixtureOfMeans):
     @takes_arrays
     def reconstruct(self, population: Population, y: Tensor) -> Tensor:
         """See :meth:`.MixtureOfMeans.reconstruct`; returns probabilities ``(N, D, L)`` of all values."""
-        probs: Tensor = super().reconstruct(population, y).unflatten(1, (self.num_observed, self.num_values))
-        return probs
+        return super().reconstruct(population, y).unflatten(1, (self.num_observed, self.num_values))
 
 
 def _indicators(y: Tensor, num_values: int) -> Tensor:
@@ -592,5 +565,4 @@ def _log_factorials(counts: Tensor) -> Tensor:
 def _least_loss(features: Tensor) -> Tensor:
     """Minus each data point's highest log density, ``(N,)``."""
     counts = features[:, 1:]
-    loss: Tensor = (counts - torch.special.xlogy(counts, counts)).sum(1)
-    return loss
+    return (counts - torch.special.xlogy(counts, counts)).sum(1)

@@ -86,8 +86,7 @@ class MaximalCauses(SparseCoding):
             wins = other.wins(population.words, weights, rows[:, dimensions])
             return other.square_error({**wins, "squares": statistics["squares"][dimensions]})
 
-        claims: dict[str, Tensor] = best_claims(self.weight.double(), statistics, expected_errors, shard_sum(y))
-        return claims
+        return best_claims(self.weight.double(), statistics, expected_errors, shard_sum(y))
 
     @torch.no_grad()
     def maximize(self, statistics: dict[str, Tensor]) -> None:
@@ -356,8 +355,7 @@ def _best_concentration(excess: Tensor, *, newton_steps: int = 8) -> Tensor:
     for _ in range(newton_steps):
         error = k.log() - torch.digamma(k) - c
         k = 1 / (1 / k + error / (k.square() * (1 / k - torch.polygamma(1, k))))
-    best: Tensor = k.clamp(max=_MAX_CONCENTRATION)
-    return best
+    return k.clamp(max=_MAX_CONCENTRATION)
 
 
 class NoisyOr(SuperposedCauses):

@@ -35,19 +35,12 @@ _MAX_MISSING_SHARE = 0.3  # less of a window's energy is missing in an object th
 
 
 class Windows(NamedTuple):
-    """Windows of images less their background, with what lies around them.
+    """Windows of images less their background, with what lies around them."""
 
-    Attributes:
-        pixels: ``(n, F, t + 4 p, u + 4 q)`` float32: objects of ``t x u`` pixels may lie up to ``p`` rows and ``q`` columns off the centre.
-        energy: squared length of the ``t x u`` pixels at the centre, less that of the noise, ``(n,)``.
-        reach: ``p`` and ``q``.
-        noise: variance of the noise.
-    """
-
-    pixels: Tensor
-    energy: Tensor
-    reach: tuple[int, int]
-    noise: Tensor
+    pixels: Tensor  # (n, F, t + 4 p, u + 4 q) float32: objects of t x u pixels may lie up to p rows and q columns off the centre
+    energy: Tensor  # squared length of the t x u pixels at the centre, less that of the noise, (n,)
+    reach: tuple[int, int]  # p and q
+    noise: Tensor  # variance of the noise
 
     def within(self, times: int) -> Tensor:
         """The centres with so many times ``p`` and ``q`` pixels around them."""
@@ -56,17 +49,11 @@ class Windows(NamedTuple):
 
 
 class Clusters(NamedTuple):
-    """What windows show in common.
+    """What windows show in common."""
 
-    Attributes:
-        objects: ``(K, F, t, u)``, less the background.
-        size: how many windows each is the average of, ``(K,)``.
-        energy: squared length, less that of the noise left, ``(K,)``.
-    """
-
-    objects: Tensor
-    size: Tensor
-    energy: Tensor
+    objects: Tensor  # (K, F, t, u), less the background
+    size: Tensor  # how many windows each is the average of, (K,)
+    energy: Tensor  # squared length, less that of the noise left, (K,)
 
     def take(self, index: Tensor) -> Clusters:
         """Some of them."""
@@ -428,8 +415,7 @@ class OcclusiveComponents(UniqueModule):
             Those of :meth:`.OccludedScene.statistics`.
         """
         rows = self._check(population.select_rows(y))
-        statistics: dict[str, Tensor] = self._any_scene().statistics(dataclasses.replace(population, indices=None), rows, temperature)
-        return statistics
+        return self._any_scene().statistics(dataclasses.replace(population, indices=None), rows, temperature)
 
     @torch.no_grad()
     def maximize(self, statistics: dict[str, Tensor]) -> None:
@@ -466,14 +452,12 @@ class OcclusiveComponents(UniqueModule):
             y: all images, ``(N, height, width, F)``.
         """
         rows = self._check(population.select_rows(y))
-        mean: Tensor = cast_like(self._any_scene().reconstruct(dataclasses.replace(population, indices=None), rows), y)
-        return mean
+        return cast_like(self._any_scene().reconstruct(dataclasses.replace(population, indices=None), rows), y)
 
     @torch.no_grad()
     def scene_parameters(self) -> SceneParameters:
         """Objects and background at their present values, without gradients."""
-        parameters: SceneParameters = self._any_scene().parameters
-        return parameters
+        return self._any_scene().parameters
 
     parameters_of_scene = Renamed("scene_parameters")
 

@@ -21,18 +21,13 @@ _DRAWS_PER_BLOCK = 512
 
 
 def spread_rows(points: Tensor, number: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-    r"""Chooses rows with a small sum of squared distances to the nearest.
+    """Chooses rows with a small sum of squared distances to the nearest.
 
     Of some rows, drawn in proportion to their squared distance from the chosen ones, the one that lowers the sum most is taken (greedy
     k-means++). Then further draws are exchanged for the chosen row with which the sum falls most, as long as it does (local search).
 
-    Args:
-        points: rows ``(N, D)``.
-        number: how many to choose, ``K``; where there are fewer different rows some are chosen repeatedly.
-        generator: source of randomness.
-
-    Returns:
-        Positions ``(K,)`` of the chosen rows, and that of the nearest chosen one of every row ``(N,)``, between 0 and ``K - 1``.
+    Returns positions ``(K,)`` of the chosen rows, some repeatedly where there are fewer different ones. Also returns which of them is
+    nearest to every row, ``(N,)``.
 
     References:
         Arthur and Vassilvitskii, "k-means++: the advantages of careful seeding", SODA 2007. Lattanzi and Sohler, "A better k-means++
@@ -120,8 +115,7 @@ def _best_first(points: Tensor, distance: Tensor, power: Tensor, draws: Tensor, 
 
 def _parts(cell: Tensor, number: int) -> tuple[Tensor, ...]:
     """The positions of what belongs to every cell."""
-    parts: tuple[Tensor, ...] = cell.argsort(stable=True).split(torch.bincount(cell, minlength=number).tolist())
-    return parts
+    return cell.argsort(stable=True).split(torch.bincount(cell, minlength=number).tolist())
 
 
 def _find_distant(points: Tensor, limits: Tensor) -> Tensor:
@@ -220,8 +214,7 @@ def group_places(places: Tensor) -> Tensor:
     """Groups ``(K,)`` of places ``(K, D)``, the root of their number."""
     nearest = spread_rows(places, round(len(places) ** 0.5), torch.Generator(places.device).manual_seed(0))[1]
     # Of several rows at one place only one is the nearest: the others have no group.
-    group: Tensor = nearest.unique(return_inverse=True)[1]
-    return group
+    return nearest.unique(return_inverse=True)[1]
 
 
 def partners(near: Tensor, number: int, most: int) -> Tensor:

@@ -283,8 +283,7 @@ class DiscreteSparseCoding(LinearDictionary):
         check_data(y, self.num_observed)
         coefficients = population.value_probabilities().double() @ self.values.double()
         mean = coefficients @ self.weight.double().mT
-        outputs: Tensor = cast_like(mean if self.bias is None else mean + self.bias.double(), y)
-        return outputs
+        return cast_like(mean if self.bias is None else mean + self.bias.double(), y)
 
     def _first_prior(self) -> Tensor:
         """Two active latents on average, all their values alike; ``(K,)`` or ``(H, K)``."""

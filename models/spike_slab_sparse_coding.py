@@ -49,8 +49,7 @@ class IndependentSlabs:
 
     def distribution(self, mean: Tensor, scale: Tensor) -> dist.TorchDistribution:
         """The prior itself, over vectors of slabs."""
-        prior: dist.TorchDistribution = dist.Normal(mean, scale).to_event(1)
-        return prior
+        return dist.Normal(mean, scale).to_event(1)
 
     def statistics(
         self,
@@ -70,8 +69,7 @@ class IndependentSlabs:
     def best(self, statistics: Statistics, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and scale, in float64, that the statistics ask for."""
         sums = (statistics[name] for name in ("states", "coefficients", "coefficient_squares"))
-        slabs: tuple[Tensor, Tensor] = best_slabs(*sums, mean, scale)
-        return slabs
+        return best_slabs(*sums, mean, scale)
 
     def in_units(self, scale: Tensor, gain: Tensor) -> Tensor:
         """The scale of slabs that are multiplied with gains ``(H,)``."""
@@ -229,7 +227,7 @@ def _floor_mask(relative: Tensor) -> Tensor | slice:
 
 
 def _factor(covariance: Tensor) -> Tensor:
-    return cholesky(0.5 * (covariance + covariance.mT))  # type: ignore[no-any-return]
+    return cholesky(0.5 * (covariance + covariance.mT))
 
 
 INDEPENDENT, CORRELATED = IndependentSlabs(), CorrelatedSlabs()
@@ -330,8 +328,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
     @property
     def superposition(self) -> type[Likelihood]:
         """The likelihood's class."""
-        superposition: type[Likelihood] = self._slabs.superposition
-        return superposition
+        return self._slabs.superposition
 
     @property
     def statistics_are_additive(self) -> bool:
@@ -405,8 +402,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         population, y = self._above_center(population, y)
         states, slabs, bias = self.weight.new_zeros(self.num_latents), (self.slab_mean, self.slab_scale), self._bias_above_center()
         likelihood: Any = self._slabs.superposition(states, self.weight, self.scale, *slabs, bias, validate_args=False)
-        statistics: dict[str, Tensor] = self._slabs.statistics(likelihood, population, y, temperature, *shared)
-        return statistics
+        return self._slabs.statistics(likelihood, population, y, temperature, *shared)
 
     @torch.no_grad()
     def maximize(self, statistics: dict[str, Tensor]) -> None:
@@ -575,10 +571,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         self._warn_about_data(y)
         slabs = {"prior": self.prior, "slab_mean": self.slab_mean, "slab_scale": self.slab_scale}
         budget: dict[str, Any] = {"burn_in": burn_in, "sweeps": sweeps, "temperature": temperature, "rows": rows, "generator": generator}
-        draws: tuple[Tensor, Tensor] = self.likelihood().draw_coefficients(
-            check_data(y, self.num_observed), selected, coefficients, **slabs, **budget
-        )
-        return draws
+        return self.likelihood().draw_coefficients(check_data(y, self.num_observed), selected, coefficients, **slabs, **budget)
 
     @torch.no_grad()
     @takes_arrays
@@ -623,7 +616,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         spread = moments["coefficient_squares"] - 2 * mean * moments["coefficients"] + mean.square() * moments["active"]
         slabs = (-moments["active"] * (deviation * _ROOT_OF_TAU).log() - 0.5 * spread / deviation.square()).sum()
         indicators = (moments["states"] * prior.logit()).sum() + len(rows) * torch.log1p(-prior).expand(self.num_latents).sum()
-        return likelihood + slabs + indicators  # type: ignore[no-any-return]
+        return likelihood + slabs + indicators
 
     # --- the M-step ---
 

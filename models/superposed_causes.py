@@ -31,28 +31,15 @@ from pyro_truncated.models.dictionary import best_scale, first_dictionary, warn_
 class SuperposedCauses(DataModel):
     r"""Base of models :math:`s_h \sim \mathrm{Bernoulli}(\pi_h)`, :math:`y \sim p(y \mid s; W, \dots)`.
 
-    A subclass says by which likelihood the causes superpose, and what it takes beside the dictionary.
-
-    Args:
-        num_observed: observed dimensions ``D``.
-        num_latents: number of latents ``H``.
-        shared_prior: whether all latents share one :math:`\pi`.
-        weight: the constraint of the dictionary: real, positive, or probabilities.
-        dtype: type of the parameters. Default: torch's.
-
-    Attributes:
-        weight: dictionary :math:`W`, ``(D, H)``.
-        prior: activation probability :math:`\pi`, a scalar or ``(H,)``.
-
-    Raises:
-        ValueError: if a size is no positive integer.
+    A subclass says by which likelihood the causes superpose, what it takes beside the dictionary, and whether that is real, positive or
+    probabilities.
     """
 
     superposition: Callable[..., Superposition]
     latent_parameters: ClassVar[tuple[str, ...]] = ("weight", "prior")
 
-    weight: Tensor
-    prior: Tensor
+    weight: Tensor  # dictionary W, (D, H)
+    prior: Tensor  # activation probability, a scalar or (H,)
 
     def __init__(
         self,
@@ -81,12 +68,7 @@ class SuperposedCauses(DataModel):
             return pyro.sample("y", self.superposition(states, weight, *others), obs=selected_rows(y, index))
 
     def likelihood(self, states: Tensor | None = None, weight: Tensor | None = None) -> Superposition:
-        r"""The likelihood :math:`p(y \mid s)`.
-
-        Args:
-            states: states ``(*batch, H)``. Default: any, for what is the same for all of them.
-            weight: another dictionary.
-        """
+        r"""The likelihood :math:`p(y \mid s)`, of any states unless some are given."""
         weight, others = self.weight if weight is None else weight, self._likelihood_parameters()
         if states is None:
             # Parameters satisfy their constraints by the way they are kept.
@@ -105,13 +87,8 @@ class SuperposedCauses(DataModel):
     def reconstruct(self, population: Population, y: Tensor) -> Tensor:
         """Posterior mean of the noise-free data, for denoising and in-painting.
 
-        Args:
-            population: truncated posteriors; its ``indices`` select the data points among ``y``. Those that have never been scored are
-                scored first.
-            y: all data, ``(N, D)``; missing entries (NaN) are filled in.
-
-        Returns:
-            ``(N, D)`` for the population's data points, in the type of the data; of integers in torch's default type.
+        Missing entries are filled in. Data points of the population that have never been scored are scored first. The means ``(N, D)`` are
+        of the type of the data; of integers in torch's default type.
         """
         population = self._rescore(population, check_data(y, self.num_observed))
         y = cast_like(y, y)
@@ -136,7 +113,7 @@ class SuperposedCauses(DataModel):
 
     def with_latents(self, index: Tensor) -> Self:
         """Returns a new model whose latent ``i`` copies latent ``index[i]``."""
-        return with_latents(self, index)  # type: ignore[no-any-return]
+        return with_latents(self, index)
 
 
 def _first_weight(constraint: constraints.Constraint, shape: tuple[int, int], dtype: torch.dtype | None) -> Tensor:

@@ -85,15 +85,8 @@ HALF_LOG_TWO_PI = 0.9189385332046727
 class ComponentGaussian(TorchDistribution):
     """A normal distribution whose parameters belong to components.
 
-    Those parameters are named in ``arg_constraints``, in the order of its arguments.
-
-    Args:
-        component: components ``z``, integers from 0 to ``K - 1`` of any shape and size.
-        loc: means ``(K, D)``.
-        validate_args: whether to check arguments and values.
-
-    Raises:
-        ValueError: if components are no integers, or, on the CPU and where checked, if there are others.
+    Those parameters are named in ``arg_constraints``, in the order of its arguments. Components are integers of any shape and size; on the
+    CPU, where checked, others than those of ``loc (K, D)`` are refused.
     """
 
     support = constraints.real_vector
@@ -122,10 +115,7 @@ class ComponentGaussian(TorchDistribution):
         return torch.randn(*shape, size, dtype=self.loc.dtype, device=self.loc.device)
 
     def entries(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor, torch.Size]:
-        """Returns values ``(N, D)``, pairs with components ``(E,)``, and the result's shape.
-
-        A pair says which value and which component belong together.
-        """
+        """Returns values ``(N, D)``, pairs with components ``(E,)``, and the result's shape."""
         batch = value.shape[:-1]
         row = torch.arange(batch.numel(), device=value.device).reshape(batch)
         row, component = torch.broadcast_tensors(row, self.component)

@@ -49,13 +49,7 @@ def defer_constraints(arg_constraints: dict[str, Any]) -> dict[str, Any]:
 
 
 def defer_check_entries(constraint: constraints.Constraint, **tensors: Tensor) -> None:
-    """Refuses tensors with entries outside of a constraint, with deferred checks.
-
-    Otherwise it is :func:`.check_entries`.
-
-    Raises:
-        ValueError: naming the argument.
-    """
+    """Does as :func:`.check_entries`, with deferred checks."""
     for name, tensor in tensors.items():
         complain = functools.partial(check_entries, constraint, **{name: tensor})
         if is_vectorised(tensor) and not tensor.is_complex() and tensor.dtype != torch.bool:
@@ -65,13 +59,7 @@ def defer_check_entries(constraint: constraints.Constraint, **tensors: Tensor) -
 
 
 def validate_later(distribution: Distribution, value: Tensor) -> None:
-    """Replaces ``_validate_sample`` of a distribution: only support is checked later.
-
-    Shapes are checked at once.
-
-    Raises:
-        ValueError: if the shape of the value does not fit, or it is outside of the support.
-    """
+    """Replaces a distribution's ``_validate_sample``: the support is checked later, shapes at once."""
 
     def validate(value: Tensor) -> None:
         Distribution._validate_sample(distribution, value)
@@ -85,12 +73,7 @@ def validate_later(distribution: Distribution, value: Tensor) -> None:
 
 
 class _Later(constraints.Constraint):
-    """A constraint that on a device is satisfied until somebody looks.
-
-    Args:
-        base: the constraint.
-        validate: raises an error about values that do not satisfy it.
-    """
+    """A constraint that on a device is satisfied until somebody looks."""
 
     def __init__(self, base: Any, validate: Callable[[Tensor], None]) -> None:
         self.base, self.validate = base, validate

@@ -208,10 +208,7 @@ class LinearSuperposition(GaussianSuperposition):
 
 
 def error_with_bias(weight: Tensor, bias: Tensor, statistics: Statistics) -> Tensor:
-    """Returns expected squared errors ``(D,)`` of a dictionary and an offset.
-
-    The statistics are those of :meth:`LinearSuperposition.statistics` or the like.
-    """
+    """Returns expected squared errors ``(D,)`` of a dictionary and an offset."""
     weight, bias, pairs = weight.double(), bias.double(), statistics["pairs"]
     cross = statistics["cross"] - bias.unsqueeze(-1) * statistics["trials"]
     squares = statistics["squares"] - bias * (2 * statistics["sums"] - bias * statistics["observed"])
@@ -220,10 +217,7 @@ def error_with_bias(weight: Tensor, bias: Tensor, statistics: Statistics) -> Ten
 
 
 def _binary_moments(population: Population, temperature: float, is_observed: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns first moments ``(N, H)`` and second moments.
-
-    The latter are ``(H, H)``, or ``(D, H, H)`` over the data points that have dimension ``d``.
-    """
+    """Returns first moments ``(N, H)`` and second ones, ``(H, H)`` or ``(D, H, H)``."""
     # Their sums are one in float64: about the means, latents that vary together would have negative second moments.
     weights, num_latents = population.weights(temperature, torch.float64), population.space.num_latents
     if is_observed is None:

@@ -49,12 +49,7 @@ class SlabSuperposition(GaussianSuperposition):
 
     @torch.no_grad()
     def coefficients(self, population: Population, value: Tensor) -> Tensor:
-        r"""Posterior means :math:`\langle b \odot z \rangle` of the coefficients, ``(N, H)`` in float64.
-
-        Args:
-            population: truncated posteriors over the ``H`` indicators.
-            value: all data, ``(N, D)``. NaN where missing.
-        """
+        r"""Posterior means :math:`\langle b \odot z \rangle` of the coefficients, ``(N, H)`` in float64."""
         return ops.slab_moments(*self._posterior_arguments(population, population.select_rows(value), 1.0))[1]
 
     @torch.no_grad()
@@ -75,10 +70,7 @@ class SlabSuperposition(GaussianSuperposition):
         raise NotImplementedError(f"{type(self).__name__} has no posterior of slabs")
 
     def _integrate(self, states: Tensor, linear: Tensor, gram: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns log density, precision factor and mean of standardised slabs.
-
-        They are those under a state; the density is correct up to a constant.
-        """
+        """Returns log density, precision factor and mean of standardised slabs."""
         raise NotImplementedError(f"{type(self).__name__} does not integrate its slabs")
 
     def _posterior_arguments(self, population: Population, rows: Tensor, temperature: float) -> _Arguments:

@@ -214,24 +214,15 @@ class GaussianSuperposition(Superposition):
 
 
 def _tensor_like(value: Tensor | float, like: Tensor) -> Tensor:
-    """Returns a parameter in the dictionary's type and on its device.
-
-    A number is created there and not copied.
-    """
+    """Returns a parameter in the dictionary's type and on its device."""
     return torch.as_tensor(value, dtype=like.dtype, device=like.device) if isinstance(value, Tensor) else like.new_full((), value)
 
 
 def data_sums(rows: Tensor, is_observed: Tensor | None) -> Statistics:
-    """Returns statistics of data ``(N, D)`` that all Gaussian likelihoods need.
+    """Returns what all Gaussian likelihoods need of data ``(N, D)``, zero where missing.
 
-    They are those of the observed entries of each dimension.
-
-    Args:
-        rows: the data in float64, zero where missing.
-        is_observed: which entries are observed, ``None`` for all, see :func:`~pyro_truncated.utils.constraints.without_missing`.
-
-    Returns:
-        ``num_data``, a scalar; the number ``observed`` of entries, their ``sums`` and ``squares``, ``(D,)`` each.
+    They are ``num_data``, a scalar; the number ``observed`` of entries, their ``sums`` and ``squares``, ``(D,)`` each, of the observed
+    entries.
     """
     return {
         "num_data": rows.new_full((), len(rows)),
@@ -247,19 +238,12 @@ def counts(rows: Tensor, is_observed: Tensor | None) -> Tensor:
 
 
 def trials(active: Tensor, rows: Tensor, is_observed: Tensor | None) -> Tensor:
-    """Returns sums ``(D, H)`` of expectations ``(N, H)`` over observed data points.
-
-    Arguments are those of :func:`data_sums`.
-    """
+    """Returns sums ``(D, H)`` of expectations ``(N, H)`` over observed data points."""
     return active.sum(0).expand(rows.shape[1], -1) if is_observed is None else is_observed.to(rows.dtype).mT @ active
 
 
 def check_binary(population: Population, num_latents: int) -> None:
-    """Checks that a population has that many binary latents and no others.
-
-    Raises:
-        ValueError: if it is not.
-    """
+    """Checks that a population has that many binary latents and no others."""
     space = population.space
     if space.num_latents != num_latents or not space.is_binary:
         raise ValueError(f"population must hold states of {num_latents} binary latents; got {space!r}")

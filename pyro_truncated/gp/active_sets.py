@@ -228,17 +228,11 @@ class NearestSet:
 
 @dataclasses.dataclass(frozen=True)
 class Neighborhoods:
-    """Active sets of a :class:`NearestSet`, one for each of ``M`` places.
+    """Active sets of a :class:`NearestSet`, one for each of ``M`` places."""
 
-    Attributes:
-        data: what they are parts of.
-        near: their data points ``(M, A)``.
-        cholesky: factors of their covariance matrices ``(M, A, A)``, noise included.
-    """
-
-    data: NearestSet
-    near: Tensor
-    cholesky: Tensor
+    data: NearestSet  # what they are parts of
+    near: Tensor  # their data points (M, A)
+    cholesky: Tensor  # factors of their covariance matrices (M, A, A), noise included
 
     def take(self, rows: Tensor) -> Neighborhoods:
         """Those at positions ``(L,)``, which may repeat."""
@@ -258,17 +252,11 @@ class Neighborhoods:
 
 @dataclasses.dataclass(frozen=True)
 class ProjectedStatistics:
-    r"""Sums over data points that a :class:`ProjectedSet` consists of.
+    """Sums over data points that a :class:`ProjectedSet` consists of."""
 
-    Attributes:
-        latents: latents :math:`U` of the points projected on, ``(M, Q)``.
-        gram: :math:`\sum_n k_{Un} k_{nU}`, ``(M, M)`` in float64.
-        moment: :math:`\sum_n k_{Un} x_n`, ``(M, D)`` in float64.
-    """
-
-    latents: Tensor
-    gram: Tensor
-    moment: Tensor
+    latents: Tensor  # latents U of the points projected on, (M, Q)
+    gram: Tensor  # sum of the products k_Un k_nU, (M, M) in float64
+    moment: Tensor  # sum of the products k_Un x_n, (M, D) in float64
 
 
 def projected_statistics(kernel: Kernel, points: Tensor, latents: Tensor, outputs: Tensor, block: int = 5000) -> ProjectedStatistics:

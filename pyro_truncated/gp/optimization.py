@@ -17,15 +17,10 @@ from pyro_truncated.utils.parameter_store import load_snapshot, snapshot
 
 
 class Minimum(NamedTuple):
-    """Where :func:`minimize` has ended.
+    """Where :func:`minimize` has ended."""
 
-    Attributes:
-        value: the smallest value seen; NaN if the first one is.
-        iterations: number of iterations begun.
-    """
-
-    value: float
-    iterations: int
+    value: float  # the smallest value seen; NaN if the first one is
+    iterations: int  # number of iterations begun
 
 
 class OutOfTimeError(Exception):
@@ -98,27 +93,16 @@ def _value(evaluate: Callable[[], float | Tensor]) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class FitSettings:
-    """How the subset and hyper-parameters take turns.
+    """How the subset and hyper-parameters take turns."""
 
-    Attributes:
-        max_epochs: most alternations.
-        remaining_seconds: what is left of the time.
-        tolerance: gain of an epoch, in nats per data point, below which the alternation ends.
-        hyper_evaluations: evaluations of the objective per continuous phase.
-        attempts: attempts to exchange members per discrete phase.
-        rows: data points that an alternation looks at.
-        gives_up: whether it ends after an alternation that explains nothing.
-        tries_all: whether every member has had its turn before it ends.
-    """
-
-    max_epochs: int
-    remaining_seconds: Callable[[], float]
-    tolerance: float = 1e-4
-    hyper_evaluations: int = 5
-    attempts: int = 4
-    rows: int = 0
-    gives_up: bool = False
-    tries_all: bool = True
+    max_epochs: int  # most alternations
+    remaining_seconds: Callable[[], float]  # what is left of the time
+    tolerance: float = 1e-4  # gain of an epoch, in nats per data point, below which the alternation ends
+    hyper_evaluations: int = 5  # evaluations of the objective per continuous phase
+    attempts: int = 4  # attempts to exchange members per discrete phase
+    rows: int = 0  # data points that an alternation looks at
+    gives_up: bool = False  # whether it ends after an alternation that explains nothing
+    tries_all: bool = True  # whether every member has had its turn before it ends
 
 
 class FitRecord:

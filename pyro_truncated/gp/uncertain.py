@@ -113,15 +113,10 @@ class SpikeSlabInputs:
 
 @dataclasses.dataclass(frozen=True)
 class Nodes:
-    r"""Points and weights with :math:`E[f(\tilde x_n)] \approx \sum_s w_{sn} f(x_{sn})`.
+    r"""Points and weights with :math:`E[f(\tilde x_n)] \approx \sum_s w_{sn} f(x_{sn})`."""
 
-    Attributes:
-        points: ``(S, N, Q)``.
-        weights: ``(S, N)``.
-    """
-
-    points: Tensor
-    weights: Tensor
+    points: Tensor  # (S, N, Q)
+    weights: Tensor  # (S, N)
 
 
 class Expectation(abc.ABC):

@@ -75,12 +75,7 @@ class _Kernels:
 def backend(name: str, tensor: Tensor, *, is_small: bool = False) -> Any:
     """Returns the module of that name for a tensor's device.
 
-    The first request loads the module, and with the first compiled one numba.
-
-    Args:
-        name: name of the module.
-        tensor: the tensor.
-        is_small: whether torch takes as little time, so that numba need not be loaded.
+    The first request loads the module, and with the first compiled one numba; not if torch takes as little time (``is_small``).
     """
     kind = "vectorised" if is_small and tensor.is_cpu else _kind(tensor)
     return _loaded.get((kind, name)) or _load(kind, name)

@@ -116,17 +116,10 @@ class SceneParameters(NamedTuple):
 
 
 class SceneStatistics(NamedTuple):
-    r"""Sums over data and states, with weights :math:`w_{nc}`, in float64.
+    r"""Sums over data and states, with weights :math:`w_{nc}`, in float64."""
 
-    Attributes:
-        owned: sums of the probability that the object owns the pixel under an entry, ``(H, T, F +
-            2)``. They are multiplied by one, the colours and the squared colours of the pixel.
-        on: of the probability that a mask is on, ``(H, T)``.
-        present: over the states with the object, ``(H,)``.
-        background: of the probability that nothing owns a pixel, times one, the colours and the squared colours, ``(F + 2,)``.
-    """
-
+    # Of the probability that the object owns the pixel under an entry, times one, the colours and the squared colours, (H, T, F + 2).
     owned: Tensor
-    on: Tensor
-    present: Tensor
-    background: Tensor
+    on: Tensor  # of the probability that a mask is on, (H, T)
+    present: Tensor  # over the states with the object, (H,)
+    background: Tensor  # of the probability that nothing owns a pixel, times one, the colours and the squared colours, (F + 2,)

@@ -84,18 +84,12 @@ class GroupBlocks:
         [0, 2]
         >>> grouped.gather([grouped.group.unsqueeze(1).expand_as(grouped.entry)]).tolist()
         [2, 0, 2]
-
-    Attributes:
-        group: of every block, ``(B,)``.
-        entry: which entries a block holds, ``(B, T)``.
-        is_own: which of them belong to the block's group, ``(B, T)``.
-        place: where in the flattened table of blocks every entry is, ``(E,)``.
     """
 
-    group: Tensor
-    entry: Tensor
-    is_own: Tensor
-    place: Tensor
+    group: Tensor  # of every block, (B,)
+    entry: Tensor  # which entries a block holds, (B, T)
+    is_own: Tensor  # which of them belong to the block's group, (B, T)
+    place: Tensor  # where in the flattened table of blocks every entry is, (E,)
 
     @classmethod
     def from_groups(cls, group: Tensor, num_groups: int) -> GroupBlocks:
@@ -163,10 +157,7 @@ def whiten(factor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def log_densities(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, whitened: Tensor, scale: Tensor, constant: Tensor) -> Tensor:
-    r"""Log densities :math:`c_k - \frac12 (y_n - \mu_k)^\top C_k^{-1} (y_n - \mu_k)` of pairs ``row``, ``component (E,)``.
-
-    The covariances are given by :func:`whiten` and ``scale (K,)``. Differentiable.
-    """
+    r"""Log densities :math:`c_k - \frac12 (y_n - \mu_k)^\top C_k^{-1} (y_n - \mu_k)` of pairs ``row``, ``component (E,)``."""
     size, rank = whitened.shape[1:]
     grouped, precision, ranks = GroupBlocks.from_groups(component, len(loc)), scale**-2, _ranks(whitened)
     parts = []

@@ -25,21 +25,13 @@ UNFIT, IMPOSSIBLE = 1e-100, 1e-200
 
 
 class SparseFlips(NamedTuple):
-    """What decides on flips.
+    """What decides on flips."""
 
-    Attributes:
-        log_stay_off: log probability that an idle binary latent stays so, for every number of active ones, ``(H + 1,)`` float64.
-        switch_off: probability that an active binary latent is switched off, in units of 2**-32, ``(H + 1,)`` int64.
-        log_stay_other: log probability that a latent of several values keeps its value.
-        num_on: random numbers for switching on, one for each latent that is met.
-        num_other: pairs of random numbers for moving latents of several values.
-    """
-
-    log_stay_off: Tensor
-    switch_off: Tensor
-    log_stay_other: float
-    num_on: int
-    num_other: int
+    log_stay_off: Tensor  # log probability that an idle binary latent stays so, for every number of active ones, (H + 1,) float64
+    switch_off: Tensor  # probability that an active binary latent is switched off, in units of 2**-32, (H + 1,) int64
+    log_stay_other: float  # log probability that a latent of several values keeps its value
+    num_on: int  # random numbers for switching on, one for each latent that is met
+    num_other: int  # pairs of random numbers for moving latents of several values
 
 
 def sparse_flips(switch_on: Tensor, switch_off: Tensor, rate: float, num_several: int) -> SparseFlips:

@@ -245,10 +245,7 @@ def check_weights(words: Tensor, weights: Tensor) -> None:
 
 
 def check_likelihood(words: Tensor, value: Tensor, weight: Tensor, offset: Tensor) -> None:
-    """Refuses states, observations, dictionary and vector that do not fit.
-
-    They are ``(N, C, W)``, ``(N, D)``, ``(D, H)`` and ``(D,)``.
-    """
+    """Refuses states, observations, dictionary and vector that do not fit."""
     _, num_observed = check_rows(words, value, "value (N, D)")
     if weight.dim() != 2 or len(weight) != num_observed or offset.shape != (num_observed,):
         expected = f"(D, H) and (D,) with D={num_observed}"

@@ -29,23 +29,13 @@ MAX_OBJECTS = 62
 
 
 def scene_log_prob(places: Tensor, images: Tensor, scene: SceneParameters, canvas: Canvas, rank: Tensor | None = None) -> Tensor:
-    r"""Log densities of images under states, the masks summed out.
+    """Log densities ``(N, C)`` of images under states, the masks summed out.
 
     On the CPU an object at a place costs :math:`O(T)` per image, and a state only the pixels where its objects overlap. Differentiable
     once in features, masks, variances and background.
 
-    Args:
-        places: ``(N, C, H)`` integers, -1 for absent objects.
-        images: ``(N, D, F)``.
-        scene: objects and background.
-        canvas: sizes.
-        rank: depth of the objects, ``(N, C, H)`` integers. The smallest lies in front. ``None`` without depth.
-
-    Returns:
-        ``(N, C)`` in float64.
-
-    Raises:
-        ValueError: if shapes do not fit, or there are more than 62 objects.
+    Images are ``(N, D, F)``, places ``(N, C, H)``, -1 for absent objects, at most 62. With depth the object of the smallest ``rank (N, C,
+    H)`` lies in front.
     """
     _check(places, images, scene, canvas, rank)
     return _SceneLogProb.apply(places, rank, images, canvas, *scene)  # type: ignore[no-any-return, no-untyped-call]
@@ -167,17 +157,9 @@ def scan_places(
     share of pixels that other objects cover in whatever colour: a soft threshold that keeps the hidden part of an object from outweighing
     the visible part.
 
-    Args:
-        images: ``(N, D, F)``.
-        scene: objects and background.
-        canvas: sizes.
-        clutter: :math:`\epsilon`, in [0, 1).
-        min_mask: entries of smaller mask probability are left out ("representative features").
-        max_mask: entries of larger mask probability are compared as if it were this one.
-        behind: log densities of the pixels in the place of the bare background's :math:`p_B`, ``(N, D)``.
-
-    Returns:
-        ``(N, H, L)`` float32, to about 1e-4 per entry.
+    Entries of mask probabilities below ``min_mask`` are left out ("representative features"), those above ``max_mask`` count as that.
+    ``behind (N, D)`` are log densities of the pixels in the place of the bare background's. The result ``(N, H, L)`` is float32, exact to
+    about 1e-4 per entry.
     """
     if behind is None:
         behind = _background(images, scene)

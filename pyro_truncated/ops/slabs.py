@@ -48,10 +48,7 @@ def noise_log_density(value: Tensor, precision: Tensor) -> Tensor:
 
 
 def linear_energy(words: Tensor, linear: Tensor, num_data: int, num_latents: int) -> Tensor:
-    """Returns values ``(N, C)`` of a linear function of the states.
-
-    Its coefficients ``linear (N, H)`` are prior logits, for example.
-    """
+    """Returns values ``(N, C)`` of linear functions of the states, as prior logits."""
     if linear.shape != (num_data, num_latents):
         raise ValueError(f"linear must have shape (N, H) = {(num_data, num_latents)}; got {tuple(linear.shape)}")
     return pair_energy(words, linear.double(), linear.new_zeros(num_latents, num_latents))

@@ -38,23 +38,11 @@ def restore_in_tiles(
 ) -> tuple[Tensor, float]:
     """Restores an image as a whole or in overlapping tiles.
 
-    Tiles are used if it has more entries than the limit; they fade into each other.
+    Tiles have at most ``most`` entries, and fade into each other. If ``restore`` keeps what was observed, as :func:`.inpaint` does without
+    noise, those without missing entries are skipped. It is given a part, and whether to show a progress bar.
 
-    Args:
-        image: ``(height, width)`` or ``(height, width, channels)``; missing entries are NaN.
-        restore: restores a part, given whether to show a progress bar.
-        most: entries of the largest part.
-        progress: whether to show a progress bar; default: if the output is a terminal.
-        keeps_observed: whether ``restore`` returns observed entries unchanged, as :func:`.inpaint` does
-            without noise. Tiles without missing entries are then skipped, since nothing learned in
-            them is used.
-
-    Returns:
-        The restored image, and the root mean square of the noise that was learned in the tiles. It
-        is zero if nothing was learned in any tile.
-
-    Raises:
-        ValueError: before any work is done, if in a part that is restored by itself all is missing.
+    Returns the image, and the root mean square of the noise learned in the tiles, zero if nothing was learned. Raises ``ValueError`` before
+    any work is done if in a part that is restored by itself all is missing.
     """
     is_missing = image.isnan()
     if keeps_observed and not bool(is_missing.any()):
@@ -90,10 +78,7 @@ def restore_in_tiles(
 
 
 def spans(size: int, side: int) -> list[slice]:
-    """Returns evenly spaced stretches of a side that cover so many entries.
-
-    Neighbours overlap by 32 or more. A shorter side is one stretch.
-    """
+    """Returns evenly spaced stretches of a side, with 32 common entries or more."""
     side = min(side, size)
     number = math.ceil((size - side) / max(1, side - _OVERLAP_PIXELS)) + 1
     starts = torch.linspace(0, size - side, number).round().long().tolist()
@@ -121,23 +106,14 @@ _IMAGE = (
 
 @dataclass
 class _Picture:
-    """What was read.
+    """What was read."""
 
-    Attributes:
-        pixels: from 0 to 255.
-        alpha: how opaque they are.
-        is_deep: whether they have 16 bits.
-        profile: of their colours.
-        num_pictures: how many pictures the file holds.
-        notes: what was lost in reading.
-    """
-
-    pixels: Tensor
-    alpha: Image.Image | None = None
-    is_deep: bool = False
-    profile: bytes | None = None
-    num_pictures: int = 1
-    notes: str = ""
+    pixels: Tensor  # from 0 to 255
+    alpha: Image.Image | None = None  # how opaque they are
+    is_deep: bool = False  # whether they have 16 bits
+    profile: bytes | None = None  # of their colours
+    num_pictures: int = 1  # how many pictures the file holds
+    notes: str = ""  # what was lost in reading
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -203,10 +179,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _read_picture(path: Path) -> _Picture:
-    """Returns grey pictures as ``(height, width)``, others as ``(height, width, 3)``, from 0 to 255.
-
-    Pictures are turned as they are shown.
-    """
+    """Returns pictures ``(height, width)`` or ``(height, width, 3)``, from 0 to 255, upright."""
     with Image.open(path) as opened:
         notes = (
             "; its colours of 16 bits are read as 8"
@@ -251,10 +224,7 @@ def _scale_to_255(pixels: Tensor, mode: str) -> tuple[Tensor, bool]:
 
 
 def _write(path: Path, pixels: Tensor, picture: _Picture) -> str:
-    """Writes restored pixels in the picture's mode; returns what was lost.
-
-    If the format lacks the mode, the nearest one is taken.
-    """
+    """Writes restored pixels in the picture's mode; returns what was lost."""
     # Of formats that lose some of the picture.
     options: dict[str, Any] = {"quality": 95, "icc_profile": picture.profile}
     shallow = Image.fromarray(pixels.round().clamp(0, 255).to(torch.uint8).numpy())
@@ -277,11 +247,7 @@ def _write(path: Path, pixels: Tensor, picture: _Picture) -> str:
 
 
 def _check_file(picture: Image.Image, path: Path) -> None:
-    """Checks a written file: some formats silently drop transparency or depth.
-
-    Raises:
-        ValueError: if the file holds another picture.
-    """
+    """Refuses a written file that lacks what formats may silently drop."""
     with Image.open(path) as written:
         if picture.has_transparency_data:
             # Lossy formats keep it nearly: by how much it may differ in a file, of 255.
@@ -322,9 +288,7 @@ def _mask_values(path: Path) -> tuple[np.ndarray, float, bool]:
 
 
 def _hidden_pixels(path: Path, *, is_inverted: bool) -> np.ndarray:
-    """Returns which pixels a mask hides, ``(height, width)``.
-
-    They are those unlike what is seen, and NaN.
+    """Returns which pixels a mask hides, those unlike most, and NaN.
 
     Black and white are the medians of two clusters, as paper and ink of a scan are neither.
 
@@ -363,13 +327,7 @@ def _hidden_pixels(path: Path, *, is_inverted: bool) -> np.ndarray:
 
 
 def _with_holes(pixels: Tensor, path: Path, *, is_inverted: bool) -> Tensor:
-    """Returns the pixels, NaN where a mask hides them.
-
-    It hides what is not nearly white; inverted, what is not nearly black.
-
-    Raises:
-        ValueError: for a mask of another size, and one that hides nothing or all.
-    """
+    """Returns the pixels, NaN where a mask hides them."""
     is_hidden = torch.from_numpy(_hidden_pixels(path, is_inverted=is_inverted))
     for hides, what in ((~is_hidden.any(), "nothing"), (is_hidden.all(), "all")):
         if hides:
@@ -382,10 +340,7 @@ def _with_holes(pixels: Tensor, path: Path, *, is_inverted: bool) -> Tensor:
 
 
 def _check_output(path: Path, mode: str, height: int, width: int) -> None:
-    """Checks whether pictures of this mode and size can be written.
-
-    This happens before the work. The size must also survive.
-    """
+    """Checks whether pictures of this mode and size can be written."""
     written, size = io.BytesIO(), f"{width}x{height}"
     try:
         Image.new(mode, (width, height)).save(written, Image.registered_extensions()[path.suffix.lower()])
@@ -404,10 +359,7 @@ def _check_output(path: Path, mode: str, height: int, width: int) -> None:
 
 
 def _picture_size(buffer: io.BytesIO) -> str | None:
-    """Returns width and height of a picture.
-
-    None stands for a format that Pillow writes and does not read.
-    """
+    """Returns a picture's width and height, ``None`` where Pillow cannot read it."""
     try:
         with Image.open(buffer) as picture:
             return f"{picture.width}x{picture.height}"

@@ -28,7 +28,7 @@ def fill_large_holes(image: Tensor, estimate: Tensor, restore: Callable[[Tensor]
 
     Far from all that is seen patches smooth over edges, an :func:`anisotropic_membrane` over textures,
     and a :func:`biharmonic` surface is best where the image is smooth. The hole is moved to several places
-    where the image is seen, as far from the border as it is, and all of them are filled in at once.
+    where the image is seen, as far from the border as it is, and ``restore`` fills all of them in.
     Weights are inverse to the squares of the mean squared errors :math:`e^2` there.
     Their mean over the moved holes :math:`k` is geometric:
 
@@ -36,14 +36,7 @@ def fill_large_holes(image: Tensor, estimate: Tensor, restore: Callable[[Tensor]
 
     Large holes are what discs of radius 7 cover, but for the pixels beside what is seen. The average
     counts the more the deeper a pixel lies, and fully from the fourth one on.
-
-    Args:
-        image: the damaged image, ``(height, width)`` or ``(height, width, channels)``; what is missing is NaN.
-        estimate: what was made of it.
-        restore: restores another image of this shape.
-
-    Returns:
-        The restored image as it was if no hole is large, or there is no room to try.
+    Without a large hole, or room to try, the ``estimate`` is returned.
 
     Reference:
         Bates and Granger, "The combination of forecasts", Operational Research Quarterly 20, 1969.
@@ -91,10 +84,7 @@ def _share(is_hole: Tensor) -> Tensor:
 
 
 def _shift_hole(is_hole: Tensor) -> list[Tensor]:
-    """Returns the hole at several different places that are seen.
-
-    It is mirrored, turned, or moved by half of the image.
-    """
+    """Returns the hole mirrored, turned, or moved to places that are seen."""
     near_corner = min(_mirror(is_hole), key=lambda other: int(other.nonzero().sum()))
     half = [size // 2 for size in is_hole.shape]
     shifted = [is_hole.roll(shifts, (0, 1)) for shifts in ((half[0], 0), (0, half[1]), half)]
@@ -120,7 +110,7 @@ def _transpose(is_hole: Tensor) -> Tensor:
 
 
 def anisotropic_membrane(image: Tensor) -> Tensor:
-    r"""Fills in what makes :math:`\sum \nabla u^\top A \nabla u` least.
+    r"""Fills in what makes :math:`\sum \nabla u^\top A \nabla u` least; missing is NaN, in all channels.
 
     The matrices are inverse squares of structure tensors, which all channels share:
 
@@ -130,9 +120,6 @@ def anisotropic_membrane(image: Tensor) -> Tensor:
     and one matrix everywhere, have covariances proportional to :math:`A^{-1/2}`. With equal eigenvalues it is the best linear
     prediction where power falls with the square of the frequency, as it does in photographs.
     Differences across the border are left out.
-
-    Args:
-        image: ``(height, width)`` or ``(height, width, channels)``; what is missing is NaN, in all channels.
 
     References:
         Galić, Weickert, Welk, Bruhn, Belyaev and Seidel, "Image compression with anisotropic diffusion", Journal of Mathematical
@@ -145,13 +132,10 @@ def anisotropic_membrane(image: Tensor) -> Tensor:
 
 
 def biharmonic(image: Tensor) -> Tensor:
-    r"""Fills in what makes :math:`\sum (\Delta u)^2` least.
+    r"""Fills in what makes :math:`\sum (\Delta u)^2` least, of one channel; missing is NaN.
 
     It is the best linear prediction where power falls with the fourth power of the frequency, and is cut off at the range of what is seen.
     Differences across the border are left out.
-
-    Args:
-        image: ``(height, width)``; what is missing is NaN.
 
     Reference:
         Damelin and Hoang, "On surface completion and image inpainting by biharmonic functions", International Journal of Mathematics and

@@ -86,10 +86,7 @@ def noise_level(image: Tensor, num_dims: int) -> float:
 
 
 def whole_windows(image: Tensor, num_dims: int) -> Tensor:
-    """Returns complete windows of each channel, ``(N, *sides)``.
-
-    They have no missing entry. If there are too many, some are drawn.
-    """
+    """Returns complete windows of each channel, ``(N, *sides)``, or some of them."""
     planes = image.unsqueeze(-1) if image.dim() == num_dims else image
     side, stride = _side(num_dims), math.ceil((image.numel() / _MAX_WINDOWS) ** (1 / num_dims))
     windows = planes.movedim(-1, 0)
@@ -134,18 +131,11 @@ def _constant_windows(image: Tensor, num_dims: int) -> Tensor:
 
 
 def _window_noise(windows: Tensor, level: float, *, max_noise_steps: int = 8) -> float:
-    r"""Returns the noise level of windows without texture.
+    r"""Returns the noise level of windows ``(N, *sides)`` without texture.
 
-    It is the root of the mean of the lower half of their principal variances.
-
-    A window has no texture if its sum of squared differences of neighbours :math:`z^\top A z` is
-    below the 99 % quantile for nothing but noise. The quantile is that of the gamma distribution
-    with the same mean and variance (by Wilson's and Hilferty's formula).
-
-    Args:
-        windows: ``(N, *sides)``, more than a few.
-        level: where to start.
-        max_noise_steps: how often the level is refined, at most.
+    It is the root of the mean of the lower half of their principal variances. A window has no texture if its sum of squared differences of
+    neighbours :math:`z^\top A z` is below the 99 % quantile for nothing but noise. That is the quantile of the gamma distribution with the
+    same mean and variance (by Wilson's and Hilferty's formula).
 
     Reference:
         Liu, Tanaka and Okutomi, "Single-image noise level estimation for blind denoising", IEEE Transactions on Image Processing 22, 2013.
@@ -181,9 +171,7 @@ def _limit(windows: Tensor) -> float:
 def _difference_noise(image: Tensor, num_dims: int) -> float:
     """Estimates the noise by the median of third differences along all dimensions.
 
-    Edges affect it little, and slopes not at all.
-
-    Where few entries have all the neighbours that this takes, differences of lower order are taken.
+    Edges affect it little, and slopes not at all. Where few entries have all the neighbours that this takes, the order is lower.
     """
     for order in (3, 2, 1):
         differences = image
@@ -210,9 +198,7 @@ def deviation(image: Tensor) -> Tensor:
 
 
 def nearly_no_noise(image: Tensor, num_dims: int) -> float:
-    """Returns the noise that mixtures assume for arrays without noise.
-
-    It is so small that it hides little.
+    """Returns the noise, hiding little, that mixtures assume for arrays without noise.
 
     It is the least of three levels:
 
@@ -239,10 +225,7 @@ def smooth_image(image: Tensor, num_dims: int) -> Tensor:
 
 
 def fill_missing(image: Tensor, num_dims: int) -> Tensor:
-    """Fills in missing entries by means of observed neighbours.
-
-    Entries near to observed ones are filled in first.
-    """
+    """Fills in missing entries by means of neighbours, near ones first."""
     missing = image.isnan()
     if not bool(missing.any()):
         return image
@@ -287,12 +270,7 @@ def channel_axis(image: Tensor, channels: Channels) -> int | None:
       that vary, and are the less alike the further they are apart, are slices of a volume.
     * up to 32 planes with noise of unlike strength are bands.
 
-    Args:
-        image: the damaged array.
-        channels: ``True`` or ``"last"``, ``"first"``, ``False`` for none, or ``None`` for the default.
-
-    Raises:
-        ValueError: for another value, a single dimension of channels, and channels without entries.
+    Raises ``ValueError`` for another value, a single dimension of channels, and channels without entries.
     """
     if not isinstance(channels, (bool, str, type(None))) or channels not in (None, True, False, "first", "last"):
         raise ValueError(f"channels must be True or 'last', 'first', False or None; got {channels!r}")
@@ -348,13 +326,7 @@ def _are_bands(planes: Tensor) -> bool:
 
 
 def warn_if_table(image: Tensor) -> None:
-    """Warns if columns of an image ``(N, C)`` have noise of unlike strength.
-
-    Neighbours in an image are alike, in a table they have units of their own.
-
-    Warns:
-        UserWarning: with the weakest and the strongest noise.
-    """
+    """Warns if columns of an image ``(N, C)`` have noise of unlike strength."""
     columns = [column for column in image.unbind(-1) if not bool(column.isnan().all()) and bool((column != column[0]).any())]
     # Of fewer entries the noise is not sure.
     if not 2 <= len(columns) <= 2 * MAX_CHANNELS_OF_SIGNAL or len(image) < MAX_CHANNELS_OF_SIGNAL:
@@ -371,14 +343,7 @@ def warn_if_table(image: Tensor) -> None:
 
 
 def check_noise(noise: Noise, image: Tensor, *, has_channels: bool) -> float | Tensor:
-    """Checks a noise level, one number or one for each channel.
-
-    Returns:
-        The number, or ``(C,)`` in the type of the image.
-
-    Raises:
-        ValueError: if it is not positive and finite, or there are more or fewer numbers than channels.
-    """
+    """Returns a noise level, a number or ``(C,)``, if positive and finite."""
     levels = torch.as_tensor(as_tensors(noise), dtype=torch.float64)
     if isinstance(noise, bool) or not bool(((levels > 0) & levels.isfinite()).all()):
         raise ValueError(f"noise must be a positive standard deviation, or one for each channel; got {noise}")
@@ -420,13 +385,7 @@ def related_channels(image: Tensor, num_dims: int, levels: float | Tensor, *, is
     Constant channels, as of an image that is opaque everywhere, are in none. Estimated noise parts channels without noise, as a
     transparency, from noisy ones: in units of the noise they would outweigh all others. Channels of a signal, ``(N, C)``, are alone if
     their correlations with all others are low at all small lags, or as by chance. Bands of images are not parted by correlations: edges lie
-    at the same places.
-
-    Args:
-        image: the array, channels last; what is missing is NaN.
-        num_dims: dimensions without channels.
-        levels: the noise, which is left out of variances.
-        is_noise_known: whether the noise is not an estimate.
+    at the same places. Channels come last, and the noise is left out of variances.
 
     Reference:
         Bartlett, "Some aspects of the time-correlation problem in regard to tests of significance", Journal of the Royal Statistical
@@ -549,12 +508,9 @@ def _table() -> tuple[np.ndarray, np.ndarray]:
 
 
 def estimate_gain(counts: Tensor) -> float:
-    """Returns the number that counts were multiplied with.
+    """Returns what counts were multiplied with: the least distance, or one.
 
-    It is the least distance of values that are all its multiples, or one.
-
-    Raises:
-        ValueError: for negative values.
+    All values are its multiples. Raises ``ValueError`` for negative values.
     """
     values = counts[~counts.isnan()].double()
     if float(values.min()) < 0:
@@ -582,11 +538,7 @@ def _gain(counts: Tensor) -> float | None:
 
 
 def check_stabilised_counts(stable: Tensor, num_dims: int, gain: float) -> None:
-    """Warns if stabilised counts have other noise than one.
-
-    Warns:
-        VaryingNoiseWarning: with the gain that the values seem to have, or the growth of the noise.
-    """
+    """Warns if stabilised counts have other noise than one."""
     level = noise_level(stable, num_dims)
     is_low = level < MIN_STABLE and float(stable.square().nanmean()) / 4 > MANY_PHOTONS
     is_large, growth = _noise_growth(stable, num_dims, 1.0)
@@ -615,10 +567,8 @@ def warn_if_noise_varies(image: Tensor, num_dims: int, levels: float | Tensor) -
     mean of the lower quarter of its principal variances, and the lowest tenth of its texture. Fine texture raises the second estimate.
     Single edges in few windows raise the first.
 
-    Warns:
-        VaryingNoiseWarning: if both estimates are half as much again in the brightest class as in the
-            darkest, and a fifth more than in the second. Or if the values are multiples of one
-            number, and have the noise of counts.
+    It warns if both estimates are half as much again in the brightest class as in the darkest, and a fifth more than in the second. Or if
+    the values are multiples of one number, and have the noise of counts.
     """
     if isinstance(levels, Tensor):
         # Flags and drawings beside sensors have no noise that could vary.
@@ -644,11 +594,7 @@ MIN_IMPULSES, MIN_HEIGHT, GAP = 0.003, 0.25, 0.05
 
 
 def warn_if_impulses(image: Tensor, num_dims: int) -> None:
-    """Warns of single entries at the lowest or highest number.
-
-    Warns:
-        UserWarning: with their share, and what to do.
-    """
+    """Warns of single entries at the lowest or highest number."""
     observed = image[~image.isnan()]
     extent, found = float(observed.max() - observed.min()), []
     for value in {float(observed.min()), float(observed.max())}:
@@ -677,11 +623,7 @@ MAX_RATIO_OF_LEVELS, MIN_RATIO_OF_LEVELS, HARMLESS_SHARE, MIN_ENTRIES = 3.0, 0.0
 
 
 def warn_if_unlikely(noise: float | Tensor, image: Tensor, num_dims: int) -> None:
-    """Warns if a given noise level cannot be the array's.
-
-    Warns:
-        UserWarning: with the level and its estimate.
-    """
+    """Warns if a given noise level cannot be the array's."""
     if image.numel() < MIN_ENTRIES:
         return
     level, found, extent = root_mean_square(noise), root_mean_square(noise_levels(image, num_dims)), float(deviation(image))
@@ -697,10 +639,7 @@ def warn_if_unlikely(noise: float | Tensor, image: Tensor, num_dims: int) -> Non
 
 
 def _noise_growth(image: Tensor, num_dims: int, levels: float | Tensor) -> tuple[bool, float]:
-    """Returns whether noise is large in bright windows, and how it grows.
-
-    The growth from dark to bright windows is zero if it may be chance.
-    """
+    """Returns whether bright windows have much noise, and growth beyond chance."""
     classes = _brightness_classes(image / levels, num_dims)
     if classes is None:
         return False, 0.0
@@ -713,10 +652,7 @@ def _noise_growth(image: Tensor, num_dims: int, levels: float | Tensor) -> tuple
 
 
 def _brightness_classes(image: Tensor, num_dims: int) -> list[Tensor] | None:
-    """Returns windows ``(N, *sides)`` by evenly spaced brightness, darkest first.
-
-    ``None`` if there are too few.
-    """
+    """Returns windows ``(N, *sides)`` by brightness, darkest first, or ``None``."""
     windows = whole_windows(image, num_dims)
     number = max(MIN_WINDOWS, round(SHARE_OF_CLASS * len(windows)))
     if len(windows) < NUM_CLASSES * number:
@@ -741,10 +677,7 @@ def _lower_texture(windows: Tensor) -> Tensor:
 
 
 def _is_poisson_noise(image: Tensor, num_dims: int) -> bool:
-    """Whether values are counts, up to a gain, with stable noise.
-
-    Their stabilised noise is one where it is dark and where it is bright.
-    """
+    """Whether values are counts, up to a gain, with stable noise."""
     gain = _gain(image)
     if gain is None or float(image.nan_to_num(0.0).min()) < 0:
         return False

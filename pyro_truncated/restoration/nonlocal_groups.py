@@ -18,19 +18,11 @@ _GROUP_SIZE, _SEARCH_RADIUS = 24, 12
 
 
 def average_groups(image: Tensor, estimate: Tensor, errors: Tensor, noise: float, channels: int | None = None) -> Tensor:
-    r"""Averages a restored image with groups of similar noisy windows.
-
-    See :func:`denoise_groups`.
+    """Averages a restored image with groups of similar noisy windows, see :func:`denoise_groups`.
 
     Their errors are other ones than those of mixtures, so that the mean is nearer to the truth than both. The weight of the groups is
-    :math:`v / (v + 3 v')` with the expected squared errors :math:`v` of the estimate and :math:`v'` of theirs, but at most 0.2.
-
-    Args:
-        image: the noisy image; signals, volumes and images with missing entries have no groups, and the estimate is returned as it is.
-        estimate: the restored image.
-        errors: its expected squared errors, of the same shape.
-        noise: standard deviation of the noise.
-        channels: number of channels; ``None`` for an image without.
+    :math:`v / (v + 3 v')` with the expected squared errors :math:`v` of the estimate and :math:`v'` of theirs, but at most 0.2. Signals,
+    volumes and images with missing entries have no groups.
     """
     if image.dim() != (2 if channels is None else 3) or bool(image.isnan().any()):
         return estimate
@@ -42,20 +34,11 @@ def average_groups(image: Tensor, estimate: Tensor, errors: Tensor, noise: float
 
 
 def denoise_groups(image: Tensor, estimate: Tensor, noise: float, *, channels: int | None = None) -> tuple[Tensor, Tensor]:
-    r"""Returns an image in which similar windows are restored together.
+    """Returns an image in which similar windows are restored together, and errors.
 
     The group of a window of side 4, in colour 3, are the 24 near by that are nearest to it in an estimate. Its noisy windows, with their
     mean taken off, are a matrix of small rank and noise, see :func:`shrink_singular_values`. What the groups say of an entry is averaged,
-    weighted by the inverse of their expected squared errors.
-
-    Args:
-        image: the noisy image, ``(height, width)`` or ``(height, width, channels)``, without missing entries.
-        estimate: the same restored in another way.
-        noise: standard deviation of the noise.
-        channels: number of channels; ``None`` for an image without.
-
-    Returns:
-        The restored image; and its expected squared errors, in the mean of the groups.
+    weighted by the inverse of their expected squared errors, which are returned. Nothing may be missing.
 
     Reference:
         Zhang, Dong, Zhang and Shi, "Two-stage image denoising by principal component analysis with local pixel grouping", Pattern
@@ -83,18 +66,10 @@ def denoise_groups(image: Tensor, estimate: Tensor, noise: float, *, channels: i
 
 
 def similar(windows: Tensor, centres: Tensor, counts: list[int], members: int | None = None) -> Tensor:
-    """Returns the nearest windows within a distance in the image.
+    """Returns numbers ``(G, K)`` of the nearest windows, the own one first.
 
-    The window itself comes first.
-
-    Args:
-        windows: all windows of an image in their order, ``(N, D)``.
-        centres: places of some of them, ``(G, 2)``.
-        counts: how many windows there are along each dimension.
-        members: how many to find, or as many as there are; default: 24.
-
-    Returns:
-        Their numbers, ``(G, K)``.
+    ``windows (N, D)`` are all in their order, ``counts`` along each dimension. Of those near ``centres (G, 2)`` so many ``members`` are
+    found, 24 by default.
     """
     size, row = centres.new_tensor(counts), centres.new_tensor([counts[1], 1])
     own = windows[(centres * row).sum(1)]
@@ -111,7 +86,7 @@ def similar(windows: Tensor, centres: Tensor, counts: list[int], members: int | 
 
 
 def shrink_singular_values(matrices: Tensor, noise: float) -> tuple[Tensor, Tensor]:
-    r"""Denoises matrices of small rank by shrinking singular values.
+    r"""Denoises matrices ``(G, K, D)`` of small rank by shrinking singular values.
 
     The result is as near in mean squares as such shrinkage gets.
 
@@ -121,14 +96,7 @@ def shrink_singular_values(matrices: Tensor, noise: float) -> tuple[Tensor, Tens
     .. math:: \eta(s) = \frac{\sqrt{(s^2 - \beta - 1)^2 - 4 \beta}}{s} \quad \text{for } s > 1 + \sqrt\beta, \qquad 0 \text{ otherwise}.
 
     The squared error is then :math:`x^2 - \eta^2` for each singular value kept, :math:`x` without noise being the larger root of
-    :math:`s^2 = (x^2 + 1) (x^2 + \beta) / x^2`.
-
-    Args:
-        matrices: with noise, ``(G, K, D)``.
-        noise: its standard deviation :math:`\sigma`.
-
-    Returns:
-        The matrices without noise; and the expected squared errors of their entries, the mean of each matrix, ``(G,)``.
+    :math:`s^2 = (x^2 + 1) (x^2 + \beta) / x^2`. The expected ones are returned, too, in the mean of each matrix.
 
     Reference:
         Gavish and Donoho, "Optimal shrinkage of singular values", IEEE Transactions on Information Theory 63, 2017.
@@ -159,27 +127,15 @@ _GROUPS_PER_BLOCK = 1024
 def average_low_rank_groups(image: Tensor, estimate: Tensor, noise: float, channels: int | None = None, stride: int = 1) -> Tensor:
     r"""Averages a restored image with low-rank estimates of its missing entries.
 
-    The estimates come from groups of similar windows.
+    The estimates come from groups of similar windows. The group of a window of side 8 are the 60 near by that are nearest to it in the
+    restored image. In each of eight steps, every group becomes the matrix without its small singular values. Those are values up to
+    :math:`4 \sigma (\sqrt{K} + \sqrt{D})` with :math:`K` windows of :math:`D` entries and :math:`\sigma` of what cannot be predicted.
+    Overlapping windows are averaged. The loss at observed entries is added to them before the next step (Bregman iterations), so that the
+    missing ones follow. The result counts 0.4 beside the estimate: its errors are other ones.
 
-    The group of a window of side 8 are the 60 near by that are nearest to it in the restored image.
-    In each of eight steps, every group becomes the matrix without its small singular values. Those
-    are values up to :math:`4 \sigma (\sqrt{K} + \sqrt{D})` with :math:`K` windows of :math:`D`
-    entries. Overlapping windows are averaged. The loss at observed entries is added to them before
-    the next step (Bregman iterations), so that the missing ones follow. The result counts 0.4 beside
-    the estimate: its errors are other ones.
-
-    Args:
-        image: the image with missing entries (NaN), without noise. For signals, volumes and images
-            with a side below 32 the estimate is returned unchanged.
-        estimate: the restored image.
-        noise: standard deviation :math:`\sigma` of what cannot be predicted.
-        channels: number of channels; ``None`` for an image without.
-        stride: above 1 fewer groups: one for every ``4 * stride`` places along each dimension, with channels for every ``6 * stride``, at
-            least for every eighth.
-
-    Returns:
-        The image. Its observed entries are those of the estimate, and so are channels without
-        texture, which deviate by at most four times the noise.
+    Signals, volumes and images with a side below 32 have no groups. There is one for every ``4 * stride`` places along each dimension, with
+    channels for every ``6 * stride``, at least for every eighth. Observed entries are those of the estimate, and so are channels without
+    texture, which deviate by at most four times the noise.
 
     Reference:
         Zhang, Zhao and Gao, "Group-based sparse representation for image restoration", IEEE Transactions on Image Processing 23, 2014.
@@ -199,10 +155,7 @@ def average_low_rank_groups(image: Tensor, estimate: Tensor, noise: float, chann
 
 
 def _with_texture(image: Tensor, noise: float, channels: int | None) -> Tensor:
-    """Returns which channels deviate by more than the threshold, ``(channels,)``.
-
-    For an image without channels it is one truth value.
-    """
+    """Returns which channels deviate by more than the threshold, ``(channels,)``."""
     rows = image.reshape(-1, channels or 1)
     return ((rows - rows.nanmean(0)).square().nanmean(0) > (_NUM_DEVIATIONS * noise) ** 2).reshape([channels] if channels else [])
 
@@ -255,12 +208,7 @@ def predict_missing(image: Tensor, num_dims: int, noise: float) -> Tensor:
     mean of the posterior means that windows have of it, weighted by the inverse of their expected
     squared errors. Twice this is done again with the pairs of the predicted array. Each channel
     tells what the others are, which the mean of neighbours (:func:`.fill_missing`) cannot know. Inside of
-    holes larger than windows both are alike.
-
-    Args:
-        image: missing entries are NaN; returned as it is if there are none, and by :func:`.fill_missing` if it has more than 108 channels.
-        num_dims: its dimensions without channels.
-        noise: standard deviation of the noise.
+    holes larger than windows both are alike. So are they with more than 108 channels.
 
     References:
         Cressie, "Statistics for spatial data", Wiley, 1993, chapter 3 (ordinary kriging). Haas, "Local prediction of a spatio-temporal
@@ -305,10 +253,7 @@ def _directions(covariance: Tensor, noise: float) -> Tensor:
 
 
 def _covariances(array: Tensor, patches: Patches) -> Tensor:
-    """Returns covariances ``(T, D, D)`` of windows at all places.
-
-    They come from pairs of entries that are not NaN. Pairs never observed have none.
-    """
+    """Returns covariances ``(T, D, D)`` of observed pairs of entries at all places."""
     planes = array if patches.channels is not None else array.unsqueeze(-1)
     around = [0, 0, *itertools.chain.from_iterable((0, side - 1) for side in reversed(patches.size))]
     values, is_observed = (F.pad(of_all, around) for of_all in (planes.nan_to_num(0.0), (~planes.isnan()).to(planes)))
@@ -347,10 +292,7 @@ def _near(array: Tensor, weights: list[Tensor]) -> Tensor:
 
 
 def _weights(size: int, side: int, spread: float) -> Tensor:
-    """Returns Gaussian weights of positions around each place of a dimension.
-
-    Positions go beyond its end by the side of a window.
-    """
+    """Returns Gaussian weights of positions around each place, also beyond the end."""
     number = _num_places(size, spread)
     places = (torch.arange(number).double() + 0.5) * size / number
     return (-0.5 * ((torch.arange(size + side - 1) + 0.5 - places.unsqueeze(1)) / spread).square()).exp()
@@ -370,10 +312,7 @@ def _num_places(size: int, spread: float) -> int:
 
 
 def _dimensions(patches: Patches) -> list[tuple[int, int, float]]:
-    """Returns size, window side and standard deviation of neighbourhoods for every dimension.
-
-    A neighbourhood then has a fixed sum of weights.
-    """
+    """Returns size, window side and deviation of neighbourhoods for every dimension."""
     spread = _NEIGHBOURS ** (1 / len(patches.shape)) / math.sqrt(2 * math.pi)
     sizes = zip(patches.shape, patches.size, strict=True)
     # Of long dimensions spreads are larger: there are 64 places at most.

@@ -156,9 +156,8 @@ class PatchMixture(torch.nn.Module):
     def _eigen(self, covariance: Tensor) -> tuple[Tensor, Tensor]:
         """Eigenvalues and eigenvectors of covariances, which are overwritten.
 
-        They include the noise, which is subtracted again. A covariance of few directions alone,
-        such as that of two patches, becomes tridiagonal with entries that underflow. LAPACK's
-        divide and conquer makes NaN of it.
+        They include the noise, which is subtracted again. A covariance of few directions alone becomes tridiagonal with entries that
+        underflow, of which LAPACK's divide and conquer makes NaN.
         """
         diagonal = covariance.diagonal(dim1=1, dim2=2)
         # Where the noise is smaller, rounding takes its part.
@@ -192,10 +191,7 @@ class PatchMixture(torch.nn.Module):
 
 
 def most_probable(population: Population, number: int) -> Population:
-    """Returns the ``number`` most probable states of every data point.
-
-    The most probable comes first. If there are fewer, all are returned.
-    """
+    """Returns the ``number`` most probable states of every data point, best first."""
     log_joint, best = population.log_joint.topk(min(number, population.num_states), 1)
     return dataclasses.replace(population, words=gather_states(population.words, best), log_joint=log_joint)
 
@@ -219,10 +215,7 @@ _BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
 
 
 class MixtureFit(NamedTuple):
-    """What a mixture makes of an array, with expected squared errors.
-
-    That is the noise that it asks for, the mixture, and its guide.
-    """
+    """What a mixture makes of an array, with expected squared errors."""
 
     patches: Patches
     array: Tensor
@@ -246,25 +239,12 @@ def run_rounds(
 ) -> tuple[list[MixtureFit], Tensor]:
     """Runs rounds of mixtures of patches of several sides.
 
-    Each round but the first learns from the mean of the arrays of the previous one.
+    Each round but the first learns from the mean of the arrays of the previous one; ``complete`` is the damaged array without missing
+    entries. If there is hardly any noise (``is_clean``) it stays as it is, and the first rounds, far from the missing entries, have few
+    components. Else after the first round it is on half of the way to what that has found.
 
-    Args:
-        image: the damaged array; missing entries are NaN.
-        complete: the same without missing entries.
-        noise: standard deviation of the noise.
-        per_round: patches of the array, of one side or more in each round.
-        num_components: of each mixture; default: by the number of patches and the round.
-        generator: source of randomness.
-        progress: whether to show a progress bar.
-        desc: what it says.
-        is_clean: whether there is hardly any noise. The noise then stays as it is, and the first
-            rounds, far from the missing entries, have few components. Else after the first round it
-            is on half of the way to what that has found.
-
-    Returns:
-        The results of the last round for each side, and the mean of the arrays of the last two
-        rounds. Only the last array counts if there is one round or its mixtures have more
-        components.
+    Returns the results of the last round for each side, and the mean of the arrays of the last two rounds. Only the last array counts if
+    there is one round or its mixtures have more components.
     """
     counts: list[int] = []
     is_missing = bool(image.isnan().any())
@@ -331,13 +311,8 @@ def _fit_mixture(
     """Fits a mixture to patches of an estimate and applies it.
 
     Responsibilities are those of the noisy patches, with missing entries taken from the estimate.
-    The posterior means use observed entries only.
-
-    Returns:
-        The restored array, the mean of its expected squared errors, the noise, the mixture and its
-        guide. Each entry is the mean over patches, weighted by the inverse of its expected squared
-        errors. Where entries are missing, these are the errors of whole patches. The noise is the
-        standard deviation that maximises the expected log joint.
+    The posterior means use observed entries only. Each entry of the array is their mean over patches, weighted by the inverse of its
+    expected squared errors; where entries are missing, by those of whole patches. The noise maximises the expected log joint.
     """
     y, x = patches.extract(image), patches.extract(estimate)
     filled, places = torch.where(y.isnan(), x, y), patches.places().to(x)
@@ -363,12 +338,7 @@ def find_consensus(image: Tensor, fits: Sequence[MixtureFit], weights: Tensor | 
     """Makes all patches agree on one array, by half-quadratic splitting.
 
     The mixtures are given a mean of the restored and the noisy array, with half the noise. The mean
-    of their results is the next restored array.
-
-    Args:
-        image: the noisy array.
-        fits: what was learned with each side; the mean of the arrays is where the steps start.
-        weights: of the sides, with sum one; default: equal ones.
+    of their results, with ``weights`` of the sides, is the next restored array.
 
     Reference:
         Zoran and Weiss, "From learning models of natural image patches to whole image restoration", International Conference on Computer
@@ -401,10 +371,7 @@ def _clusters(points: Tensor, number: int, generator: torch.Generator | None, *,
 
 
 def _run_em(mixture: PatchMixture, nearest: Tensor, data: tuple[Tensor, Tensor, Tensor], bar: ProgressBar) -> AutoTruncated:
-    """Runs EM in which patches without noise are observed.
-
-    Components are first the nearest clusters, later the most probable ones.
-    """
+    """Runs EM on patches without noise, at first with the nearest clusters."""
     space = StateSpace([mixture.num_components])
     population = Population(space, space.pack(nearest[:, :1, None]), torch.zeros_like(nearest[:, :1], dtype=data[0].dtype))
     guide = _guide(mixture, nearest)
@@ -424,10 +391,7 @@ def _guide(mixture: PatchMixture, components: Tensor) -> AutoTruncated:
 
 
 def cosines(sizes: tuple[int, ...], like: Tensor) -> Tensor:
-    """Returns the orthonormal discrete cosine transform of windows, ``(D, D)``.
-
-    The first row is the constant.
-    """
+    """Returns the orthonormal discrete cosine transform of windows, ``(D, D)``."""
     basis = torch.ones(1, 1, dtype=torch.float64)
     for size in sizes:
         frequency = torch.arange(size, dtype=torch.float64).unsqueeze(1)

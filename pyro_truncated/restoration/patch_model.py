@@ -80,12 +80,7 @@ ModelOfPatches = torch.nn.Module | Callable[[int], Any]
 
 
 def make_model(model: ModelOfPatches, num_observed: int) -> Any:
-    """Returns the model, or calls a factory with the number of entries.
-
-    Raises:
-        TypeError: if it cannot reconstruct data from populations.
-        ValueError: if it is one of patches of another size.
-    """
+    """Returns the model, or what its factory makes, if it fits patches."""
     result: Any = model if isinstance(model, torch.nn.Module) else model(num_observed)
     name, reconstruct = type(result).__name__, getattr(result, "reconstruct", None)
     if not callable(reconstruct) or list(inspect.signature(reconstruct).parameters)[:2] != ["population", "y"]:
@@ -117,10 +112,8 @@ def start(model: Any, complete: Tensor, noise: float, generator: torch.Generator
 def train(model: Any, y: Tensor, passes: int, num_states: int, batch_size: int, progress: bool | None) -> tuple[AutoTruncated, list[float]]:
     """Trains by online EM where M-steps are closed-form, else by gradients.
 
-    Both use minibatches, and the temperature falls at first.
-
-    Returns:
-        The trained guide, and the free energy per patch after each pass; there are fewer passes if it stops growing.
+    Both use minibatches, and the temperature falls at first. Returns the guide, and the free energy per patch after each pass until it
+    stops growing.
     """
     per_pass = max(1, round(len(y) / batch_size))
     guide = AutoTruncated(model, num_states=num_states)
@@ -145,10 +138,7 @@ def train(model: Any, y: Tensor, passes: int, num_states: int, batch_size: int, 
 
 
 def _search(model: Any) -> Search:
-    """Returns the search: greedy pursuit beside evolution where contributions add up.
-
-    Other models use evolution alone.
-    """
+    """Returns the search: evolution, beside greedy pursuit where contributions add up."""
     evolution = EvolutionarySearch(5, 4, 1)
     return evolution if getattr(model, "is_positive", True) else Pursuit(model) + evolution
 
@@ -201,10 +191,7 @@ def allows_stacking(image: Tensor, noise: float) -> bool:
 
 
 def model_patch_side(model: ModelOfPatches, shape: torch.Size, channels: int | None) -> int | None:
-    """Returns the side of patches that a finished model has.
-
-    None if no such patch fits into the image.
-    """
+    """Returns the side of a finished model's patches, ``None`` if none fits."""
     entries = getattr(model, "num_observed", None)
     if not isinstance(entries, int):
         return None
@@ -213,10 +200,7 @@ def model_patch_side(model: ModelOfPatches, shape: torch.Size, channels: int | N
 
 
 def side_for_model(image: Tensor, noise: float, shape: torch.Size) -> int:
-    """Returns the side of patches for a mixture.
-
-    It grows with the noise and is at most that of the image.
-    """
+    """Returns the side of a mixture's patches, which grows with the noise."""
     if len(shape) == 1:
         return min(64, len(image))
     side: int = _by_noise(_SIDES_OF_MODELS, image, noise) if len(shape) == 2 else 8

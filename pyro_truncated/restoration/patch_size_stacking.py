@@ -39,24 +39,12 @@ def restore_with_stacked_sides(
     The patches of the last round then agree on an array, which is averaged with similar windows.
 
     The sides are found by the same rounds on the image with more noise, the first array of
-    :func:`split`. Their last round has all candidates. The second array tells how near to the truth
+    :func:`split`. Their last round has all ``candidates``. The second array tells how near to the truth
     they come, see :func:`array_weights`. Every second patch along each dimension is enough for
     that; sides with weights below 0.05 are left out. If the noise is known, or estimated where the image is
     flat, over-smoothing is corrected, see :func:`oversmoothing_share` and :func:`plausible_share`.
 
-    Args:
-        image: the noisy array, without missing entries.
-        noise: standard deviation of the noise.
-        patches: patches of all rounds but the last.
-        candidates: patches of several sides.
-        rounds: number of rounds, two or more.
-        is_noise_known: whether the noise was told, rather than estimated.
-        num_components: of each mixture; default: by the number of patches and the round.
-        generator: source of randomness.
-        progress: whether to show a progress bar.
-
-    Returns:
-        What was learned in the last round with each side that has weight; and the restored array.
+    Returns what was learned in the last round with each side that has weight, and the restored array.
     """
     options: dict[str, Any] = {"num_components": num_components, "generator": generator, "progress": progress}
     noisier, held_out = split(image, noise, generator)
@@ -88,18 +76,9 @@ def restore_with_stacked_sides(
 def noise_in_flat_places(residual: Tensor, errors: Tensor, noise: float) -> float | None:
     r"""Estimates the noise in flat places.
 
-    It is the root of the mean of :math:`(y - x)^2 + v` there.
-
-    Those are where the expected squared error :math:`v` is below :math:`0.03 \sigma^2`. An array that follows noise by
-    :math:`d = v / \sigma^2` differs from the noisy one by :math:`\sigma^2 (1 - 2 d) + v = \sigma^2 - v`.
-
-    Args:
-        residual: what was taken off, :math:`y - x`.
-        errors: :math:`v`, of the same shape.
-        noise: an estimate of the standard deviation :math:`\sigma` of the noise.
-
-    Returns:
-        The standard deviation; ``None`` if less than a fifth of the array is flat.
+    It is the root of the mean of :math:`(y - x)^2 + v` there. Those are where the expected squared error :math:`v` is below :math:`0.03
+    \sigma^2`. An array that follows noise by :math:`d = v / \sigma^2` differs from the noisy one by :math:`\sigma^2 (1 - 2 d) + v =
+    \sigma^2 - v`. The ``residual`` is :math:`y - x`. Returns ``None`` if less than a fifth of the array is flat.
     """
     # Flat is where the restored array is known to a fraction of the noise.
     is_flat = errors < 0.03 * noise**2
@@ -111,22 +90,15 @@ def noise_in_flat_places(residual: Tensor, errors: Tensor, noise: float) -> floa
 def oversmoothing_share(image: Tensor, estimate: Tensor, noisier: Tensor, from_noisier: Tensor, noise: float) -> float:
     r"""Returns the share of the noisy array that is added back.
 
-    With known noise, it brings the restored array nearest to the truth.
-
-    Negative shares take more off. Below -0.12 and above 0.1 the noise is not what it is said to be, and the share is zero.
+    With known noise, it brings the restored array nearest to the truth. Negative shares take more off. Below -0.12 and above 0.1 the
+    noise is not what it is said to be, and the share is zero. For a noisy array :math:`y`, restored as :math:`x`, and one :math:`y'` of
+    more noise, restored as :math:`x'`, it is
 
     .. math:: a = 1 - \frac{N \sigma^2 (1 - d)}{|y - x|^2}, \qquad d = \frac{\langle y' - y, x' - x \rangle}{|y' - y|^2},
 
     where :math:`d` is by how much the restored array follows noise. The distance from the truth :math:`t` is least with
     :math:`a |y - x|^2 = \langle t - x, y - x \rangle`, and the expectation of that is :math:`|y - x|^2 - N \sigma^2 (1 - d)` by Stein's
     lemma.
-
-    Args:
-        image: the noisy array :math:`y`, of ``N`` entries.
-        estimate: what is made of it, :math:`x`.
-        noisier: :math:`y'`, the same with more noise.
-        from_noisier: :math:`x'`, what is made of that.
-        noise: standard deviation :math:`\sigma` of the noise.
 
     Reference:
         Ramani, Blu and Unser, "Monte-Carlo SURE", IEEE Transactions on Image Processing 17, 2008.
@@ -141,32 +113,18 @@ def oversmoothing_share(image: Tensor, estimate: Tensor, noisier: Tensor, from_n
 def plausible_share(share: float, errors: Tensor, noise: float) -> float:
     r"""Returns a share to add back, or zero if it is implausible.
 
-    It is too large above :math:`0.75 v / \sigma^2` for the expected squared errors :math:`v`.
-
-    What :func:`oversmoothing_share` finds is the squared error without the noise that is followed, as a part of about
-    :math:`\sigma^2`. If that is more than can be expected, the noise of flat places is too low.
-
-    Args:
-        share: what :func:`oversmoothing_share` finds with the noise of flat places.
-        errors: :math:`v`, of all entries.
-        noise: :math:`\sigma`, that of flat places.
+    It is too large above :math:`0.75 v / \sigma^2` for the expected squared errors :math:`v`. What :func:`oversmoothing_share` finds is
+    the squared error without the noise that is followed, as a part of about :math:`\sigma^2`. If that is more than can be expected, the
+    noise of flat places, with which it was found, is too low.
     """
     return share if share <= _MAX_RETURNED_SHARE * float(errors.double().mean()) / noise**2 else 0.0
 
 
 def split(image: Tensor, noise: float, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    r"""Returns two arrays with independent noise.
+    r"""Returns two arrays with independent noise, if the given noise is right.
 
-    They are :math:`y + z / 2` and :math:`y - 2 z`, with normal numbers :math:`z` of the noise's
-    deviation.
-
-    The noise of the first is :math:`\sqrt{1.25}` times that of the array, and of the second
-    :math:`\sqrt 5` times. They are independent if the given noise is right.
-
-    Args:
-        image: :math:`y`, without missing entries.
-        noise: standard deviation of its noise.
-        generator: source of randomness; default: torch's global one.
+    They are :math:`y + z / 2` and :math:`y - 2 z`, with normal numbers :math:`z` of the noise's deviation. The noise of the first is
+    :math:`\sqrt{1.25}` times that of the array, and of the second :math:`\sqrt 5` times.
 
     References:
         Oliveira, Lei and Tibshirani, "Unbiased risk estimation in the normal means problem via coupled bootstrap techniques",
@@ -184,39 +142,26 @@ def first_noise(noise: float) -> float:
 
 
 def array_weights(arrays: Tensor, held_out: Tensor, noise: float) -> Tensor:
-    r"""Returns stacking weights of restored arrays: not negative, with sum one.
+    r"""Returns stacking weights ``(S,)`` of restored arrays: not negative, with sum one.
 
     Their mean is near to data that the arrays were not made from.
 
     .. math:: \arg\min_w \; \frac{1}{v} \Bigl\| y'' - \sum_s w_s x_s \Bigr\|^2 + \frac{1}{\tau^2} \sum_s (w_s - 1/S)^2,
 
-    the most probable weights under a normal prior around equal ones, with standard deviation
-    :math:`\tau = 0.2`. The data count the more, the more entries there are and the further the
-    arrays lie apart. The squared distance is in expectation that from the truth and a constant.
-
-    Args:
-        arrays: :math:`x_s`, ``(S, *shape)``, made from the first array of :func:`split`; a few, as all subsets are tried.
-        held_out: :math:`y''`, the second one, ``(*shape)``.
-        noise: standard deviation of the noise of the image; that of :math:`y''` has the variance :math:`v`, five times its square.
-
-    Returns:
-        ``(S,)``, in double precision.
+    the most probable weights under a normal prior around equal ones, with standard deviation :math:`\tau = 0.2`. ``arrays (S, *shape)``
+    :math:`x_s` are made from the first array of :func:`split`, and :math:`y''` is the second one, whose variance :math:`v` is five times
+    that of the image. The data count the more, the more entries there are and the further the arrays lie apart. The squared distance is
+    in expectation that from the truth and a constant.
     """
     return stacking_weights(arrays, held_out, noise**2 * (1 + _ADDED_NOISE**-2) / 0.2**2)
 
 
 def stacking_weights(arrays: Tensor, held_out: Tensor, shrinkage: float) -> Tensor:
-    r"""Returns weights of arrays: not negative, with sum one.
+    r"""Returns weights ``(S,)`` of arrays ``(S, *shape)``: not negative, with sum one.
 
     .. math:: \arg\min_w \; \Bigl\| y - \sum_s w_s x_s \Bigr\|^2 + \lambda \sum_s (w_s - 1/S)^2
 
-    Args:
-        arrays: :math:`x_s`, ``(S, *shape)``; a few, as all subsets are tried.
-        held_out: :math:`y`, ``(*shape)``.
-        shrinkage: :math:`\lambda`, above zero.
-
-    Returns:
-        ``(S,)``, in double precision.
+    All subsets are tried, so that there may be a few.
 
     Reference:
         Breiman, "Stacked regressions", Machine Learning 24, 1996.
@@ -234,10 +179,7 @@ def stacking_weights(arrays: Tensor, held_out: Tensor, shrinkage: float) -> Tens
 
 
 def _minimize_on_support(support: list[int], quadratic: Tensor, linear: Tensor) -> Tensor:
-    """Minimises the quadratic function over weights on these arrays, with sum one.
-
-    All other weights are zero.
-    """
+    """Minimises the quadratic function over weights of these arrays alone."""
     inverse = torch.linalg.solve(quadratic[support][:, support], torch.stack([linear[support], torch.ones_like(linear[support])], 1))
     free, ones = inverse.unbind(1)
     weights = torch.zeros_like(linear)

@@ -227,10 +227,7 @@ def _restore(image: Tensor, noise: Noise | str, settings: _Settings, *, has_chan
 
 
 def _restore_apart(image: Tensor, levels: Any, groups: list[list[int]], settings: _Settings, *, is_noise_known: bool) -> Restored:
-    """Restores groups of channels apart; other channels are constant.
-
-    What else is returned is of the largest group.
-    """
+    """Restores groups of channels apart; what else is returned is the largest's."""
     levels = torch.as_tensor(levels).to(image).expand(image.shape[-1])
     restored, own, all_found = image.flatten(0, -2).nan_to_num(-math.inf).amax(0).expand_as(image).clone(), torch.zeros_like(levels), []
     for group in sorted(groups, key=len, reverse=True):
@@ -339,10 +336,7 @@ def _check_mask(mask: Any) -> Tensor:
 
 
 def _broadcast_mask(mask: Tensor, image: Tensor) -> Tensor:
-    """Returns a mask of pixels in the shape of the array.
-
-    Axes of one entry count in neither.
-    """
+    """Returns a mask of pixels in the shape of the array."""
     array, seen = image.squeeze(), mask.squeeze()
     axes = [axis for axis in (-1, 0, 1)[: max(0, array.dim() - 1)] if array.select(axis, 0).shape == seen.shape]
     if seen.shape != array.shape and not axes:

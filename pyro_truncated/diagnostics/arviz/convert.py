@@ -109,59 +109,46 @@ def training_dataset(records: Mapping[str, Any]) -> xr.Dataset:
 
 @dataclasses.dataclass(frozen=True)
 class LabelledTensor:
-    """A tensor made of a DataFrame, Series or DataArray, with its labels.
+    """A tensor made of a DataFrame, Series or DataArray, with its labels."""
 
-    Attributes:
-        value: its numbers.
-        axes: the names and labels of its dimensions.
-    """
-
-    value: Tensor
-    axes: tuple[Axis, ...]
+    value: Tensor  # its numbers
+    axes: tuple[Axis, ...]  # the names and labels of its dimensions
 
 
 @dataclasses.dataclass(frozen=True)
 class DataLabels:
-    """Names of dimensions and coordinates that data bring.
+    """Names of dimensions and coordinates that data bring."""
 
-    Attributes:
-        plates: names of dimensions by plate.
-        dims: names of event dimensions by site.
-        arguments: names of other dimensions, by argument that is not observed.
-        coords: labels by dimension.
-    """
-
-    plates: dict[str, str] = dataclasses.field(default_factory=dict)
-    dims: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    plates: dict[str, str] = dataclasses.field(default_factory=dict)  # names of dimensions by plate
+    dims: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # names of event dimensions by site
+    # Names of other dimensions, by argument that is not observed.
     arguments: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    coords: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    coords: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # labels by dimension
 
 
-def without_labels(
-    model: Callable[..., Any], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any], tuple[LabelledTensor, ...]]:
-    """The arguments with tensors in the place of labelled arrays, and these.
+def without_labels(call: Call, guide: Any) -> tuple[Call, tuple[LabelledTensor, ...]]:
+    """The call with tensors in the place of labelled arrays, and these.
 
     Programs that read columns by name keep the arrays.
     """
-    like = next((number for part in (model, guide) if (number := module_number(part)) is not None), torch.empty(0))
+    like = next((number for part in (call.model, guide) if (number := module_number(part)) is not None), torch.empty(0))
     tensors: list[LabelledTensor] = []
     try:
-        bare_args = tuple(_bare(value, like, tensors) for value in args)
-        bare_kwargs = {name: _bare(value, like, tensors) for name, value in kwargs.items()}
+        bare_args = tuple(_bare(value, like, tensors) for value in call.args)
+        bare_call = Call(call.model, bare_args, {name: _bare(value, like, tensors) for name, value in call.kwargs.items()})
     except TypeError:
-        if _takes(model, args, kwargs):
-            return args, dict(kwargs), ()
+        if _runs(call):
+            return call, ()
         raise
-    if tensors and not _takes(model, bare_args, bare_kwargs) and _takes(model, args, kwargs):
-        return args, dict(kwargs), ()
-    return bare_args, bare_kwargs, tuple(tensors)
+    if tensors and not _runs(bare_call) and _runs(call):
+        return call, ()
+    return bare_call, tuple(tensors)
 
 
-def _takes(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a model runs with these arguments, and observes tensors."""
+def _runs(call: Call) -> bool:
+    """Whether a model runs with its arguments, and observes tensors."""
     with contextlib.suppress(Exception), torch.no_grad(), spare_random_numbers():
-        Call(model, args, kwargs).run({})
+        call.run({})
         return True
     return False
 
@@ -180,12 +167,8 @@ def _bare(value: Any, like: Tensor, tensors: list[LabelledTensor]) -> Any:
 class DimensionNamer:
     """Finds which plates and events the axes of labelled data are.
 
-    Args:
-        draws: with the sites of the model.
-        reserved_names: names of dimensions and variables that no dimension of the data may take.
-        default_plate: the name of a plate's dimension where data bring none.
-        dims: names that the user gives, by site and argument.
-        labelled_dims: dimensions that the user gives labels for: they keep the names they have without those of the data.
+    No dimension of the data may take ``reserved_names``. Dimensions that the user gives labels for keep the names they have without those
+    of the data.
     """
 
     def __init__(
@@ -271,17 +254,8 @@ _VARIABLES = {"lp", "log_q", "log_weight", "states", "weights", "free_energy", "
 class Writer:
     """Turns draws into datasets with named dimensions.
 
-    Args:
-        draws: from a guide.
-        dims: names of event dimensions by site, and of all dimensions by argument of the model.
-        coords: coordinates by dimension.
-        memory_budget: bytes that a single array may take.
-        arguments: the model's arguments by name, for which ``dims`` may be given, too.
-        num_chains: chains that the draws are dealt to, one after the other.
-        labelled_tensors: what was labelled among the arguments; what ``dims`` and ``coords`` say comes first.
-
-    Raises:
-        ValueError: if ``dims`` names something unknown.
+    ``dims`` names event dimensions by site, and all dimensions by argument of the model. What it and ``coords`` say comes before the labels
+    of arguments. A single array takes at most ``memory_budget`` bytes. Draws are dealt to chains one after the other.
     """
 
     def __init__(
@@ -630,13 +604,13 @@ def _convert(model: Any, guide: Any, args: tuple[Any, ...], kwargs: Mapping[str,
     guides: list[Any] = list(guide) if several else [guide]
     models: list[Any] = list(model) if isinstance(model, list | tuple) else [model] * len(guides)
     _check_chains(models, guides, settings)
-    args, kwargs, labelled_tensors = without_labels(models[0], guides[0], args, kwargs)
+    call, labelled_tensors = without_labels(Call(models[0], args, kwargs), guides[0])
     with _seed(settings.seed), torch.no_grad():
         chains = []
         for position, (one, its_model) in enumerate(zip(guides, models, strict=True)):
             stores = settings.stores
             with contextlib.nullcontext() if stores is None else pyro.get_param_store().scope(stores[position]):
-                chains.append(_build_groups(its_model, one, args, kwargs, labelled_tensors, settings))
+                chains.append(_build_groups(call.with_program(its_model), one, labelled_tensors, settings))
     datasets = _side_by_side(chains) if several else chains[0]
     _add_records(datasets, settings)
     attrs = _common_attributes(guides, datasets, settings.seed)
@@ -680,26 +654,19 @@ def _seed(seed: int | None) -> Iterator[None]:
         yield
 
 
-def _build_groups(
-    model: Callable[..., Any],
-    guide: Any,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    labelled_tensors: tuple[LabelledTensor, ...],
-    settings: _Settings,
-) -> dict[str, xr.Dataset]:
+def _build_groups(call: Call, guide: Any, labelled_tensors: tuple[LabelledTensor, ...], settings: _Settings) -> dict[str, xr.Dataset]:
     """The groups of one guide, without empty ones."""
-    draws = draw(model, guide, args, kwargs, settings.num_samples * settings.num_chains)
-    arguments = _arguments(model, args, kwargs)
+    draws = draw(call, guide, settings.num_samples * settings.num_chains)
+    arguments = _arguments(call)
     writer = Writer(
         draws, settings.dims or {}, settings.coords or {}, settings.memory_budget, arguments, settings.num_chains, labelled_tensors
     )
     datasets = {"posterior": writer.posterior(), "sample_stats": writer.sample_stats(), "log_likelihood": writer.log_likelihood()}
     if settings.conditional_log_likelihood:
-        datasets["log_likelihood_conditional"] = writer.log_likelihood_conditional(conditional_likelihoods(model, draws, args, kwargs))
+        datasets["log_likelihood_conditional"] = writer.log_likelihood_conditional(conditional_likelihoods(call, draws))
     datasets["log_prior"] = writer.log_prior()
     if settings.num_predictive:
-        datasets |= _predictive(model, draws, writer, args, kwargs, settings)
+        datasets |= _predictive(call, draws, writer, settings)
     datasets["observed_data"] = writer.observed_data()
     datasets["constant_data"] = writer.constant_data(arguments)
     if draws.states is not None:
@@ -740,9 +707,7 @@ def _count(datasets: dict[str, xr.Dataset], names: Sequence[str]) -> dict[str, x
     }
 
 
-def _predictive(
-    model: Callable[..., Any], draws: Draws, writer: Writer, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: _Settings
-) -> dict[str, xr.Dataset]:
+def _predictive(call: Call, draws: Draws, writer: Writer, settings: _Settings) -> dict[str, xr.Dataset]:
     chains, num_predictive = settings.num_chains, settings.num_predictive
     # As many as fit into the budget with the largest site.
     largest = max((torch.as_tensor(node["value"]).numel() for node in draws.nodes.values()), default=1)
@@ -750,25 +715,25 @@ def _predictive(
     count = max(1, affordable // chains)
     # The first draws of each chain.
     positions = [chain * settings.num_samples + position for chain in range(chains) for position in range(count)]
-    latents, observed = prior_draws(model, args, kwargs, len(positions))
+    latents, observed = prior_draws(call, len(positions))
     results = {
         "prior": latents,
         "prior_predictive": observed,
-        "posterior_predictive": posterior_draws(model, draws, args, kwargs, positions, new_latents=False),
+        "posterior_predictive": posterior_draws(call, draws, positions, new_latents=False),
     }
     if draws.local:
-        results["marginal_predictive"] = posterior_draws(model, draws, args, kwargs, positions, new_latents=True)
+        results["marginal_predictive"] = posterior_draws(call, draws, positions, new_latents=True)
     note = {"omitted": f"all but {count} of {num_predictive} draws per chain: over the memory budget"} if count < num_predictive else {}
     return {name: writer.sites(values).assign_attrs(note) for name, values in results.items()}
 
 
-def _arguments(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments(call: Call) -> dict[str, Any]:
     """The model's arguments by name."""
-    program = model.forward if isinstance(model, torch.nn.Module) else model
+    program = call.model.forward if isinstance(call.model, torch.nn.Module) else call.model
     try:
-        return dict(inspect.signature(program).bind(*args, **kwargs).arguments)
+        return dict(inspect.signature(program).bind(*call.args, **call.kwargs).arguments)
     except (TypeError, ValueError):
-        return {f"argument_{position}": value for position, value in enumerate(args)} | dict(kwargs)
+        return {f"argument_{position}": value for position, value in enumerate(call.args)} | dict(call.kwargs)
 
 
 def _side_by_side(chains: list[dict[str, xr.Dataset]]) -> dict[str, xr.Dataset]:

@@ -78,34 +78,21 @@ class FreeData(Messenger):
             msg["value"] = None
 
 
-def leaves(
-    model: Callable[..., Any], nodes: Mapping[str, Node], names: Collection[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> frozenset[str]:
+def leaves(call: Call, nodes: Mapping[str, Node], names: Collection[str]) -> frozenset[str]:
     """Named latents on which only computed values depend, as missing data."""
     if not names:
         return frozenset()
-    dependencies = Dependencies(Call(model, args, kwargs))
+    dependencies = Dependencies(call)
     return frozenset(
         name for name in names if all(role(nodes[site]) == "deterministic" for site in dependencies.dependents({name}) if site in nodes)
     )
-
-
-Model = Callable[..., Any]
 
 
 class Enumeration:
     """The discrete latents that :class:`~pyro.infer.TraceEnum_ELBO` sums out of a model.
 
     Latents inside the plates of the data that depend on them (``plates``) are summed out of the log likelihood of each data point. Others
-    are parameters, and keep the values drawn.
-
-    Args:
-        model: the model.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        nodes: sites of a run of the model.
-        names: the discrete latents.
-        silent: unknown latents on which nothing depends. Their densities are left out.
+    are parameters, and keep the values drawn. Densities of ``silent`` latents, on which nothing depends, are left out.
 
     Attributes:
         plates: the plates from left to right, with their sizes. Empty if no data point has such latents of its own.
@@ -113,16 +100,8 @@ class Enumeration:
         inside: the sites inside them.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        nodes: Mapping[str, Any],
-        names: Collection[str],
-        silent: Collection[str] = (),
-    ) -> None:
-        self.model, self.args, self.kwargs = model, args, kwargs
+    def __init__(self, call: Call, nodes: Mapping[str, Any], names: Collection[str], silent: Collection[str] = ()) -> None:
+        self.call = call
         self.names, self.silent = frozenset(names), frozenset(silent)
         self.first_dim = -1 - max(len(node["fn"].batch_shape) for node in nodes.values())
         self._find_plates({name: node["value"] for name, node in nodes.items() if role(node) == "latent" and name not in names})
@@ -131,7 +110,7 @@ class Enumeration:
         """Draws the discrete latents from their posterior given the others."""
         program = self._prepare(values, self.names)
         with isolate():
-            trace = poutine.trace(infer_discrete(program, first_available_dim=self.first_dim)).get_trace(*self.args, **self.kwargs)
+            trace = poutine.trace(infer_discrete(program, first_available_dim=self.first_dim)).get_trace()
         return {name: trace.nodes[name]["value"] for name in self.names}
 
     def log_evidence(self, values: Mapping[str, Any]) -> Tensor:
@@ -152,23 +131,23 @@ class Enumeration:
         joint, prior = (self._per_datum(_contract(trace, names, self.local), trace) for names in (inside, latent))
         return joint - prior
 
-    def _prepare(self, values: Mapping[str, Any], names: Collection[str]) -> Model:
-        """The model with other latents fixed, marked for enumeration."""
+    def _prepare(self, values: Mapping[str, Any], names: Collection[str]) -> Callable[[], Any]:
+        """The call with other latents fixed, marked for enumeration."""
         other_values = {name: value for name, value in values.items() if name not in names}
         marks: Any = {True: {"enumerate": "parallel"}, False: {"enumerate": None}}
-        marked_model: Model = poutine.infer_config(self.model, lambda site: marks[site["name"] in names])
+        marked_call = poutine.infer_config(self.call, lambda site: marks[site["name"] in names])
 
-        def program(*args: Any, **kwargs: Any) -> Any:
+        def program() -> Any:
             """The model, called with its own arguments."""
             with Assign(other_values), _Silence(self.silent):
-                return marked_model(*args, **kwargs)
+                return marked_call()
 
         return program
 
     def _enumerate(self, values: Mapping[str, Any], names: Collection[str]) -> poutine.Trace:
         program = self._prepare(values, names)
         with isolate():
-            trace = poutine.trace(poutine.enum(program, first_available_dim=self.first_dim)).get_trace(*self.args, **self.kwargs)
+            trace = poutine.trace(poutine.enum(program, first_available_dim=self.first_dim)).get_trace()
         trace = prune_subsample_sites(trace)
         trace.compute_log_prob()
         trace.pack_tensors()
@@ -239,21 +218,13 @@ Sites = dict[str, Tensor]
 
 @dataclasses.dataclass
 class States:
-    """What a truncated guide knows of the states beside their draws.
-
-    Attributes:
-        part: the truncated guide.
-        log_joint: a scorer.
-        population: weights and free energies are means over the draws.
-        covered_mass: upper bound on the posterior mass of the populations, ``(N,)``. A mean over draws of the other latents.
-        index: indices of the states drawn, ``(draws, N)``.
-    """
+    """What a truncated guide knows of the states beside their draws."""
 
     part: AutoTruncated
     log_joint: LogJoint
-    population: Population
-    covered_mass: Tensor
-    index: Tensor
+    population: Population  # weights and free energies are means over the draws
+    covered_mass: Tensor  # upper bound on the posterior mass of the populations, (N,). A mean over draws of the other latents.
+    index: Tensor  # indices of the states drawn, (draws, N)
 
     def values(self, draw: int) -> Sites:
         """The states of one draw, in the model's own shapes."""
@@ -264,35 +235,20 @@ class States:
 
 @dataclasses.dataclass
 class Draws:
-    """Draws from guide and model.
+    """Draws from guide and model."""
 
-    Attributes:
-        nodes: the sites of one run of the model.
-        latents: draws of the latents, without those of ``states``, by site name, ``(draws, *shape)``.
-        deterministic: values that follow from the latents (``pyro.deterministic``, reparametrised latents), likewise.
-        lp: log joint density of each draw.
-        log_q: log density of each draw under the guide.
-        log_likelihood: by name, log likelihoods of the observations, ``(draws, *shape)``. Empty where they do not exist.
-        log_prior: log prior density of each latent that belongs to no data point, ``(draws,)`` by site name.
-        local: names of the latents of data points.
-        conditional_on: those of them that ``log_likelihood`` depends on.
-        plates: plates whose members are the data points, by dimension from left to right, with their sizes.
-        joint: name of the variable of ``log_likelihood`` that has one entry per data point. Others have the shapes of their sites.
-        states: of a truncated guide.
-    """
-
-    nodes: dict[str, Any]
-    latents: Sites
-    deterministic: Sites
-    lp: Tensor
-    log_q: Tensor
-    log_likelihood: Sites
-    log_prior: Sites
-    local: frozenset[str]
-    conditional_on: frozenset[str]
-    plates: dict[str, int]
-    joint: str = ""
-    states: States | None = None
+    nodes: dict[str, Any]  # the sites of one run of the model
+    latents: Sites  # draws of the latents, without those of states, by site name, (draws, *shape)
+    deterministic: Sites  # values that follow from the latents (pyro.deterministic, reparametrised latents), likewise
+    lp: Tensor  # log joint density of each draw
+    log_q: Tensor  # log density of each draw under the guide
+    log_likelihood: Sites  # by name, log likelihoods of the observations, (draws, *shape). Empty where they do not exist.
+    log_prior: Sites  # log prior density of each latent that belongs to no data point, (draws,) by site name
+    local: frozenset[str]  # names of the latents of data points
+    conditional_on: frozenset[str]  # those of them that log_likelihood depends on
+    plates: dict[str, int]  # plates whose members are the data points, by dimension from left to right, with their sizes
+    joint: str = ""  # name of the variable of log_likelihood that has one entry per data point. Others have the shapes of their sites.
+    states: States | None = None  # those of a truncated guide
 
     def observed_rows(self) -> Tensor | None:
         """Which data points have an unmasked observation, ``(N,)``, or ``None``."""
@@ -399,25 +355,25 @@ def refuse_subsamples(nodes: Mapping[str, Any]) -> None:
                 )
 
 
-def draw(model: Callable[..., Any], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_draws: int) -> Draws:
-    """Draws latents from a guide."""
+def draw(call: Call, guide: Any, num_draws: int) -> Draws:
+    """Draws latents from a guide of the model that is called."""
     if not callable(guide):
         raise TypeError(f"guide must be a Pyro guide: an autoguide, a list of them, or a function; got {type(guide).__name__}")
     if isinstance(guide, AutoTruncated) and guide.master is None:
-        guide.setup(*args, **kwargs)
+        guide.setup(*call.args, **call.kwargs)
         if not guide.layout.other_latents and guide.layout.plates and guide.product is None:
-            return draw_states(model, guide, args, kwargs, num_draws)
-    with _plates_like_the_model(guide, model, args, kwargs):
-        part = _find_truncated_guide(model, guide, args, kwargs)
+            return draw_states(call, guide, num_draws)
+    with _plates_like_the_model(guide, call):
+        part = _find_truncated_guide(call, guide)
         if part is None or part.product is not None:
-            return draw_from_guide(model, guide, args, kwargs, num_draws)
-        return draw_jointly(model, guide, part, args, kwargs, num_draws)
+            return draw_from_guide(call, guide, num_draws)
+        return draw_jointly(call, guide, part, num_draws)
 
 
-def _find_truncated_guide(model: Callable[..., Any], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AutoTruncated | None:
+def _find_truncated_guide(call: Call, guide: Any) -> AutoTruncated | None:
     """The truncated guide that takes part when a guide runs."""
     with spare_random_numbers():
-        nodes = sample_nodes(trace_guide(model, guide, args, kwargs)).values()
+        nodes = sample_nodes(trace_guide(call, guide)).values()
     marks: list[Any] = [mark for node in nodes if (mark := node["infer"].get("truncated")) is not None]
     parts: list[AutoTruncated] = list(dict.fromkeys(mark["guide"]() for mark in marks))
     if len(parts) > 1:
@@ -426,13 +382,13 @@ def _find_truncated_guide(model: Callable[..., Any], guide: Any, args: tuple[Any
 
 
 @contextlib.contextmanager
-def _plates_like_the_model(guide: Any, model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+def _plates_like_the_model(guide: Any, call: Call) -> Iterator[None]:
     """A context in which a guide list takes all data."""
     if not isinstance(guide, AutoGuideList) or guide.prototype_trace is None or guide.create_plates is not None:
         yield
         return
     with spare_random_numbers(), poutine.block():
-        nodes = poutine.trace(model).get_trace(*args, **kwargs).nodes.values()
+        nodes = poutine.trace(call).get_trace().nodes.values()
     frames = [frame for node in nodes if node["type"] == "sample" for frame in node["cond_indep_stack"] if frame.vectorized]
     full = {frame.name: frame for frame in frames if frame.size == (frame.full_size or frame.size)}
     guide.create_plates = lambda *_, **__: [pyro.plate(name, frame.size, dim=frame.dim) for name, frame in full.items()]
@@ -442,23 +398,23 @@ def _plates_like_the_model(guide: Any, model: Callable[..., Any], args: tuple[An
         guide.create_plates = None
 
 
-def trace_guide(model: Callable[..., Any], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> poutine.Trace:
+def trace_guide(call: Call, guide: Any) -> poutine.Trace:
     """Runs a guide: a callable, or an effect around the model."""
     effect: Any = poutine.unwrap(guide)
     is_effect = isinstance(effect, Messenger)
     if is_effect:
-        guide(*args, **kwargs)
-    trace: poutine.Trace = effect.get_traces()[1] if is_effect else poutine.trace(guide).get_trace(*args, **kwargs)
+        guide(*call.args, **call.kwargs)
+    trace: poutine.Trace = effect.get_traces()[1] if is_effect else poutine.trace(call.with_program(guide)).get_trace()
     return trace
 
 
-def draw_from_guide(model: Callable[..., Any], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_draws: int) -> Draws:
+def draw_from_guide(call: Call, guide: Any, num_draws: int) -> Draws:
     """Draws latents of the guide, enumerated latents and missing data."""
     program: _Program | None = None
     for _ in range(num_draws):
-        guide_trace = trace_guide(model, guide, args, kwargs)
+        guide_trace = trace_guide(call, guide)
         if program is None:
-            program = _Program(model, guide_trace, args, kwargs)
+            program = _Program(call, guide_trace)
         program.add(guide_trace)
     assert program is not None
     return program.result()
@@ -467,8 +423,8 @@ def draw_from_guide(model: Callable[..., Any], guide: Any, args: tuple[Any, ...]
 class _Program:
     """A model whose latents come from guide, enumeration, or the model."""
 
-    def __init__(self, model: Callable[..., Any], guide_trace: poutine.Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self.model, self.args, self.kwargs = model, args, kwargs
+    def __init__(self, call: Call, guide_trace: poutine.Trace) -> None:
+        self.call = call
         with spare_random_numbers():
             self.nodes = sample_nodes(self._run({name: node["value"] for name, node in sample_nodes(guide_trace).items()}))
         refuse_subsamples(self.nodes)
@@ -478,14 +434,14 @@ class _Program:
         ]
         self.drawn_anew = frozenset(missing) - set(enumerable)
         self._refuse_prior_draws()
-        self.enumeration = Enumeration(model, args, kwargs, self.nodes, enumerable, self.drawn_anew) if enumerable else None
+        self.enumeration = Enumeration(call, self.nodes, enumerable, self.drawn_anew) if enumerable else None
         inside = frozenset() if self.enumeration is None else frozenset(self.enumeration.inside)
         self.local = data_latents(self.nodes) | {name for name in inside if role(self.nodes[name]) == "latent"}
-        self.leaves = leaves(model, self.nodes, self.local - set(enumerable), args, kwargs)
+        self.leaves = leaves(call, self.nodes, self.local - set(enumerable))
         self.collector = Collector(self.local)
 
     def _refuse_prior_draws(self) -> None:
-        unknown = sorted(self.drawn_anew - leaves(self.model, self.nodes, self.drawn_anew, self.args, self.kwargs))
+        unknown = sorted(self.drawn_anew - leaves(self.call, self.nodes, self.drawn_anew))
         if unknown:
             raise ValueError(
                 f"the guide has no distribution for the latents {unknown}, and they would be drawn from their prior, not from a posterior. "
@@ -494,7 +450,7 @@ class _Program:
 
     def _run(self, values: Mapping[str, Any]) -> poutine.Trace:
         with isolate(), Assign(values):
-            return poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
+            return poutine.trace(self.call).get_trace()
 
     def add(self, guide_trace: poutine.Trace) -> None:
         """Completes a draw of the guide and takes it in."""
@@ -537,10 +493,10 @@ class _Program:
         )
 
 
-def draw_states(model: Callable[..., Any], guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_draws: int) -> Draws:
+def draw_states(call: Call, guide: AutoTruncated, num_draws: int) -> Draws:
     """Draws states where data points have no other latents."""
     with poutine.block():
-        log_joint = guide.make_scorer(*args, **kwargs)
+        log_joint = guide.make_scorer(*call.args, **call.kwargs)
     refuse_subsamples(log_joint.nodes)
     population = guide.rescore(log_joint)
     free_energy = population.free_energy()
@@ -555,17 +511,16 @@ def draw_states(model: Callable[..., Any], guide: AutoTruncated, args: tuple[Any
         log_joint.nodes, {}, {}, lp, log_q, likelihood, {}, frozenset(guide.layout.sites), frozenset(), _plates(log_joint), name, states
     )
     if any(role(node) == "deterministic" for node in log_joint.nodes.values()):
-        traces = _trace_draws(model, draws, args, kwargs)
-        runs = (sample_nodes(trace).items() for trace in traces)
+        runs = (sample_nodes(trace).items() for trace in _trace_draws(call, draws))
         draws.deterministic = _stack({name: node["value"] for name, node in run if role(node) == "deterministic"} for run in runs)
     return draws
 
 
-def _trace_draws(model: Callable[..., Any], draws: Draws, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[poutine.Trace]:
+def _trace_draws(call: Call, draws: Draws) -> Iterator[poutine.Trace]:
     """The model's run on each draw of the latents."""
     for position in range(len(draws.lp)):
         with isolate(), Assign(draws.values(position)):
-            trace = poutine.trace(model).get_trace(*args, **kwargs)
+            trace = poutine.trace(call).get_trace()
         yield trace
 
 
@@ -583,20 +538,18 @@ def _likelihood_name(log_joint: LogJoint) -> str:
     return joint_name(log_joint.nodes, [name for name, node in log_joint.nodes.items() if log_joint.is_inside(node)])
 
 
-def draw_jointly(
-    model: Callable[..., Any], guide: Any, part: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_draws: int
-) -> Draws:
+def draw_jointly(call: Call, guide: Any, part: AutoTruncated, num_draws: int) -> Draws:
     """Draws states and other latents; populations are scored for each draw."""
     accumulator: _Accumulator | None = None
     own = {*part.layout.sites, part.index_name}
     for _ in range(num_draws):
-        guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
+        guide_trace = poutine.trace(call.with_program(guide)).get_trace()
         others = {name: node["value"] for name, node in guide_trace.nodes.items() if node["type"] == "sample" and name not in own}
-        log_joint = part.make_scorer(*args, values=others, **kwargs)
+        log_joint = part.make_scorer(*call.args, values=others, **call.kwargs)
         refuse_subsamples(log_joint.nodes)
         if accumulator is None:
-            accumulator = _Accumulator(model, part, log_joint, args, kwargs, num_draws)
-        accumulator.add(log_joint, guide_trace, poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs))
+            accumulator = _Accumulator(call, part, log_joint, num_draws)
+        accumulator.add(log_joint, guide_trace, poutine.trace(poutine.replay(call, trace=guide_trace)).get_trace())
     assert accumulator is not None
     return accumulator.result()
 
@@ -604,21 +557,13 @@ def draw_jointly(
 class _Accumulator:
     """Results gathered draw by draw; probabilities and free energies are averaged."""
 
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        part: AutoTruncated,
-        log_joint: LogJoint,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        num_draws: int,
-    ) -> None:
+    def __init__(self, call: Call, part: AutoTruncated, log_joint: LogJoint, num_draws: int) -> None:
         self.part, self.log_joint, self.num_draws = part, log_joint, num_draws
         nodes = log_joint.nodes
         self.is_global = not part.layout.plates
         inside = frozenset(name for name, node in nodes.items() if log_joint.is_inside(node))
         self.local = data_latents(nodes) - frozenset(part.layout.sites) if self.is_global else inside
-        self.leaves = leaves(model, nodes, self.local & set(part.layout.other_latents), args, kwargs)
+        self.leaves = leaves(call, nodes, self.local & set(part.layout.other_latents))
         self.collector = Collector(self.local, part.layout.sites)
         self.index: list[Tensor] = []
         self.covered_mass: list[Tensor] = []
@@ -706,21 +651,13 @@ def _free_energy_without(log_joint: LogJoint, population: Population, names: fro
     return torch.cat(scores).double().logsumexp(0)
 
 
-def prior_draws(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], num_samples: int) -> tuple[Sites, Sites]:
+def prior_draws(call: Call, num_samples: int) -> tuple[Sites, Sites]:
     """Draws latents, computed values and observations ``(draws, *shape)`` from the prior."""
-    latents, observed = zip(*(_split_sites(_free_run(model, {}, args, kwargs)) for _ in range(num_samples)), strict=True)
+    latents, observed = zip(*(_split_sites(_free_run(call, {})) for _ in range(num_samples)), strict=True)
     return _stack(latents), _stack(observed)
 
 
-def posterior_draws(
-    model: Callable[..., Any],
-    draws: Draws,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    positions: Sequence[int],
-    *,
-    new_latents: bool,
-) -> Sites:
+def posterior_draws(call: Call, draws: Draws, positions: Sequence[int], *, new_latents: bool) -> Sites:
     """Observations drawn given draws of the latents, ``(draws, *shape)`` by site.
 
     With ``new_latents`` the latents of data points are drawn from their prior: predictions of unseen data points. Otherwise the data
@@ -728,22 +665,22 @@ def posterior_draws(
     """
     left_out = draws.local if new_latents else frozenset()
     latents = ({name: value for name, value in draws.values(position).items() if name not in left_out} for position in positions)
-    return _stack(_split_sites(_free_run(model, values, args, kwargs))[1] for values in latents)
+    return _stack(_split_sites(_free_run(call, values))[1] for values in latents)
 
 
-def conditional_likelihoods(model: Callable[..., Any], draws: Draws, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sites:
+def conditional_likelihoods(call: Call, draws: Draws) -> Sites:
     """Log likelihoods of the observations given all drawn latents, ``(draws, *batch shape)`` by site."""
     log_probs = []
-    for trace in _trace_draws(model, draws, args, kwargs):
+    for trace in _trace_draws(call, draws):
         trace.compute_log_prob()
         log_probs.append({name: value.cpu() for name, value in likelihoods_given_all(sample_nodes(trace)).items()})
     return _stack(log_probs)
 
 
-def _free_run(model: Callable[..., Any], values: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _free_run(call: Call, values: Mapping[str, Tensor]) -> dict[str, Any]:
     """Runs the model without observations, with some latents given."""
     with isolate(), Assign(values), FreeData():
-        return sample_nodes(poutine.trace(model).get_trace(*args, **kwargs))
+        return sample_nodes(poutine.trace(call).get_trace())
 
 
 def _split_sites(nodes: Mapping[str, Any]) -> tuple[Sites, Sites]:

@@ -47,38 +47,21 @@ td:first-child, th:first-child { text-align: left; } tr + tr { border-top: 1px s
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A part of the page.
+    """A part of the page."""
 
-    Attributes:
-        title: heading.
-        text: what is seen, what the numbers mean. Plain text.
-        figure: picture, stored beside the page as ``name``, or ``None``.
-        name: file name of the picture.
-        table: header and rows of a table, or empty.
-    """
-
-    title: str
-    text: str
-    figure: Figure | None = None
-    name: str = ""
-    table: Sequence[Sequence[Any]] = ()
+    title: str  # heading
+    text: str  # what is seen, what the numbers mean. Plain text.
+    figure: Figure | None = None  # picture, stored beside the page as name, or None
+    name: str = ""  # file name of the picture
+    table: Sequence[Sequence[Any]] = ()  # header and rows of a table, or empty
 
 
 def write_report(
     folder: str | Path, title: str, lead: str, numbers: Mapping[str, Any], sections: Sequence[Section], *, dpi: int = 110
 ) -> Path:
-    """Writes ``index.html``, which needs no network, and its pictures.
+    """Writes ``index.html``, which needs no network, and its pictures; returns its path.
 
-    Args:
-        folder: where to write. Created if it does not exist.
-        title: heading of the page.
-        lead: opening paragraph, plain text.
-        numbers: the main results by name. They stand in large type under the lead.
-        sections: the rest, in order.
-        dpi: resolution of the pictures.
-
-    Returns:
-        Path of the page.
+    The ``numbers``, main results by name, stand in large type under the ``lead``.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

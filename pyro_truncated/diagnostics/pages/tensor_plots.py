@@ -16,16 +16,7 @@ GAPS = "#a9bfd6"  # tells white fields from the space between them
 
 
 def mosaic(images: Tensor, columns: int | None = None, gap: int = 1) -> np.ndarray:
-    """Tiles images ``(K, height, width)`` row by row; gaps are NaN.
-
-    Args:
-        images: the images.
-        columns: images per row. Default: as many as make the mosaic about square.
-        gap: pixels between neighbours.
-
-    Raises:
-        ValueError: if the images do not have three dimensions, or there is none.
-    """
+    """Tiles images ``(K, height, width)`` in an about square mosaic; gaps are NaN."""
     if images.dim() != 3 or not len(images):
         raise ValueError(f"images must have shape (K, height, width) with K > 0; got {tuple(images.shape)}")
     count, height, width = images.shape
@@ -55,16 +46,7 @@ def _show(ax: Axes, picture: np.ndarray, limits: tuple[float, float], gaps: str 
 
 
 def plot_dictionary(weight: Tensor, ax: Axes, *, shape: tuple[int, int] | None = None, columns: int | None = None) -> Axes:
-    """Plots the columns of a dictionary ``(D, H)`` as images.
-
-    Grey is zero. Each image is scaled to its largest absolute value.
-
-    Args:
-        weight: the dictionary.
-        ax: where to draw.
-        shape: height and width of an image. Default: square.
-        columns: images per row.
-    """
+    """Plots columns of a dictionary ``(D, H)`` as scaled images; grey is zero."""
     fields = _as_images(weight.detach().mT, shape)
     peak = fields.abs().amax((-2, -1), keepdim=True).clamp(min=1e-12)
     return _show(ax, mosaic(fields / peak, columns), (-1.0, 1.0), gaps=GAPS)

@@ -75,17 +75,11 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class AllData:
-    """A guide of the data points of all processes.
+    """A guide of the data points of all processes."""
 
-    Attributes:
-        guide: it has the populations of all; Of other guides it takes what they say, as a guide for new data does.
-        args: the model's arguments, with the data of all processes.
-        kwargs: its keyword arguments, likewise.
-    """
-
-    guide: AutoTruncated
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    guide: AutoTruncated  # with the populations of all. Of other guides it takes what they say, as a guide for new data does.
+    args: tuple[Any, ...]  # the model's arguments, with the data of all processes
+    kwargs: Mapping[str, Any]  # its keyword arguments, likewise
 
 
 def broadcast_answer(function: Callable[..., T], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> T:

@@ -365,10 +365,7 @@ def _log_ratios(scores: Tensor, proposal: Proposal, words: Tensor, rows: slice) 
 
 
 def summarize(free_energy: Tensor, outside: Tensor, at_exact: Tensor | None, confidence: float) -> Evidence:
-    """Estimates from free energies ``(N,)`` and log importance weights ``(N, M)``.
-
-    Weights are minus infinity inside the populations.
-    """
+    """Estimates from free energies ``(N,)`` and log weights ``(N, M)`` outside populations."""
     num_samples = outside.shape[1]
     relative = outside - free_energy.unsqueeze(-1)
     peak = relative.amax(-1, keepdim=True).clamp(min=0.0)

@@ -20,14 +20,9 @@ from pyro_truncated.utils.budget import rows_per_block
 
 
 class FixedKernel(DataKernel):
-    r"""A learned variance :math:`v` times a kernel without parameters, cached by columns.
+    """A learned variance times a kernel without parameters, cached by columns.
 
-    Args:
-        num_data: number of training inputs.
-        variance: :math:`v` to start from.
-        dtype: type of the covariances.
-        cache_bytes: memory for columns. When it is full, those unused for longest make room.
-        device: where the covariances live.
+    When ``cache_bytes`` are full, columns that are unused for longest make room.
     """
 
     def __init__(

@@ -201,11 +201,7 @@ def check_kernel(kernel: kernels.Kernel, inputs: Tensor) -> None:
 
 
 def check_positions(name: str, index: Any, num: int, device: torch.device | None = None) -> Tensor:
-    """A vector of integers from 0 to ``num - 1``.
-
-    Raises:
-        ValueError: if it is none.
-    """
+    """A vector of integers from 0 to ``num - 1``, or an error."""
     expected = f"{name} must be positions (n,), integers from 0 to {num - 1}"
     try:
         positions: Tensor = torch.as_tensor(index, device=device)

@@ -38,10 +38,7 @@ EXACT_UP_TO = 5000
 
 
 def default_size(num_data: int) -> int:
-    """Returns and logs the default number of inducing inputs.
-
-    It is all data points while an exact regression is affordable.
-    """
+    """Returns and logs the default number of inducing inputs, all if affordable."""
     if num_data <= EXACT_UP_TO:
         note_once(f"SubsetGPRegression is exact on up to {EXACT_UP_TO} data points; num_inducing=... makes it sparse, and faster")
         return num_data
@@ -59,10 +56,7 @@ def exact_backward(kernel: DataKernel, targets: Tensor, log_noise: Tensor, weigh
 
 
 def evidence_backward(covariance: Tensor, targets: Tensor, weight: float = 1.0) -> float:
-    """The weighted objective of targets ``(n, H)``, with gradients in place.
-
-    It goes through their covariances ``(n, n)``, noise included.
-    """
+    """The weighted objective of targets ``(n, H)``, with gradients in place."""
     with torch.no_grad():
         factor = stable_cholesky(covariance)
         a = torch.cholesky_solve(targets, factor)
@@ -137,19 +131,12 @@ class ExactPosterior:
 
 
 class RowSample(NamedTuple):
-    """Data points to learn from.
+    """Data points to learn from."""
 
-    Attributes:
-        kernel: the kernel on these alone.
-        targets: ``(r, H)``.
-        inducing: where the inducing inputs are among them, ``(m,)``.
-        rows: where they are among all data points, ``(r,)``. ``None`` if they are all.
-    """
-
-    kernel: DataKernel
-    targets: Tensor
-    inducing: Tensor
-    rows: Tensor | None
+    kernel: DataKernel  # the kernel on these alone
+    targets: Tensor  # (r, H)
+    inducing: Tensor  # where the inducing inputs are among them, (m,)
+    rows: Tensor | None  # where they are among all data points, (r,). None if they are all.
 
     def among_all(self, index: Tensor) -> Tensor:
         """Positions among all data points of those at ``index`` in the sample."""
@@ -179,25 +166,15 @@ def num_alternation_rows(num_data: int, num_inducing: int, max_rows: int | None)
 
 @dataclasses.dataclass(frozen=True)
 class Alternation:
-    """Data, kernel, noise and the search for a subset, learned in place.
+    """Data, kernel, noise and the search for a subset, learned in place."""
 
-    Attributes:
-        kernel: the kernel on the training inputs.
-        targets: ``(n, H)`` float64.
-        log_noise: unconstrained noise, see :func:`~pyro_truncated.gp.subset.objectives.noise_from_log`.
-        objective: ``"vfe"``, ``"pp"`` or ``"fitc"``. The subset of the last is chosen by ``"vfe"``.
-        search: how subsets are improved.
-        num_inducing: size of the subset.
-        generator: source of randomness.
-    """
-
-    kernel: DataKernel
-    targets: Tensor
-    log_noise: Tensor
-    objective: str
-    search: SubsetSearch
-    num_inducing: int
-    generator: torch.Generator | None = None
+    kernel: DataKernel  # the kernel on the training inputs
+    targets: Tensor  # (n, H) float64
+    log_noise: Tensor  # unconstrained noise, see noise_from_log
+    objective: str  # "vfe", "pp" or "fitc". The subset of the last is chosen by "vfe".
+    search: SubsetSearch  # how subsets are improved
+    num_inducing: int  # size of the subset
+    generator: torch.Generator | None = None  # source of randomness
 
     def run(self, index: Tensor, settings: FitSettings, record: FitRecord) -> tuple[Tensor, float]:
         """Learns from ``index``; returns the best subset and objective."""
@@ -303,17 +280,10 @@ def fit_with_restart(
 
     Long length-scales that explain a part as a trend are a local optimum, and too few inducing inputs for short ones cannot tell that these
     are better. If the fit finds nothing, or an exact regression on some hundred data points finds more, that says where to start again.
-
     The search for another start takes half of the time left at most.
 
-    Args:
-        attempt: fits from where the parameters are, and gives up if it finds nothing and is told to.
-        kernel: the kernel.
-        targets: standardised targets ``(n, H)``.
-        log_noise: the noise.
-        record: of the fit.
-        generator: source of randomness.
-        index: what attempts change beside parameters, the subset. Without it a fit that finds something is kept.
+    An ``attempt`` fits from where the parameters are, and gives up if it finds nothing and is told to. The ``index`` is what it changes
+    beside parameters, the subset. Without one a fit that finds something is kept.
     """
     if not kernels_with_length_scales(kernel):
         return attempt(False)

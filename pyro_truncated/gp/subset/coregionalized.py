@@ -42,16 +42,10 @@ from pyro_truncated.utils.parameter_store import load_snapshot, snapshot
 
 @dataclasses.dataclass(frozen=True)
 class ObservedEntries:
-    """Entries of standardised targets ``(n, H)`` that were observed, ``E`` of them.
+    """Entries of standardised targets ``(n, H)`` that were observed, ``E`` of them."""
 
-    Attributes:
-        row: the input of each, ``(E,)``.
-        output: the output of each, ``(E,)``.
-        value: ``(E,)``.
-    """
-
-    row: Tensor
-    output: Tensor
+    row: Tensor  # the input of each, (E,)
+    output: Tensor  # the output of each, (E,)
     value: Tensor
 
     def __len__(self) -> int:

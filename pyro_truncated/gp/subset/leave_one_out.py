@@ -6,6 +6,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 
 import torch
 from pyro.contrib.gp import kernels
@@ -131,25 +132,6 @@ def _(module: kernels.Constant, name: str, value: Tensor) -> tuple[float, float]
     return -7.0, 4.0
 
 
-class _Columns:
-    """A kernel matrix by columns, for choosing an inducing subset."""
-
-    def __init__(self, kernel: Covariance, inputs: Tensor) -> None:
-        self.kernel, self.inputs = kernel, inputs
-
-    def diag(self) -> Tensor:
-        """Prior variances ``(n,)``."""
-        return self.kernel(self.inputs, diag=True)
-
-    def columns(self, index: Tensor) -> Tensor:
-        """Covariances ``(n, m)`` with some of the data."""
-        return self.kernel(self.inputs, self.inputs[index])
-
-    def cross(self, new: Tensor, index: Tensor) -> Tensor:
-        """Covariances ``(k, m)`` of new inputs with some of the data."""
-        return self.kernel(new, self.inputs[index])
-
-
 @torch.no_grad()
 def pivots_for(
     kernel: Covariance,
@@ -164,7 +146,12 @@ def pivots_for(
     rank = min(rank, len(inputs))
     begin = inputs.new_zeros(0, dtype=torch.int64) if start is None else start
     # Of more data, pivots are chosen from a random sample.
-    sample = sample_rows(as_data_kernel(_Columns(kernel, inputs)), targets, begin, max(20_000, 4 * rank), generator)
+    columns = SimpleNamespace(
+        diag=lambda: kernel(inputs, diag=True),
+        columns=lambda index: kernel(inputs, inputs[index]),
+        cross=lambda new, index: kernel(new, inputs[index]),
+    )
+    sample = sample_rows(as_data_kernel(columns), targets, begin, max(20_000, 4 * rank), generator)
     problem = SubsetProblem(sample.kernel, sample.targets, noise)
     search = ExchangeSearch()
     pivots = search.improve(problem, rank, sample.inducing if len(begin) else None, Budget(max_attempts=20), generator)

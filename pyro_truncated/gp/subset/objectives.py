@@ -42,19 +42,12 @@ OBJECTIVES = ("vfe", "pp")
 
 @dataclasses.dataclass(frozen=True)
 class SubsetProblem:
-    """Data, kernel and noise of an objective of inducing subsets.
+    """Data, kernel and noise of an objective of inducing subsets."""
 
-    Attributes:
-        kernel: the kernel on the training inputs.
-        targets: ``(n, H)`` float64; the outputs share the subset, the kernel and the noise.
-        noise: noise variance.
-        objective: ``"vfe"`` or ``"pp"``.
-    """
-
-    kernel: DataKernel
-    targets: Tensor
-    noise: float
-    objective: str = "vfe"
+    kernel: DataKernel  # the kernel on the training inputs
+    targets: Tensor  # (n, H) float64; the outputs share the subset, the kernel and the noise
+    noise: float  # noise variance
+    objective: str = "vfe"  # "vfe" or "pp"
 
     def __post_init__(self) -> None:
         if self.targets.dim() != 2 or len(self.targets) != self.kernel.num_data or not bool(self.targets.isfinite().all()):
@@ -89,12 +82,6 @@ class SubsetProblem:
     def diag(self) -> Tensor:
         """Diagonal ``(n,)`` of the kernel matrix in float64."""
         return self.kernel.diag().detach().double().clone()
-
-    def value(self, gram: Tensor, moment: Tensor, residual: Tensor) -> Tensor:
-        r""":math:`F` from :math:`G` ``(m, m)``, :math:`L^\top Y` ``(m, H)`` and :math:`\operatorname{tr}(K - \hat K)`."""
-        m = len(gram)
-        factor = torch.linalg.cholesky(gram + self.noise * torch.eye(m, dtype=gram.dtype, device=gram.device))
-        return self.value_from(factor, torch.linalg.solve_triangular(factor, moment, upper=False), residual)
 
     def value_from(self, factor: Tensor, whitened: Tensor, residual: Tensor) -> Tensor:
         r""":math:`F` from the Cholesky factor of :math:`B`, :math:`B^{-1/2} L^\top Y` and :math:`\operatorname{tr}(K - \hat K)`."""
@@ -297,17 +284,11 @@ def _gradient_terms(problem: SubsetProblem, columns: Tensor, square: Tensor, tra
 
 
 class LeaveOneOutPrediction(NamedTuple):
-    """What each data point's targets are predicted to be without it.
+    """What each data point's targets are predicted to be without it."""
 
-    Attributes:
-        mean: ``(n, H)``.
-        variance: ``(n,)``, of the projected process, noise included.
-        residual_variance: prior variance that the inducing inputs leave, ``(n,)``.
-    """
-
-    mean: Tensor
-    variance: Tensor
-    residual_variance: Tensor
+    mean: Tensor  # (n, H)
+    variance: Tensor  # (n,), of the projected process, noise included
+    residual_variance: Tensor  # prior variance that the inducing inputs leave, (n,)
 
 
 def predict_left_out(

@@ -68,22 +68,12 @@ class StudentT(Likelihood):
 class SubsetModel(UniqueModule, Parameterized):
     """What sparse models on an inducing subset share.
 
-    Args:
-        X: the training inputs, or a kernel with its own, as for :class:`SubsetGPRegression`.
-        y: targets. The last dimension is the data.
-        kernel: as for :class:`SubsetGPRegression`.
-        num_inducing: size ``m`` of the subset.
-        index: the subset to start from. Default: random, until :meth:`reselect` chooses one.
-        jitter: added to the diagonal of the inducing inputs' covariance matrix, as Pyro does, while parameters are being learned.
-
-    Attributes:
-        index: positions of the inducing inputs, ``(m,)``, a buffer.
-
-    Raises:
-        ValueError: if targets or positions do not fit the kernel's data, or the kernel is no covariance function.
+    Inputs and kernel are those of :class:`SubsetGPRegression`; the last dimension of targets is the data. The subset is random until
+    :meth:`reselect` chooses one, unless ``index`` is given. While parameters are being learned, ``jitter`` is added to the diagonal of the
+    inducing inputs' covariance matrix, as Pyro does.
     """
 
-    index: Tensor
+    index: Tensor  # positions of the inducing inputs, (m,), a buffer
     y: Tensor
 
     def __init__(self, X: Any, y: Tensor, kernel: Any, num_inducing: int, index: Tensor | None, jitter: float) -> None:

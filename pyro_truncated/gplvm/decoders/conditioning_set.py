@@ -32,25 +32,15 @@ Posterior = ActiveSet | ProjectedSet | NearestSet
 
 @dataclasses.dataclass(frozen=True)
 class ConditioningSet:
-    """Data points at their latents, or their sums for a projection.
+    """Data points at their latents, or their sums for a projection."""
 
-    Attributes:
-        latents: ``(M, Q)``.
-        outputs: deviations from the mean, ``(M, D)``, or ``None`` for a projection.
-        gram: see :class:`~pyro_truncated.gp.active_sets.ProjectedStatistics`, or ``None``.
-        moment: see there.
-        num_neighbors: predict each latent from so many of the points, or ``None`` for all, a tensor.
-        examples: data points ``(A, ...)`` that an encoder which looks at an active set is shown, or ``None``.
-        checksum: of the decoder's parameters at the time, see :func:`checksum`.
-    """
-
-    latents: Tensor
-    outputs: Tensor | None = None
-    gram: Tensor | None = None
+    latents: Tensor  # (M, Q)
+    outputs: Tensor | None = None  # deviations from the mean, (M, D), or None for a projection
+    gram: Tensor | None = None  # that of ProjectedStatistics, or None
     moment: Tensor | None = None
-    num_neighbors: Tensor | None = None
-    examples: Tensor | None = None
-    checksum: Tensor | None = None
+    num_neighbors: Tensor | None = None  # predict each latent from so many of the points, or None for all, a tensor
+    examples: Tensor | None = None  # data points (A, ...) that an encoder which looks at an active set is shown, or None
+    checksum: Tensor | None = None  # of the decoder's parameters at the time
 
     def posterior(self, kernel: Kernel, noise: Tensor) -> Posterior:
         """Returns the functions' posterior, in the noise's type and device."""

@@ -61,10 +61,7 @@ class Predictor(Protocol):
 
 
 def best_candidates(posterior: Predictor, x: Tensor, candidates: Tensor, num: int) -> Tensor:
-    """Returns each data point's ``num`` most probable candidates: ``(num, M, Q)``.
-
-    Data points are ``(M, D)``, NaN where missing, candidates ``(C, Q)``.
-    """
+    """Returns each data point's ``num`` most probable candidates: ``(num, M, Q)``."""
     mean, variance = posterior.predict(candidates)
     observed, value = ~x.isnan(), x.nan_to_num(0.0)
     if variance.shape[-1] == 1:
@@ -81,10 +78,7 @@ def best_candidates(posterior: Predictor, x: Tensor, candidates: Tensor, num: in
 
 
 def maximize(posterior: Predictor, objective: Objective, x: Tensor, starts: Tensor, steps: int, lr: float) -> Tensor:
-    """Returns latents ``(M, Q)`` of data points that maximise an objective.
-
-    They are the best reached from starts ``(S, M, Q)``.
-    """
+    """Returns the best latents ``(M, Q)`` reached from starts ``(S, M, Q)``."""
     if isinstance(posterior, NearestSet):
         return maximize_among_neighbors(posterior, objective, x, starts, steps, lr)
     return maximize_batched(lambda z, n: objective(posterior, x[n], z), starts, steps, lr)
@@ -95,16 +89,8 @@ def maximize_among_neighbors(
 ) -> Tensor:
     """As :func:`maximize`, given the data points closest to the current latent.
 
-    They are updated after every few steps.
-
-    Args:
-        posterior: given the closest data points.
-        objective: of the posterior given some of these, of data points and their latents.
-        x: data points ``(M, D)``.
-        starts: ``(S, M, Q)``.
-        steps: most quasi-Newton steps from the start that leads after the first few.
-        lr: length of the first step.
-        leave_out: for each of ``x`` a data point ``(M,)`` not to predict from, which is where it comes from itself.
+    They are updated after every few steps. For each of ``x`` a data point ``leave_out (M,)``, which is where it comes from itself, is none
+    to predict from. Starts are ``(S, M, Q)``, and ``lr`` is the length of the first step.
     """
     num, size, dim = starts.shape
     others = None if leave_out is None else leave_out.repeat(num)
@@ -121,10 +107,7 @@ def maximize_among_neighbors(
 def _maximize_once(
     posterior: NearestSet, objective: Objective, x: Tensor, starts: Tensor, steps: int, lr: float, leave_out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns latents and values reached from one start ``(M, Q)`` each.
-
-    They are given the data points closest to it.
-    """
+    """Returns latents ``(M, Q)`` and values, given the data points closest to starts."""
     around = posterior.around(starts, leave_out)
     points = maximize_batched(lambda z, n: objective(around.take(n), x[n], z), starts.unsqueeze(0), steps, lr)
     return points, objective(around, x, points)
@@ -141,29 +124,18 @@ _DIFFERENCE_STEP = 1e-2
 
 @dataclasses.dataclass(frozen=True)
 class OwnLatents:
-    """Most probable latents of data points, and the decoder's predictions around them.
+    """Most probable latents of data points, and the decoder's predictions around them."""
 
-    Attributes:
-        latents: ``(M, Q)``.
-        mean: of the functions at the latents, ``(M, D)``.
-        variance: of the functions there, ``(M, 1)`` or ``(M, D)``.
-        slopes: of the means, ``(M, D, Q)``.
-    """
-
-    latents: Tensor
-    mean: Tensor
-    variance: Tensor
-    slopes: Tensor
+    latents: Tensor  # (M, Q)
+    mean: Tensor  # of the functions at the latents, (M, D)
+    variance: Tensor  # of the functions there, (M, 1) or (M, D)
+    slopes: Tensor  # of the means, (M, D, Q)
 
     @classmethod
     def at(cls, posterior: Any, latents: Tensor, loc: Tensor, leave_out: Tensor | None = None) -> Self:
         """Predictions of a posterior around latents; slopes are central differences.
 
-        Args:
-            posterior: predicts functions at latents.
-            latents: ``(M, Q)``.
-            loc: mean of the outputs ``(D,)``. The posterior predicts deviations from it.
-            leave_out: a data point ``(M,)`` of a :class:`NearestSet` for each, not to predict from.
+        The posterior predicts deviations from ``loc (D,)``, and of a :class:`NearestSet` not from the data points ``leave_out (M,)``.
         """
         around = posterior.around(latents, leave_out) if isinstance(posterior, NearestSet) else posterior
         mean, variance = around.predict(latents, noiseless=True)
@@ -172,10 +144,7 @@ class OwnLatents:
         return cls(latents.double(), (mean + loc).double(), variance.double(), torch.stack(slopes, -1).double())
 
     def spread(self, is_observed: Tensor, noise: Tensor) -> Tensor:
-        """Returns variances ``(M, D)`` of the means under the normals.
-
-        They hold at temperature one, where entries ``(M, D)`` are observed.
-        """
+        """Returns variances ``(M, D)`` of the means under the normals, at temperature one."""
         precision = is_observed / (self.variance + noise)
         curvature = torch.einsum("mdq,md,mdr->mqr", self.slopes, precision, self.slopes)
         root = torch.linalg.cholesky(curvature + torch.eye(self.latents.shape[1]).to(curvature))
@@ -183,10 +152,7 @@ class OwnLatents:
         return whitened.square().sum(1)
 
     def log_joint(self, x: Tensor, noise: Tensor) -> Tensor:
-        """Returns log joint densities ``(M,)`` of observed entries and latents.
-
-        Data points are ``(M, D)``, and densities are correct up to constants.
-        """
+        """Returns log joint densities ``(M,)`` of observed entries and latents."""
         spread = self.variance + noise
         terms = torch.where(x.isnan(), 0.0, (x - self.mean).square() / spread + spread.log())
         return -(terms.sum(1) + self.latents.square().sum(1)) / 2
@@ -351,10 +317,7 @@ class CandidateLatents:
         return self._mix(log_joint / T, own, own.log_joint(x, noise) / T[:, 0], T * own.spread((~x.isnan()).double(), noise))
 
     def _variance_factor(self, is_hidden: Tensor) -> float:
-        """Returns the factor of variances for data points with hidden entries.
-
-        Training points are hidden alike, each as one of the data points.
-        """
+        """Returns the factor of variances, as of training points hidden alike."""
         masks = is_hidden[is_hidden.any(1)]
         if len(masks) == 0:
             return self.own_scale
@@ -369,10 +332,7 @@ class CandidateLatents:
         return self._scales[key]
 
     def _scale(self, is_hidden: Tensor, own: OwnLatents | None) -> float:
-        """Returns the factor of variances that calibrates 95 % intervals.
-
-        They then hold 96.5 % of the hidden entries of training points.
-        """
+        """Returns the factor of variances that calibrates 95 % intervals."""
         x = self._points
         visible, hidden = x.masked_fill(is_hidden, math.nan), is_hidden & ~x.isnan()
         if own is None or not bool(hidden.any()):
@@ -384,10 +344,7 @@ class CandidateLatents:
         return float(squares.kthvalue(rank).values) / 1.96**2
 
     def _mix(self, log_weights: Tensor, own: OwnLatents, log_own: Tensor, own_spread: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns functions' means and variances ``(M, D)`` under candidates, and own normals.
-
-        The normals around own latents are those among the candidates.
-        """
+        """Returns functions' means and variances ``(M, D)`` under candidates, and own normals."""
         weights, total = log_weights.softmax(1), log_weights.logsumexp(1)
         mean, second = weights @ self._mean, weights @ (self._mean.square() + self._variance)
         # A hundred of 2500: fewer leave errors where all is seen, more make intervals of lower
@@ -423,10 +380,7 @@ class CandidateLatents:
         return total
 
     def _log_joint(self, x: Tensor, noise: Tensor) -> Tensor:
-        """Returns log joint densities ``(M, K)`` of observed entries and candidates.
-
-        They are correct up to constants.
-        """
+        """Returns log joint densities ``(M, K)`` of observed entries and candidates."""
         is_observed, value = (~x.isnan()).double(), x.nan_to_num(0.0)
         precision = 1 / (self._variance + noise)
         square = (
@@ -478,10 +432,7 @@ class CandidateLatents:
         return NearestSet(latents, x[complete] - decoder.loc, decoder.kernel, noise, neighbors), own_row
 
     def _without_themselves(self, is_hidden: Tensor, *, max_bfgs_steps: int = 30) -> OwnLatents | None:
-        """Returns own latents of hidden training points, given the closest others.
-
-        ``None`` where few of the data are complete.
-        """
+        """Returns own latents of hidden training points, given the closest others."""
         if self._others is None:
             return None
         decoder, visible = self.decoder, self._points.masked_fill(is_hidden, math.nan)
@@ -493,10 +444,7 @@ class CandidateLatents:
 
 
 def _fit_noise(x: Tensor, is_hidden: Tensor, mean: Tensor, spread: Tensor, *, noise_floor: float = 1e-4) -> tuple[Tensor, Tensor]:
-    """Returns the log density of hidden entries, and each output's noise.
-
-    The noise is estimated from the errors.
-    """
+    """Returns the log density of hidden entries, and each output's noise."""
     error, counts = (x - mean).square() * is_hidden, is_hidden.sum(0).clamp(min=1.0)
     noise = ((error - spread * is_hidden).sum(0) / counts).clamp(min=noise_floor * float(error.sum() / is_hidden.sum()))
     total = spread + noise
@@ -550,17 +498,11 @@ def _latent_parameters(module: torch.nn.Module) -> list[Tensor]:
 
 @dataclasses.dataclass(frozen=True)
 class SharedSplit(Split):
-    """A process's part of a minibatch, whose results add up.
+    """A process's part of a minibatch, whose results add up."""
 
-    Attributes:
-        within: positions ``(b,)`` of its data points within the minibatch.
-        batch_size: data points of the minibatch, ``B``.
-        portion: the data points of this process.
-    """
-
-    within: Tensor
-    batch_size: int
-    portion: Portion
+    within: Tensor  # positions (b,) of its data points within the minibatch
+    batch_size: int  # data points of the minibatch, B
+    portion: Portion  # the data points of this process
 
     @classmethod
     def from_split(cls, split: Split, portion: Portion) -> SharedSplit:

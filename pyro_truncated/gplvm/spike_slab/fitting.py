@@ -479,21 +479,13 @@ _LOCAL = ("loc", "scale")
 
 @dataclasses.dataclass(frozen=True)
 class Minibatch:
-    """Data points of a minibatch.
+    """Data points of a minibatch."""
 
-    Attributes:
-        positions: where those of this process lie among the latents of all.
-        rows: where they lie among its data.
-        scale: number of all data points per one in the minibatch.
-        share: of this process in what belongs to no data point.
-        total: sums over processes.
-    """
-
-    positions: Tensor | slice
-    rows: Tensor | slice
-    scale: float
-    share: float = 1.0
-    total: Callable[[Sequence[Tensor]], list[Tensor]] = list
+    positions: Tensor | slice  # where those of this process lie among the latents of all
+    rows: Tensor | slice  # where they lie among its data
+    scale: float  # number of all data points per one in the minibatch
+    share: float = 1.0  # of this process in what belongs to no data point
+    total: Callable[[Sequence[Tensor]], list[Tensor]] = list  # sums over processes
 
 
 def draw_minibatch(model: Any, views: Sequence[Tensor], size: int, generator: torch.Generator | None) -> Minibatch:

@@ -15,17 +15,11 @@ from pyro_truncated.utils.constraints import without_missing
 
 @dataclasses.dataclass(frozen=True)
 class Observations:
-    r"""Outputs of some data points, less the centre, with log likelihoods :math:`o_n -\frac{\beta}{2} \sum_d w_{nd} (y_{nd} - f_d)^2`.
+    r"""Outputs of some data points, less the centre, with log likelihoods :math:`o_n -\frac{\beta}{2} \sum_d w_{nd} (y_{nd} - f_d)^2`."""
 
-    Attributes:
-        values: ``(N, D)`` with zeros in place of missing entries, float64.
-        weights: precisions :math:`w` relative to the noise's, ``(N, D)`` float64, zero where missing; ``None`` if all are one.
-        offset: what of the log likelihood does not depend on the functions, ``(N,)``; ``None`` for that of Gaussian noise.
-    """
-
-    values: Tensor
-    weights: Tensor | None
-    offset: Tensor | None = None
+    values: Tensor  # (N, D) with zeros in place of missing entries, float64
+    weights: Tensor | None  # precisions w relative to the noise's, (N, D) float64, zero where missing; None if all are one
+    offset: Tensor | None = None  # what of the log likelihood does not depend on the functions, (N,); None for that of Gaussian noise
 
     @classmethod
     def from_outputs(cls, y: Tensor) -> Observations:

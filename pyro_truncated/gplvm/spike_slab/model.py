@@ -32,17 +32,11 @@ _INDEPENDENT_SHARE = 1e-4
 
 
 class Marginals(NamedTuple):
-    """What a bound asks of latents.
+    """What a bound asks of latents."""
 
-    Attributes:
-        loc: means, ``(N, Q)``.
-        scale: standard deviations, ``(N, Q)``.
-        divergence: from the prior, of each dimension, ``(Q,)``.
-    """
-
-    loc: Tensor
-    scale: Tensor
-    divergence: Tensor
+    loc: Tensor  # means, (N, Q)
+    scale: Tensor  # standard deviations, (N, Q)
+    divergence: Tensor  # from the prior, of each dimension, (Q,)
 
 
 class TimePrior(UniqueModule):

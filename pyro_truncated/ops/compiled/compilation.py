@@ -35,13 +35,8 @@ def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, lat
     """:func:`numba.njit` that also works for read-only installations.
 
     Where numba finds no folder for compiled code, or cannot read or write it, one line is logged. Functions are then compiled anew in every
-    process.
-
-    Args:
-        function: the function. Without it, a decorator is returned.
-        cache: whether Python calls the function, whose compiled code is kept on disk. Others are helpers of compiled functions.
-        later: whether another process may compile it. A call raises ``NoKernelError`` until then.
-        **options: for :func:`numba.njit`.
+    process. Those that Python calls have a ``cache`` on disk; others are helpers of compiled functions. If another process compiles a
+    function ``later``, calls raise ``NoKernelError`` until then.
     """
     if function is None:
         return functools.partial(njit, cache=cache, later=later, **options)
@@ -154,17 +149,14 @@ _AS_TORCH = "NUMBA_NUM_THREADS" not in os.environ
 def parallel_kernel(*, cost: int = 1, has_plain: bool = False, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Compiles a function with parallel loops, which small arrays do not use.
 
-    Waking threads takes longer than a small call needs. The number of threads is set for the calling thread only, and is no more than torch
-    has, unless the environment variable ``NUMBA_NUM_THREADS`` says otherwise.
+    Waking threads takes longer than a small call needs: arrays of fewer than ``2**14 / cost`` entries in all are small. The number of
+    threads is set for the calling thread only, and is no more than torch has, unless the environment variable ``NUMBA_NUM_THREADS`` says
+    otherwise.
 
     A forked child (a worker of a ``DataLoader``) has none of its parent's threads, and the OpenMP runtime of the GNU compiler would end it.
     There, functions are compiled once more, without parallel loops; their results are the same. The same functions, which compile in a
-    third of the time, serve while another process compiles the kernel for its first use.
-
-    Args:
-        cost: work per entry of the arrays, relative to a simple kernel: arrays of fewer than ``2**14 / cost`` entries in all are small.
-        has_plain: whether plain torch computes the same to the last digit, so that it serves on first use and nothing is compiled.
-        **options: for :func:`numba.njit`.
+    third of the time, serve while another process compiles the kernel for its first use. If plain torch computes the same to the last digit
+    (``has_plain``), that serves on first use.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:

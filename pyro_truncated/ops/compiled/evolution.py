@@ -61,10 +61,7 @@ def clear(table):
 
 @njit
 def insert(table, pool, first, last, fresh):
-    """Enters the states ``pool[first:last]`` and notes which were new.
-
-    The table stores positions in ``pool``, -1 for free.
-    """
+    """Enters the positions of states ``pool[first:last]`` and notes which were new."""
     num_words = pool.shape[1]
     capacity = np.uint64(len(table) - 1)
     for index in range(first, last):
@@ -263,10 +260,7 @@ def _total(weights):
 
 @njit
 def _fitness(log_joint, by_fitness, weights):
-    """Selection weights of one data point: the offset fitness, or one.
-
-    They are tiny without fitness, and even less for impossible states.
-    """
+    """Selection weights of one data point: the offset fitness, or one."""
     lowest, highest = np.inf, -np.inf
     for value in log_joint:
         if value > -np.inf:
@@ -472,10 +466,7 @@ MOST_CHANGES = 24
 
 @njit
 def _fill_subset(choices, first, last, order, state, out):
-    """Fills places with random distinct rows of ``choices``, or all in order.
-
-    ``order`` counts from zero when the function is called and when it returns: its shuffle is undone.
-    """
+    """Fills places with random distinct rows of ``choices``; restores ``order``."""
     num_choices, num_words = choices.shape
     number = last - first
     other = np.arange(number)

@@ -136,10 +136,7 @@ def _products_up_to(n, start, num_sharp, height, center, rate, share, point, dec
 
 @njit(fastmath=_REORDER, inline="always")
 def _mixed_gradients(n, start, num_sharp, height, center, rate, share, point, base, bump, before, behind, rows, columns):
-    """Gradients of dimensions with a constant part, last one first.
-
-    It multiplies their factors into ``behind``.
-    """
+    """Gradients of dimensions with a constant part; their factors go into ``behind``."""
     for back in range(height.shape[1] - num_sharp):
         q = height.shape[1] - 1 - back
         a, m, c, h = height[n, q], center[n, q], rate[n, q], share[n, q]

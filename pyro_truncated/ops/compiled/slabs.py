@@ -349,10 +349,9 @@ def _factorize_prior(covariance, active, count, size, prior, lower, vectors):
 def collapse(linear, table, mean, covariance, active, count, prior, joint, lower, vectors):
     """Writes the slabs of the active latents as ``mean + R c``, given the data.
 
-    It leaves ``R'`` and ``D`` of their covariance in ``prior`` and ``vectors``, and ``a - G mean``
-    in ``vectors``. In ``joint`` it leaves the precision ``M = D^-1 + R' G R`` of ``c`` given the
-    data, without what is below the diagonal. A column beyond it is ``R' (a - G mean)``. Returns
-    ``mean (a - G mean / 2)``.
+    It leaves ``R'`` and ``D`` of their covariance in ``prior`` and ``vectors``, and ``a - G mean`` in ``vectors``. In ``joint`` it leaves
+    the precision ``M = D^-1 + R' G R`` of ``c`` given the data, without what is below the diagonal. A column beyond it is ``R' (a - G
+    mean)``. Returns ``mean (a - G mean / 2)``.
     """
     size = row_sizes(count)
     gather_square(table, active, count, size, joint)
@@ -401,10 +400,8 @@ def eliminate(joint, count, size, vectors):
 def posterior_roots(mean, active, prior, joint, count, size, vectors):
     """Computes the slabs' posterior after :func:`collapse`.
 
-    The mean is left in ``vectors``; the covariance is ``T' F^-1 T``.
-
-    Columns of ``joint`` from ``size`` on become those of ``T = E^-1 R'`` with the factor ``E`` of ``M``, whose pivots ``F`` stay where they
-    are.
+    The mean is left in ``vectors``; the covariance is ``T' F^-1 T``. Columns of ``joint`` from ``size`` on become those of ``T = E^-1 R'``
+    with the factor ``E`` of ``M``, whose pivots ``F`` stay where they are.
     """
     clear_row(vectors, SLABS, count, size)
     for p in range(count):
@@ -432,12 +429,10 @@ def posterior(mean, active, prior, joint, count, size, vectors, covariance):
 def gradients(prior, joint, count, size, vectors, spare, products):
     """Computes gradients of the log density after :func:`posterior`.
 
-    They are those in the means and, twice that, in the covariances.
-
-    Let ``Q = E^-1 D^-1 R^-1`` and ``F`` the pivots of ``M``. The first is ``r = Q' F^-1 E^-1 R' (a
-    - G mean)``, which replaces the field in ``vectors``. The second is ``r r' + Q' F^-1 Q - R'^-1
-    D^-1 R^-1``, whose lower triangle is left in ``products``. In terms of the posterior's moments
-    and ``G`` they would be small differences of large numbers where there is little noise.
+    They are those in the means and, twice that, in the covariances. Let ``Q = E^-1 D^-1 R^-1`` and ``F`` the pivots of ``M``. The first is
+    ``r = Q' F^-1 E^-1 R' (a - G mean)``, which replaces the field in ``vectors``. The second is ``r r' + Q' F^-1 Q - R'^-1 D^-1 R^-1``,
+    whose lower triangle is left in ``products``. In terms of the posterior's moments and ``G`` they would be small differences of large
+    numbers where there is little noise.
     """
     for a in range(count):
         clear_row(spare, a, 0, size)

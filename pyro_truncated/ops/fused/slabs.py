@@ -56,15 +56,10 @@ def moments(
 
 @dataclasses.dataclass(frozen=True)
 class _Launch:
-    """A launch, on states that fit matrices of one size.
+    """A launch, on states that fit matrices of one size."""
 
-    Attributes:
-        order: their positions in the flattened ``(N, C)``.
-        places: rows of the matrices.
-    """
-
-    order: Tensor
-    places: int
+    order: Tensor  # their positions in the flattened (N, C)
+    places: int  # rows of the matrices
 
     @property
     def constants(self) -> dict[str, int]:

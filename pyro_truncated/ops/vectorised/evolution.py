@@ -54,10 +54,7 @@ def select_parents(log_joint: Tensor, num_parents: int, by_fitness: bool, rows: 
 
 
 def _fitness(log_joint: Tensor, by_fitness: bool) -> Tensor:
-    """Selection weights: the offset fitness, or one.
-
-    They are tiny without fitness, and even less for impossible states.
-    """
+    """Selection weights: the offset fitness, or one."""
     possible = log_joint > -math.inf
     if not by_fitness:
         return torch.ones_like(log_joint).masked_fill_(~possible, IMPOSSIBLE)

@@ -59,8 +59,9 @@ def value_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> tuple
 def draw_values(tails: Tensor, num_samples: int, fields: Fields, rows: Tensor, seed: int) -> Tensor:
     """See :func:`pyro_truncated.ops.draw_values`; given the probabilities ``P(value > v)``, ``(N, L, V - 1)``."""
     out = torch.empty(len(tails), num_samples, fields.num_words, dtype=torch.int64, device=tails.device)
-    for block in row_slices(len(tails), 64 * num_samples * fields.num_latents):
-        draws = random.numbers(random.stream(seed, rows[block]), num_samples * fields.num_latents)
+    streams = random.stream(seed, rows)
+    for block in random.blocks(streams, num_samples * fields.num_latents):
+        draws = random.numbers(streams[block], num_samples * fields.num_latents)
         uniform = random.uniform(draws).view(len(draws), num_samples, fields.num_latents)
         values = torch.zeros(uniform.shape, dtype=torch.int64, device=tails.device)
         for tail in tails[block].unbind(-1):
@@ -80,10 +81,7 @@ def _blocks(words: Tensor, num_latents: int) -> Iterator[slice]:
 
 
 def state_blocks(words: Tensor, num_latents: int, width: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Yields blocks of candidates: their places and states ``(N, c, H)``.
-
-    A block holds a few tensors ``(N, c, max(H, width))``.
-    """
+    """Yields blocks of candidates: their places and states ``(N, c, H)``."""
     # Of the size of a block's states that are held at once: bits on the way, states, a product with
     # them, and a product of both.
     size = rows_per_block(4 * 8 * words.shape[0] * max(num_latents, width))
@@ -93,19 +91,13 @@ def state_blocks(words: Tensor, num_latents: int, width: int, dtype: torch.dtype
 
 
 class ActiveLatents(NamedTuple):
-    """The active latents of a block of states, ``(N, c)`` or ``(M, 1)``.
+    """The active latents of a block of states, ``(N, c)`` or ``(M, 1)``."""
 
-    Attributes:
-        where: the states of the block among all: a slice of those of every data point, or positions ``(M,)`` in the flattened ``(N, C)``.
-        data: the data point of each state, ``(N, 1)`` or ``(M, 1)``.
-        latents: which ones, ``(n, c, K)``. Zero in places that are not taken.
-        is_active: which places are, ``(n, c, K)`` in float64.
-    """
-
+    # The states of the block among all: a slice of those of every data point, or positions (M,) in the flattened (N, C).
     where: slice | Tensor
-    data: Tensor
-    latents: Tensor
-    is_active: Tensor
+    data: Tensor  # the data point of each state, (N, 1) or (M, 1)
+    latents: Tensor  # which ones, (n, c, K). Zero in places that are not taken.
+    is_active: Tensor  # which places are, (n, c, K) in float64
 
     def select_block(self, values: Tensor) -> Tensor:
         """Of numbers of all states ``(N, C)`` those of the block, ``(n, c)``."""

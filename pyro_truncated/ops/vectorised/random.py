@@ -109,10 +109,7 @@ def uniform_numbers(rows: Tensor, count: int, seed: int) -> Tensor:
 
 
 def shuffle_step(order: Tensor, i: int, words: Tensor) -> Tensor:
-    """Swaps entry ``i`` of rows ``(N, K)`` with a random later one.
-
-    The entries that came there are returned.
-    """
+    """Swaps entries ``i`` of rows ``(N, K)`` with random later ones; returns these."""
     place = i + below(words, order.shape[1] - i)
     here, there = order[:, i : i + 1].clone(), order.gather(1, place)
     order.scatter_(1, place, here)

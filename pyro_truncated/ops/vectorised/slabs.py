@@ -61,23 +61,14 @@ _CORRELATED_MATRICES = 20
 
 
 class _CollapsedSlabs(NamedTuple):
-    r"""The active latents' slabs :math:`z = \mu + T e`, integrated out.
+    r"""The active latents' slabs :math:`z = \mu + T e`, integrated out."""
 
-    Attributes:
-        energy: the log density up to terms that do not depend on the state, ``(N, c)``.
-        root: lower Cholesky factor :math:`T` of the prior covariance, ``(N, c, K, K)``; in places that are not taken that of the identity.
-        inverse: posterior covariance of :math:`e`, ``(N, c, K, K)``.
-        solution: its posterior mean, ``(N, c, K)``.
-        above: posterior mean of the slabs above the prior's, ``(N, c, K)``.
-        spread: posterior covariance of the slabs, ``(N, c, K, K)``.
-    """
-
-    energy: Tensor
-    root: Tensor
-    inverse: Tensor
-    solution: Tensor
-    above: Tensor
-    spread: Tensor
+    energy: Tensor  # the log density up to terms that do not depend on the state, (N, c)
+    root: Tensor  # lower Cholesky factor T of the prior covariance, (N, c, K, K); in places that are not taken that of the identity
+    inverse: Tensor  # posterior covariance of e, (N, c, K, K)
+    solution: Tensor  # its posterior mean, (N, c, K)
+    above: Tensor  # posterior mean of the slabs above the prior's, (N, c, K)
+    spread: Tensor  # posterior covariance of the slabs, (N, c, K, K)
 
 
 def correlated_log_prob(
