@@ -75,9 +75,8 @@ def shuffle(profile: Profile) -> None:
 
 def teach(profile: Profile, code: Tensor) -> None:
     """Trains a network to decode fixed states ``(N, H)``, one per data point."""
-    space = profile.space
-    assert space is not None
-    fit_states(profile, lambda scorer: space.pack(code.unsqueeze(1)))
+    assert profile.space is not None
+    fit_states(profile, profile.space.pack(code.unsqueeze(1)))
 
 
 class LinearCauses(torch.nn.Module):
@@ -85,20 +84,10 @@ class LinearCauses(torch.nn.Module):
 
     A minimal model for :class:`~pyro_truncated.multistart.multi_start.MultiStart`. Its data are complete, of size one about zero,
     and in one process.
-
-    Args:
-        num_observed: number of observed dimensions ``D``.
-        num_latents: number of latents ``H``.
-
-    Attributes:
-        weight: dictionary :math:`W`, ``(D, H)``.
-        bias: offset :math:`b`, ``(D,)``.
-        scale: noise standard deviation :math:`\sigma`, a scalar.
-        prior: probability :math:`\pi` that a latent is on, a scalar.
     """
 
-    weight: Tensor
-    bias: Tensor
+    weight: Tensor  # W, (D, H)
+    bias: Tensor  # b, (D,)
     scale: Tensor
     prior: Tensor
 

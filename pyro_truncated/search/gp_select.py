@@ -172,11 +172,6 @@ class ReplayMemory:
     def __init__(self, inputs: Tensor, marginals: Tensor, visits: Tensor) -> None:
         self.inputs, self.marginals, self.visits = inputs, marginals, visits
 
-    @classmethod
-    def empty_like(cls, inputs: Tensor, marginals: Tensor) -> ReplayMemory:
-        """An empty memory for data points of the kind."""
-        return cls(inputs[:0], marginals[:0], torch.zeros(0, dtype=torch.int64, device=inputs.device))
-
     def holds(self, inputs: Tensor, num_options: int, indices: Tensor | None) -> bool:
         """Whether a batch is of the remembered data: known rows are unchanged."""
         is_larger = indices is None and len(self.visits) > len(inputs)
@@ -212,15 +207,9 @@ MOST_ROWS = 20_000
 
 
 def gather_some_rows(values: Tensor, positions: Tensor, seed: int, most: int | None) -> Tensor:
-    """Gathers rows of all processes, or a random part of many.
+    """Gathers rows of all processes, or roughly ``most`` of many.
 
     The part does not depend on how processes share them.
-
-    Args:
-        values: ``(n, ...)`` of the data points of this process.
-        positions: of these among the data of all processes.
-        seed: the same on every process.
-        most: how many, roughly. All of them if ``None``.
     """
     number = sum(collectives.gather(len(values)))
     if most is not None and number > most:
@@ -229,12 +218,7 @@ def gather_some_rows(values: Tensor, positions: Tensor, seed: int, most: int | N
 
 
 class OwnRegression:
-    """A leave-one-out regression on the data points of this process.
-
-    Args:
-        regression: the regression.
-        inputs: those of this process's own data points that it is of, ``(n, D)``.
-    """
+    """A leave-one-out regression on the inputs ``(n, D)`` of this process."""
 
     def __init__(self, regression: LeaveOneOutRegression, inputs: Tensor) -> None:
         self.regression, self.inputs = regression, inputs
@@ -330,7 +314,6 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         ValueError: if an argument is out of range.
     """
 
-    learns_together = True
     _memory: ReplayMemory | None
 
     @names_arguments
@@ -374,7 +357,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
     def _take_in(self, data: Tensor, batch: SearchBatch) -> None:
         marginals = _marginals(batch)
         if self._memory is None:
-            self._memory = ReplayMemory.empty_like(data, marginals)
+            self._memory = ReplayMemory(data[:0], marginals[:0], torch.zeros(0, dtype=torch.int64, device=data.device))
         rows = self._memory.store(data, marginals, batch.population.indices)
         visit = max(gather_function(batch)(int(self._memory.visits[rows].amax()) if len(rows) else 0))
         self._train(visit, ops.draw_seed(batch.source(self.generator)), batch)
@@ -410,7 +393,11 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
     def _regression_data(self, batch: SearchBatch) -> Tensor:
         size, indices = len(batch.population), batch.population.indices
         if callable(self.inputs):
-            return self._check(self.inputs(batch), size)
+            inputs: Any = self.inputs(batch)
+            if not isinstance(inputs, Tensor) or inputs.dim() != 2 or len(inputs) != size:
+                got = tuple(inputs.shape) if isinstance(inputs, Tensor) else type(inputs).__name__
+                raise ValueError(f"inputs must return a matrix of {size} rows, one per data point of the batch; got {got}")
+            return inputs.detach().double()
         if self.inputs is not None:
             if batch.is_new:
                 raise ValueError("inputs hold the rows of the training data; for new data, make inputs a function of a SearchBatch")
@@ -418,13 +405,6 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
                 raise ValueError(f"inputs hold {len(self.inputs)} rows, but the batch is all data and has {size} data points")
             return (self.inputs if indices is None else self.inputs[indices.to(self.inputs.device)]).double()
         return flat_observations(batch)
-
-    @staticmethod
-    def _check(inputs: Tensor, size: int) -> Tensor:
-        if not isinstance(inputs, Tensor) or inputs.dim() != 2 or len(inputs) != size:
-            got = tuple(inputs.shape) if isinstance(inputs, Tensor) else type(inputs).__name__
-            raise ValueError(f"inputs must return a matrix of {size} rows, one per data point of the batch; got {got}")
-        return inputs.detach().double()
 
     def _train(self, visit: int, seed: int, batch: SearchBatch) -> None:
         """Fits anew when due, or when the data met have doubled."""

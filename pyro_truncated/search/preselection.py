@@ -26,22 +26,15 @@ class Options:
 
     Of binary latents these are the latents. Of latents with more values they are every non-zero value of every
     latent, in this order. A single latent per data point (the class of a mixture) has no value for "nothing", so all
-    its values are options.
-
-    Attributes:
-        latent: the latent of each option, ``(P,)`` int64.
-        value: its value, ``(P,)`` int64.
-        group: options of one group exclude each other in a selection, ``(P,)`` int64, numbered from 0 in order. They
-            are those of one latent, or each on its own for a mixture.
-        words: the packed state with this latent at this value and all others at zero, ``(P, num_words)``.
-        num_groups: number of options that can be selected together.
+    its values are options. Those of one latent are a group and exclude each other in a selection; of a mixture each
+    is a group on its own.
     """
 
-    latent: Tensor
+    latent: Tensor  # (P,) int64, as the next two
     value: Tensor
-    group: Tensor
-    words: Tensor
-    num_groups: int
+    group: Tensor  # numbered from 0 in order
+    words: Tensor  # the packed state with this latent at this value and all others at zero, (P, num_words)
+    num_groups: int  # how many options can be selected together
 
     def __len__(self) -> int:
         return len(self.latent)

@@ -307,7 +307,11 @@ class RunParts:
 
     def keep(self) -> Callable[[], None]:
         """Returns a function that restores the present state."""
-        parts = [(part, _snapshot(part)) for module in self.modules.values() for part in module.modules()]
+        parts = [
+            (part, {**vars(part), "_buffers": {name: None if value is None else value.clone() for name, value in part._buffers.items()}})
+            for module in self.modules.values()
+            for part in module.modules()
+        ]
         tensors = [*self.params.values(), *(param for module in self.modules.values() for param in module.parameters())]
         values = [(tensor, tensor.detach().clone()) for tensor in tensors]
         optim = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in vars(self._optim).items()}
@@ -344,11 +348,6 @@ class RunParts:
         own: torch.Generator | None = getattr(self._elbo, "generator", None)
         if own is not None:
             yield "elbo", own
-
-
-def _snapshot(module: torch.nn.Module) -> dict[str, Any]:
-    buffers: dict[str, Any] = {name: None if value is None else value.clone() for name, value in module._buffers.items()}
-    return {**module.__dict__, "_buffers": buffers}
 
 
 def _unwrap_module(part: Any) -> torch.nn.Module | None:

@@ -48,7 +48,13 @@ def write(path: Path, content: Any) -> None:
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-        _sync_folder(path.parent)
+        # The new name, too, must survive a loss of power. Not every file system can be asked.
+        with suppress(OSError):
+            descriptor = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
     except OSError as error:
         raise OSError(error.errno, f"the checkpoint cannot be written: {error.strerror or error}", str(path)) from error
 
@@ -89,7 +95,14 @@ def claim_path(path: Path) -> Iterator[None]:
         RuntimeError: if another run has claimed it, in this process or another one on this machine.
     """
     path = Path(os.path.realpath(path))
-    _check_destination(path)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "checkpoint must name a file, and this is a folder", str(path))
+    if path.exists() and not path.is_file():
+        raise ValueError(f"checkpoint must name a file; {path} is a device, a pipe or a socket")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(error.errno, f"the checkpoint's folder cannot be made: {error.strerror}", str(path.parent)) from error
     lock = path.with_name(f"{path.name}.lock")
     descriptor = _lock(lock, path)
     try:
@@ -154,27 +167,6 @@ def _verify(file: IO[bytes], path: Path) -> None:
         size -= len(block)
     if trailer != _MARK + digest.hexdigest().encode():
         raise ValueError(f"{path} is damaged: its content does not have the checksum that it was written with. Take a copy or start over")
-
-
-def _sync_folder(folder: Path) -> None:
-    # The new name, too, must survive a loss of power. Not every file system can be asked.
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _check_destination(path: Path) -> None:
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, "checkpoint must name a file, and this is a folder", str(path))
-    if path.exists() and not path.is_file():
-        raise ValueError(f"checkpoint must name a file; {path} is a device, a pipe or a socket")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OSError(error.errno, f"the checkpoint's folder cannot be made: {error.strerror}", str(path.parent)) from error
 
 
 def _lock(lock: Path, path: Path) -> int:

@@ -9,7 +9,7 @@ import functools
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -173,20 +173,17 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
         """
         call = Call(model, args, kwargs)
         with propagate_errors(guide, (args, kwargs)):
-            return self._loss_and_grads(call, guide)
-
-    def _loss_and_grads(self, call: Call, guide: Any) -> float:
-        closed_form = ClosedForm.find(call.model)
-        if closed_form is not None:
-            return total([guide], _check_loss(self._closed_form_step(closed_form, call, guide)))
-        if _stands_alone(call, guide):
-            temperature = self._temperature()
-            with suppress(AllObservedError):
-                return total([guide], _check_loss(self._search_batch(call, guide).backward_(temperature, self.num_particles)))
-            with explain_enumeration():
-                return float(_evaluate(self._others.stock.loss_and_grads, call, guide))
-        with self._prepare_shared_loss(call, guide, searches=True):
-            return total(self._others.parts(call, guide), _check_loss(self._others.loss_and_grads(call, guide)))
+            closed_form = ClosedForm.find(model)
+            if closed_form is not None:
+                return total([guide], _check_loss(self._closed_form_step(closed_form, call, guide)))
+            if _stands_alone(call, guide):
+                temperature = self._temperature()
+                with suppress(AllObservedError):
+                    return total([guide], _check_loss(self._search_batch(call, guide).backward_(temperature, self.num_particles)))
+                with explain_enumeration():
+                    return float(_evaluate(self._others.stock.loss_and_grads, call, guide))
+            with self._prepare_shared_loss(call, guide, searches=True):
+                return total(self._others.parts(call, guide), _check_loss(self._others.loss_and_grads(call, guide)))
 
     def _search_batch(self, call: Call, guide: Any) -> Any:
         """Returns the batch of a single guide, after a search if due."""
@@ -419,12 +416,6 @@ class MixedGuides:
 
     It is that of the stock :class:`~pyro.infer.TraceEnum_ELBO`. For models that do not take many states at once it is computed from
     draws of the other parts, see :func:`free_energy_given_draws`.
-
-    Args:
-        **kwargs: what :class:`pyro.infer.ELBO` takes.
-
-    Attributes:
-        stock: Pyro's ELBO.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -465,8 +456,14 @@ class MixedGuides:
     def prepare(self, call: Call, guide: Any) -> None:
         """Lets Pyro's ELBO count plates before training."""
         if self._find_slow_part(call, guide) is None and self.stock.max_plate_nesting == math.inf:
-            with _silence_plate_warning(), _silence_impossible():
-                self.stock._guess_max_plate_nesting(call.model, guide, call.args, call.kwargs)
+            # Pyro says how many plates it has counted.
+            logger = logging.getLogger(ELBO.__module__)
+            before, logger.disabled = logger.disabled, True
+            try:
+                with _silence_impossible():
+                    self.stock._guess_max_plate_nesting(call.model, guide, call.args, call.kwargs)
+            finally:
+                logger.disabled = before
 
     def _find_slow_part(self, call: Call, guide: Any) -> AutoTruncated | None:
         """Returns a truncated part that Pyro cannot enumerate in parallel, if any.
@@ -508,17 +505,6 @@ def _silence_impossible() -> Iterator[None]:
 
 
 @contextmanager
-def _silence_plate_warning() -> Iterator[None]:
-    """Silences Pyro's message on the number of plates."""
-    logger = logging.getLogger(ELBO.__module__)
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
-@contextmanager
 def explain_enumeration() -> Iterator[None]:
     """Prepares what Pyro's own ELBO runs.
 
@@ -555,16 +541,7 @@ def free_energy_given_draws(part: AutoTruncated, guide: Call) -> Tensor:
     own = {*part.layout.sites, *part.index_names}
     companions = {name: node for name, node in sample_nodes(trace).items() if name not in own}
     log_q = log_density(companions.values())
-    _check_reparametrisation(companions)
-    subsamples = {name: node["value"] for name, node in trace.nodes.items() if site_is_subsample(node)}
-    latents = {name: node["value"] for name, node in companions.items() if name in part.layout.other_latents}
-    batch = part.batch(guide.with_program(part.model), {**latents, **subsamples})
-    beyond = [node for name, node in batch.scorer.nodes.items() if name in latents and not batch.scorer.is_inside(node)]
-    return batch.free_energy() + batch.scorer.shared_density(beyond, batch.share) - log_q  # type: ignore[no-any-return]
-
-
-def _check_reparametrisation(nodes: Mapping[str, Any]) -> None:
-    for name, node in nodes.items():
+    for name, node in companions.items():
         fn = node["fn"]
         if not fn.has_rsample and torch.is_grad_enabled() and fn.log_prob(node["value"]).requires_grad:
             raise NotImplementedError(
@@ -572,3 +549,8 @@ def _check_reparametrisation(nodes: Mapping[str, Any]) -> None:
                 "take many states at once. Use a reparametrised distribution (Normal, LogNormal, ...), "
                 "or let the model vectorise."
             )
+    subsamples = {name: node["value"] for name, node in trace.nodes.items() if site_is_subsample(node)}
+    latents = {name: node["value"] for name, node in companions.items() if name in part.layout.other_latents}
+    batch = part.batch(guide.with_program(part.model), {**latents, **subsamples})
+    beyond = [node for name, node in batch.scorer.nodes.items() if name in latents and not batch.scorer.is_inside(node)]
+    return batch.free_energy() + batch.scorer.shared_density(beyond, batch.share) - log_q  # type: ignore[no-any-return]

@@ -140,12 +140,13 @@ def fit(
     """
     if not isinstance(svi, SVI):
         raise TypeError(f"svi must be a pyro.infer.SVI; got {type(svi).__name__}")
-    check_kinds(fit, progress=progress, tolerance=tolerance, checkpoint=checkpoint)
+    check_kinds(fit, progress=progress, tolerance=tolerance, checkpoint=checkpoint, checkpoint_seconds=checkpoint_seconds)
     steps = check_count("steps", steps)
     patience = None if patience is None else check_count("patience", patience)
     if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
         raise TypeError(f"callbacks must be a sequence of functions of the training; got {callbacks!r}")
-    _check_seconds(checkpoint_seconds)
+    if not checkpoint_seconds >= 0:
+        raise ValueError(f"checkpoint_seconds must be a number of at least 0; got {checkpoint_seconds}")
     loop = _Loop(Training(svi), args, kwargs, batches, callbacks, patience, tolerance)
     with propagate_errors(getattr(svi, "guide", None), (args, kwargs)):
         if checkpoint is None:
@@ -161,13 +162,6 @@ def fit(
             loop.writer = _CheckpointWriter(path, checkpoint_seconds, settings, run, portion)
             loop.run(steps, progress)
     return loop.training
-
-
-def _check_seconds(seconds: Any) -> None:
-    if not isinstance(seconds, (int, float)):
-        raise TypeError(f"checkpoint_seconds must be a number of seconds; got {seconds!r}")
-    if not seconds >= 0:
-        raise ValueError(f"checkpoint_seconds must be a number of at least 0; got {seconds}")
 
 
 @dataclasses.dataclass

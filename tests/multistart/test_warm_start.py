@@ -18,7 +18,7 @@ from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.models import BinaryVAE
 from pyro_truncated.multistart import DisagreeingStartsWarning, multi_start
 from pyro_truncated.multistart.model_parameters import ModelParameters
-from pyro_truncated.multistart.profile import ResizableModel, profile_model
+from pyro_truncated.multistart.profile import profile_model
 from pyro_truncated.multistart.solution import FreeEnergyEstimate, share_most
 from pyro_truncated.multistart.trainer import Trainer, run_restart
 from pyro_truncated.multistart.warm_start import LinearCauses, decoder_targets, shuffle, teach
@@ -112,7 +112,7 @@ def test_the_linear_model_is_what_starts_need_and_its_m_step_is_least_squares():
     """Of states that are known, with an offset."""
     y, model = data(50), LinearCauses(NUM_OBSERVED, 3)
     assert isinstance(model, ClosedFormModel)
-    assert isinstance(model, ResizableModel)
+    assert profile_model(model, y).is_resizable
     guide = AutoTruncated(model, num_states=1)
     guide.setup(y)
     states = (torch.rand(50, 1, 3, generator=generator()) < 0.4).long()

@@ -13,8 +13,6 @@ from pyro_truncated.search.surrogate.quadratic_functions import half_products
 
 # Nats below the best score beyond which a state is impossible.
 IMPOSSIBLE = 1e20
-
-
 # The least deviation of a data point's own effects, in nats.
 _MIN_DEVIATION_NATS = 1.0
 
@@ -110,11 +108,6 @@ class LogJointRegression:
     \lambda_q / (\lambda_q + \tau_h^2 / \sigma^2)` are degrees of freedom for uncorrelated features with sums of
     squares :math:`\lambda_q`. Without the factor :math:`\tau` would be far too small for few data points.
 
-    Args:
-        num_latents: number of binary latents ``H``.
-        num_features: number of features ``Q``.
-        device: where the states live.
-
     Attributes:
         effects: the shared effects.
         variance: :math:`\tau_h^2`, ``(H,)``.
@@ -195,10 +188,7 @@ class LogJointRegression:
 class EffectsPosterior:
     """Gaussian posterior of effects in some data points, given shared ones.
 
-    Args:
-        samples: scored states.
-        regression: has the shared effects, and how much own ones deviate.
-        least: how much own effects of each data point deviate at least, ``(n,)``. Default: not at all.
+    Own effects of each data point deviate at least by ``least (n,)``.
     """
 
     def __init__(self, samples: ScoredBatch, regression: LogJointRegression, least: Tensor | None = None) -> None:

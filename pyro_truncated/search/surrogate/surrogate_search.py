@@ -247,9 +247,7 @@ class SurrogateSearch(Search):
 
 
 def _surprise(likelihoods: ApproximateLikelihoods, samples: ScoredBatch, children: Tensor, log_joint: Tensor) -> Tensor:
-    """Returns the error ``(n,)`` of likelihoods, in nats per root of flips.
-
-    It is a root mean square over log joints ``(n, C)``.
+    """Root mean square errors ``(n,)`` of likelihoods, per root of flips.
 
     Impossible states are left out. No error counts more than the median change of a flip, since a constraint may cost anything.
     """
