@@ -127,10 +127,7 @@ class FittedUnits:
 
     @torch.no_grad()
     def redraw(self, unit: int) -> None:
-        """Redraws a unit: the best of many random incoming weights.
-
-        It explains most of the error that the other units leave.
-        """
+        """Redraws a unit to explain most of the error that others leave."""
         before = [value.clone() for value in self._incoming]
         size = math.sqrt(_mean_square(torch.cat([value.flatten() for value in before])))
         design = self._design()
@@ -151,10 +148,7 @@ class FittedUnits:
             value[unit] = own
 
     def _design(self) -> Tensor:
-        """Returns the weighted inputs of the last layer, ``(M, J + 1)``.
-
-        They have a column of ones if there is an offset.
-        """
+        """Weighted inputs ``(M, J + 1)`` of the last layer, ones for an offset."""
         self.evaluations += 1
         parts: list[Tensor] = []
         handle = self._last_layer.register_forward_pre_hook(

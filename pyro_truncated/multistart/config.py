@@ -157,17 +157,11 @@ def _check_number(field: dataclasses.Field[Any], value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Restart:
-    """A restart of :func:`~pyro_truncated.learn`.
+    """A restart of :func:`~pyro_truncated.learn`."""
 
-    Attributes:
-        initialisation: where it began.
-        steps: how many steps it took.
-        free_energy: what it reached, per data point (or posterior, where data points share latents).
-    """
-
-    initialisation: str
-    steps: int
-    free_energy: float
+    initialisation: str  # where it began
+    steps: int  # how many it took
+    free_energy: float  # what it reached, per data point (or posterior, where data points share latents)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -239,8 +239,6 @@ def optimiser_options(lr: float, lrd: float, unit: float, is_layer: bool = False
 
 
 def _minimize(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> None:
-    """Minimises a smooth loss."""
-
     def evaluate() -> float:
         optimizer.zero_grad()
         value = loss()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
@@ -84,10 +85,7 @@ def improve(profile: Profile, best: Solution, move: Move, refine: Refine, counts
 
 
 class Exchangeable(NamedTuple):
-    """Exchangeable latents of a site, or values of a single latent.
-
-    Their parameters change places with them. Components of a mixture are an example.
-    """
+    """Latents of a site, or values of one, that are exchangeable."""
 
     latents: slice  # their positions among the latents of a data point
     axes: dict[str, int]  # along which they lie, by name of the parameters that have one
@@ -429,24 +427,19 @@ class DeadLatents:
             dead = dead_latents(self._profile, best)
             if not len(dead):
                 return
-            before, best = best, (yield self._fit_alive(best, dead))
+            # At this temperature all states count alike.
+            child = fit_states(self._profile, partial(_with_dead_latents, _population(best), dead), 1 + len(dead), lambda _: 1e9, best)
+            before, best = best, (yield child.replace(population=best.population))
             if best is before:
                 return
 
-    def _fit_alive(self, solution: Solution, dead: Tensor) -> Solution:
-        """Fits parameters to the likeliest states, with dead latents added in turn."""
 
-        def with_dead_latents(scorer: LogJoint) -> Tensor:
-            """States ``(N, 1 + K, W)`` of which each but the first has one dead latent."""
-            space, words = _population(solution).space, _population(solution).words
-            likeliest = Population(space, words, scorer.score(words)).mode()
-            states = space.unpack(likeliest).unsqueeze(1).repeat(1, 1 + len(dead), 1)
-            states[:, torch.arange(1, 1 + len(dead)), dead] = 1
-            return space.pack(states)
-
-        # At this temperature all states count alike.
-        child = fit_states(self._profile, with_dead_latents, 1 + len(dead), lambda _: 1e9, solution)
-        return child.replace(population=solution.population)
+def _with_dead_latents(population: Population, dead: Tensor, scorer: LogJoint) -> Tensor:
+    """Likeliest states, and these with one dead latent each, ``(N, 1 + K, W)``."""
+    space, words = population.space, population.words
+    states = space.unpack(Population(space, words, scorer.score(words)).mode()).unsqueeze(1).repeat(1, 1 + len(dead), 1)
+    states[:, torch.arange(1, 1 + len(dead)), dead] = 1
+    return space.pack(states)
 
 
 # With more posteriors than these bytes hold fewer latents are revived at once.

@@ -16,6 +16,7 @@ from pyro_truncated.distributed.collectives import agree
 from pyro_truncated.distributed.shards import drawn_rows, own_rows
 from pyro_truncated.em.closed_form import restore_driver
 from pyro_truncated.multistart.config import LearnConfig, LearnReport, Restart
+from pyro_truncated.multistart.decoders import LinearCauses, decoder_targets, shuffle
 from pyro_truncated.multistart.moves import Complement, DeadLatents, SolutionPool, build_recombinations, improve
 from pyro_truncated.multistart.profile import Profile, check_one_array, profile_model
 from pyro_truncated.multistart.pruning import start_overcomplete
@@ -28,8 +29,17 @@ from pyro_truncated.multistart.solution import (
     is_gain_below_error,
     share_most,
 )
-from pyro_truncated.multistart.trainer import LAST_RATE, Schedule, Trainer, converge, finish, run_restart, search_and_train, train
-from pyro_truncated.multistart.warm_start import LinearCauses, decoder_targets, likeliest_states, shuffle, teach
+from pyro_truncated.multistart.trainer import (
+    LAST_RATE,
+    Schedule,
+    Trainer,
+    converge,
+    finish,
+    fit_states,
+    run_restart,
+    search_and_train,
+    train,
+)
 from pyro_truncated.search.base import Search
 from pyro_truncated.utils.annealing import Temperature
 from pyro_truncated.utils.arguments import check_count, check_counts, check_kinds
@@ -97,8 +107,10 @@ class MultiStart:
             return start_overcomplete(profile)
         if self.pool.targets is None:
             return run_restart(profile, profile.temperature)
+        assert profile.space is not None
         states = linear_code(profile, self.pool.targets)
-        teach(profile, states)
+        # The network learns to decode these states, one of each data point.
+        fit_states(profile, profile.space.pack(states.unsqueeze(1)))
         return run_restart(profile, 1.0, states)
 
     def _prepare_exchange(self, first: dict[str, Tensor]) -> None:
@@ -122,7 +134,11 @@ def linear_code(profile: Profile, targets: Tensor) -> Tensor:
     multi_start = MultiStart(linear_profile)
     with restore_driver(linear), progress_bar(False) as bar:
         multi_start.run(bar)
-    return likeliest_states(linear_profile, multi_start.pool.best)
+    best = multi_start.pool.best
+    with Trainer(linear_profile, solution=best) as trainer:
+        trainer.insert_states(best.states)
+        population = trainer.truncated_guide.population()
+    return population.space.unpack(population.mode())  # type: ignore[no-any-return]
 
 
 class StopRule:
@@ -206,19 +222,13 @@ class StopRule:
         return self._share_code(gap) or self._reach_equal_energies(self._are_by_gradients or self._profile.learns_causes)
 
     def _share_code(self, gap: float) -> bool:
-        """Whether another restart has the latents of the best one.
-
-        Its free energy must not be lower by more than the gap.
-        """
+        """Whether a restart within the gap has the latents of the best."""
         codes = self._pool.ranked_codes()
         most = self._config.max_unmatched if self._pool.is_network else 0.0
         return any(codes[0][0] - energy <= gap and share_most(codes[0][1], code, most) for energy, code in codes[1:])
 
     def _reach_equal_energies(self, must_be_alike: bool) -> bool:
-        """Whether two independent restarts have equal free energies everywhere.
-
-        They must be those of the same data points, and none may be higher.
-        """
+        """Whether the best two independent restarts have equal free energies everywhere."""
         if not self._pool.estimates:
             return False
         best, *others = sorted(self._pool.estimates, key=lambda one: one.free_energy, reverse=True)

@@ -222,23 +222,18 @@ class Trainer:
 
     def record(self, estimate: FreeEnergyEstimate) -> Solution:
         """What the run has learned."""
-        profile, guide = self.profile, self.truncated_guide
+        profile, guide, probabilities = self.profile, self.truncated_guide, None
         population = None if guide is None or profile.is_product else copy_population(guide.population())
-        if not profile.has_companion:
-            return Solution(estimate, self.parameters.snapshot(), population, probabilities=self._probabilities())
-        parameters = Medians(profile.model, profile.y, guide).state(self.companion)
-        return Solution(estimate, parameters, population, {name: value.clone() for name, value in self.companion.items()})
-
-    def _probabilities(self) -> Tensor | None:
-        """What :class:`Solution` compares networks and chains by."""
-        profile, guide = self.profile, self.truncated_guide
-        if guide is None or not (profile.is_chain or (profile.has_decoder and guide.space.is_binary)):
-            return None
+        if profile.has_companion:
+            parameters = Medians(profile.model, profile.y, guide).state(self.companion)
+            return Solution(estimate, parameters, population, {name: value.clone() for name, value in self.companion.items()})
         if profile.is_chain:
             (chains,) = guide.marginals().values()
-            return cast("Tensor", chains.flatten(0, -2).float().cpu())
-        probabilities: Tensor = guide.population().marginals().double().cpu()
-        return probabilities if bool(vary(probabilities).any()) else None
+            probabilities = chains.flatten(0, -2).float().cpu()
+        elif population is not None and profile.has_decoder and population.space.is_binary:
+            marginals = population.marginals().double().cpu()
+            probabilities = marginals if bool(vary(marginals).any()) else None
+        return Solution(estimate, self.parameters.snapshot(), population, probabilities=probabilities)
 
 
 def _guides(profile: Profile, is_start: bool) -> tuple[Any, AutoTruncated, StateSpace]:
@@ -269,10 +264,7 @@ def copy_population(population: Population) -> Population:
 
 
 def last_gain(values: Sequence[float], window: int) -> float:
-    """Returns the distance of the last value from the earlier best one.
-
-    Free energies that have fallen have not converged.
-    """
+    """Returns how far the last value is from the earlier best one."""
     return abs(values[-1] - max(values[:-window])) if len(values) > window else math.inf
 
 
@@ -325,10 +317,7 @@ class Schedule:
 
 
 def convergence_schedule(profile: Profile, max_steps: int) -> Schedule:
-    """Closed-form EM at temperature one, with a thorough search.
-
-    Beside continuous latents it is :func:`gradient_schedule`.
-    """
+    """Closed-form EM at temperature one, with a thorough search."""
     config = profile.config
     if profile.has_companion:
         return gradient_schedule(profile, max_steps)

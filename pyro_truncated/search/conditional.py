@@ -24,19 +24,14 @@ def single_changes(space: StateSpace, device: torch.device) -> Moves:
 
 
 class Moves:
-    """All changes of one latent, or those to a few next values.
-
-    Attributes:
-        count: number of moves, ``M``; the number of latents where all are binary.
-        latent: the latent that each move changes, ``(M,)``.
-    """
+    """All changes of one latent, or those to a few next values."""
 
     def __init__(self, space: StateSpace, device: torch.device, limit: int | None = None) -> None:
         counts = (space.cardinality - 1).clamp(max=limit or max(space.cardinalities))
         latent = torch.arange(space.num_latents, device="cpu").repeat_interleave(counts)
         self.step = (torch.arange(len(latent), device="cpu") - (counts.cumsum(0) - counts)[latent] + 1).to(device)
-        self.count = len(latent)
-        self.latent = latent.to(device)
+        self.count = len(latent)  # of moves, M; of latents where all are binary
+        self.latent = latent.to(device)  # that each move changes
         self.word, self.shift = space.word[latent].to(device), space.shift[latent].to(device)
         self.mask, self.cardinality = (1 << space.bits[latent].to(device)) - 1, space.cardinality[latent].to(device)
 
@@ -150,10 +145,6 @@ class IteratedLocalSearch(Search):
     together lead to a better one. Each chain starts with a state of the population, in which a random part of the latents takes random
     values. In each of some rounds half of the latents take their most probable values given all others
     (Lourenço, Martin and Stützle, *Iterated local search*, 2003).
-
-    Args:
-        num_chains: chains per data point and step.
-        generator: source of randomness. Default: torch's global generator.
     """
 
     ROUNDS: ClassVar[int] = 6
@@ -202,10 +193,7 @@ def _members(population: Population, count: int, draws: dict[str, Any]) -> Tenso
 
 
 def _change_states(words: Tensor, others: Tensor, space: StateSpace, draws: dict[str, Any]) -> Tensor:
-    """Returns states ``(N, C, W)`` with one latent changed, or a run.
-
-    A quarter has one latent changed, and no state stays what it was.
-    """
+    """Changes a run of latents, or one in a quarter of states."""
     runs = _replace_runs(words, others, space, draws)
     single = ops.uniform(shape=words.shape[1:2], **draws) < 0.25
     single |= (runs == words).all(-1)

@@ -1,7 +1,4 @@
-"""GP-select: preselection whose affinity is a Gaussian process regression.
-
-It maps data to posterior marginals.
-"""
+"""GP-select: preselection by Gaussian process regression of posterior marginals on data."""
 
 from __future__ import annotations
 
@@ -58,11 +55,7 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
         self.forget()
 
     def __call__(self, batch: SearchBatch) -> T:
-        """Affinities of the batch's data points.
-
-        Raises:
-            ValueError: if the inputs are not those of the batch's data points, or there are none.
-        """
+        """Affinities of the batch's data points."""
         data = self._regression_data(batch)
         if batch.is_met:
             return self._predict_after_meeting(data, batch)
@@ -76,10 +69,7 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
         return self._predict_from_others(data, batch)
 
     def meet(self, batch: SearchBatch) -> None:
-        """Learns from all data searched at a time, of shards together.
-
-        All processes learn the same.
-        """
+        """Learns from all data searched at a time, alike in all processes."""
         data, everyone = self._regression_data(batch), gather_function(batch)
         if batch.is_new and self.regression is not None and not self._has_new_data:
             return
@@ -155,10 +145,7 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
 
     @abc.abstractmethod
     def _remember(self, memory: Mapping[str, Any], regression: Mapping[str, Any]) -> LeaveOneOutRegression:
-        """Restores :meth:`_memory_state`, and returns a regression in its state.
-
-        It is on the inputs of the last one.
-        """
+        """Restores :meth:`_memory_state`, and returns a regression on the last inputs."""
 
 
 def gather_function(batch: SearchBatch) -> Callable[[S], list[S]]:
@@ -237,10 +224,7 @@ class OwnRegression:
 
 
 class GatheredRegression(OwnRegression):
-    """One on all data points: each process has all inputs and targets.
-
-    :meth:`take` is for all of them, predictions are for one.
-    """
+    """One on all data points: each process has all inputs and targets."""
 
     def take(self, targets: Tensor) -> None:
         """See :class:`OwnRegression`."""
@@ -355,7 +339,12 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         return self._memory is not None and self._memory.holds(data, num_options, batch.population.indices)
 
     def _take_in(self, data: Tensor, batch: SearchBatch) -> None:
-        marginals = _marginals(batch)
+        if batch.marginals is not None:
+            marginals = batch.marginals.double()
+        else:
+            population = batch.population
+            options = space_options(population.space, population.words.device)
+            marginals = population.value_probabilities()[:, options.latent, options.value].double()
         if self._memory is None:
             self._memory = ReplayMemory(data[:0], marginals[:0], torch.zeros(0, dtype=torch.int64, device=data.device))
         rows = self._memory.store(data, marginals, batch.population.indices)
@@ -507,15 +496,6 @@ class GPSelect(Preselection):
             kernel=kernel, refit_every=refit_every, rank=rank, pivots=pivots, inputs=inputs, fit_steps=fit_steps, generator=generator
         )
         super().__init__(affinity, num_selected, max_active=max_active, explore=explore, merge=merge, generator=generator)
-
-
-def _marginals(batch: SearchBatch) -> Tensor:
-    """Posterior probabilities ``(N, P)`` of the options of a preselection, in float64."""
-    if batch.marginals is not None:
-        return batch.marginals.double()
-    population = batch.population
-    options = space_options(population.space, population.words.device)
-    return population.value_probabilities()[:, options.latent, options.value].double()
 
 
 def _fill(inputs: Tensor, centre: Tensor) -> Tensor:

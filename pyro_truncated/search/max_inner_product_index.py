@@ -138,10 +138,7 @@ class MaxInnerProductIndex:
         return known
 
     def _search(self, features: Tensor, number: int) -> Tensor:
-        """Finds the largest functions without known ones.
-
-        The first data points decide how to search.
-        """
+        """Finds the largest functions; the first data points decide how to search."""
         if self._looks_at_all is None:
             some, rest = features.tensor_split([max(self.EFFORT.smallest_part, len(features) // self.EFFORT.first_part)])
             index, share = self._search_in_stages(some, self._search_first_groups(some, number))
@@ -217,5 +214,4 @@ class MaxInnerProductIndex:
 
 
 def _select(products: TopProducts, rows: Tensor) -> TopProducts:
-    """Those of some data points."""
     return products[0][rows], products[1][rows]

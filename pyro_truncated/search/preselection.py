@@ -57,9 +57,6 @@ class AffinitySearch(Search):
     """A search that ranks by an affinity, which may learn from data.
 
     What it has learned is forgotten, saved and restored with the search.
-
-    Attributes:
-        affinity: what ranks.
     """
 
     affinity: Any
@@ -117,11 +114,7 @@ class _Dictionary(abc.ABC):
         self.site = site
 
     def __call__(self, batch: SearchBatch) -> Tensor:
-        """Scores ``(N, H)`` of the data points of a batch.
-
-        Raises:
-            ValueError: if the observations are not those of one site, or do not fit the dictionary.
-        """
+        """Scores ``(N, H)`` of the data points of a batch."""
         observed, weight = self._observations(batch), self.weight().detach()
         if weight.dim() != 2 or observed.dim() != 2 or weight.shape[0] != observed.shape[1]:
             raise ValueError(
@@ -338,10 +331,7 @@ def _replace_by_chance(selection: Tensor, num_random: Tensor, most: int, options
 
 
 def _select_best(scores: Tensor, options: Options, count: int) -> Tensor:
-    """Returns positions ``(N, count)`` of the largest scores ``(N, P)``.
-
-    At most one of every group, the best first.
-    """
+    """Positions ``(N, count)`` of largest scores, at most one of each group."""
     if options.num_groups == len(options):
         return scores.topk(count, 1).indices
     # Every group in a row of its own, filled up behind its options; among equal scores, torch takes the first.
@@ -406,10 +396,7 @@ class CombinedFlips(Search):
         return join(populations)
 
     def _combine_flips(self, best: Tensor, batch: SearchBatch) -> Population:
-        """Returns ``(N, W)`` states with all combinations of their best flips.
-
-        The states themselves come first.
-        """
+        """States ``(N, W)``, then all combinations of their best flips."""
         states, flips = best.unsqueeze(1), space_options(batch.space, best.device).words
         flip_gains = getattr(batch.score, "flip_gains", None)
         gains = None if flip_gains is None else flip_gains(best)

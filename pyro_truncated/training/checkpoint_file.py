@@ -34,10 +34,7 @@ _BLOCK_BYTES = 2**20
 def write(path: Path, content: Any) -> None:
     """Writes tensors and plain values with a checksum.
 
-    The file appears under its name once it is complete and on the disk.
-
-    Raises:
-        OSError: naming the path and the cause, such as a full disk; the last file is as it was.
+    The file appears under its name once it is complete and on the disk. After an error the last one is as it was.
     """
     path = Path(os.path.realpath(path))
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -64,10 +61,6 @@ def read(path: Path) -> Any:
 
     Tensors are mapped: what is not used never comes into memory, and what was used can leave it again. They stay as they are when another
     file takes the name of theirs.
-
-    Raises:
-        OSError: if the file cannot be read; of a missing one, ``FileNotFoundError``.
-        ValueError: if it is another file, cut short or damaged.
     """
     with path.open("rb") as file:
         try:
@@ -88,11 +81,6 @@ def claim_path(path: Path) -> Iterator[None]:
     """A context in which only this run writes to a path.
 
     Remains of killed runs are removed.
-
-    Raises:
-        OSError: if no file can be written there.
-        ValueError: if the path is that of a device.
-        RuntimeError: if another run has claimed it, in this process or another one on this machine.
     """
     path = Path(os.path.realpath(path))
     if path.is_dir():
@@ -134,7 +122,6 @@ class _HashingFile:
             raise
 
     def flush(self) -> None:
-        """Flushes the file."""
         self.file.flush()
 
 
@@ -200,10 +187,7 @@ def rows_folder(path: Path) -> Path:
 
 
 def write_rows(folder: Path, values: Mapping[str, Tensor], portion: Portion) -> dict[str, Any]:
-    """Writes tensors of this process's rows, a ``.npy`` file each.
-
-    Returns what it has written.
-    """
+    """Writes tensors of this process's rows as ``.npy`` files; returns which."""
     folder.mkdir(parents=True, exist_ok=True)
     sums = {}
     for name, value in values.items():

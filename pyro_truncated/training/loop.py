@@ -178,7 +178,6 @@ class _Loop:
     writer: _CheckpointWriter | None = None
 
     def run(self, steps: int, progress: bool | None) -> None:
-        """Takes steps, up to so many in all."""
         training = self.training
         for callback in self.callbacks:
             if callable(start := getattr(callback, "start", None)):
@@ -226,7 +225,6 @@ class _Loop:
         return training.stopped_early
 
     def resume(self, path: Path, settings: Mapping[str, Any] | None, run: Mapping[str, str], may_differ: Collection[str]) -> None:
-        """Goes on from a checkpoint."""
         training, svi = self.training, self.training.svi
         content = for_this_process(read_checkpoint(path, svi), path, svi, (self.args, self.kwargs))
         history = content["history"]
@@ -251,7 +249,6 @@ class _CheckpointWriter:
         self.last_time = time.monotonic()
 
     def after_step(self, training: Training, is_last: bool) -> None:
-        """Writes a checkpoint if one is due."""
         is_due = is_last or time.monotonic() - self.last_time >= self.seconds
         if not (is_due if self.portion is None else collectives.agree(is_due)):
             return

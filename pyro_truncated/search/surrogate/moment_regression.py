@@ -109,10 +109,7 @@ class ApproximateLikelihoods(NamedTuple):
     pairs: Tensor  # c, (H, H, R), symmetric with zeros on the diagonal
 
     def __call__(self, states: Tensor) -> Tensor:
-        """Returns log likelihoods ``(n, M)`` of states ``(n, M, H)``.
-
-        They lack a constant of each data point.
-        """
+        """Log likelihoods ``(n, M)`` of states, up to a constant of each row."""
         values = torch.empty(states.shape[:2], dtype=torch.float64, device=states.device)
         for rows in row_slices(len(states), 8 * states.shape[1] * self.linear.numel()):
             some, here = states[rows].float(), self._replace(observed=self.observed[rows])

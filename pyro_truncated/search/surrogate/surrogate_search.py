@@ -300,10 +300,7 @@ class ScoredStates:
         return self._select(order, words, log_joint)
 
     def truncate(self, size: int) -> ScoredStates:
-        """Keeps the best half, and the latest of the others.
-
-        The latest say where expectations failed.
-        """
+        """Keeps the best half, and the latest of the others."""
         number = self.log_joint.shape[1]
         if number <= size:
             return self
