@@ -24,7 +24,7 @@ from pyro_truncated import AutoTruncated, ClosedForm, GibbsEM, GibbsGuide, Trunc
 from pyro_truncated.datasets import bar_components, matched_bars
 from pyro_truncated.diagnostics.pages import tensor_plots as plots
 from pyro_truncated.models import BinarySparseCoding, MaxSpikeSlabSparseCoding, SpikeSlabSparseCoding
-from pyro_truncated.multistart.best_start import best_start
+from pyro_truncated.multistart import best_start
 from pyro_truncated.search import Cosine, GPSelect, Preselection, Singletons
 
 MODELS = {"A: binary": BinarySparseCoding, "B: spike-and-slab": SpikeSlabSparseCoding, "C: maximum": MaxSpikeSlabSparseCoding}

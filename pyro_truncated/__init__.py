@@ -10,9 +10,8 @@ from pyro_truncated.em.gibbs import GibbsDraws, GibbsEM, GibbsGuide
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.guide.averaging import OneDrawWarning
 from pyro_truncated.guide.data_fingerprint import ChangedDataWarning
-from pyro_truncated.multistart.best_start import best_start
 from pyro_truncated.multistart.config import LearnConfig
-from pyro_truncated.multistart.multi_start import ConvergenceWarning, DisagreeingStartsWarning, learn
+from pyro_truncated.multistart.multi_start import ConvergenceWarning, DisagreeingStartsWarning, best_start, learn
 from pyro_truncated.program.vectorization import VectorizationWarning
 from pyro_truncated.search import EvolutionarySearch, ExhaustiveSearch, Preselection, SampledSearch, Search
 from pyro_truncated.states.population import Population

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.em.closed_form import ClosedForm, ClosedFormModel
-from pyro_truncated.multistart.profile import RelocatingModel
 from pyro_truncated.training.loop import Training
 from pyro_truncated.utils.arguments import check_count
 
@@ -171,8 +170,7 @@ class SplitAndMerge:
     def start(self, training: Training) -> None:
         """Prepares a run, new or continued, before its first step."""
         model = training.svi.model
-        is_relocating: bool = isinstance(model, RelocatingModel)
-        if not is_relocating:
+        if not hasattr(model, "split_and_merge"):
             raise TypeError(f"SplitAndMerge needs a mixture with the method split_and_merge; {type(model).__name__} has none")
         self.is_done = False
 

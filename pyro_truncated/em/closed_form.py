@@ -142,12 +142,7 @@ class ClosedForm(ReprFromArguments, PyroOptim):
             self.drive()
 
     def previous(self, population: Population, indices: Tensor | None) -> Population | None:
-        """Selects data points whose old contribution must be taken out first.
-
-        Args:
-            population: the minibatch's populations.
-            indices: its data points, ``None`` for all.
-        """
+        """Selects data points whose old contribution must be taken out first."""
         if self.minibatch == "online" or self.statistics is None or indices is None or self.visited is None:
             return None
         visited = self.visited[indices.cpu()].nonzero().squeeze(-1)
@@ -207,12 +202,7 @@ class ClosedForm(ReprFromArguments, PyroOptim):
             self.visited[slice(None) if indices is None else indices.cpu()] = True
 
     def renew(self, statistics: Statistics, *, is_part: bool) -> None:
-        """Replaces the streamed statistics after populations have changed.
-
-        Args:
-            statistics: their statistics.
-            is_part: whether other processes have those of other data points, which are added.
-        """
+        """Replaces the streamed statistics by those of changed populations."""
         assert self.visited is not None
         total = _add_expected(statistics, self.expected, int((~self.visited).sum()))
         self.statistics = sum_over_processes(total) if is_part else total

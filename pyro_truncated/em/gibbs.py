@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -259,7 +260,7 @@ class GibbsGuide(PyroModule):
         population = Population(self._space, words, torch.zeros(words.shape[:2], dtype=torch.float64, device=words.device), indices)
         return SearchBatch(
             population,
-            SingletonScore(self.model, y[rows], self._space),
+            functools.partial(_singleton_scores, self.model, y[rows], self._space),
             {"y": y[rows]},
             self.probabilities[rows].clone(),
             is_new,
@@ -309,24 +310,19 @@ class GibbsGuide(PyroModule):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-class SingletonScore:
-    """Log joints of states with at most one active latent."""
+def _singleton_scores(model: Any, y: Tensor, space: StateSpace, words: Tensor) -> Tensor:
+    """Log joints ``(n, C)`` of states with at most one active latent."""
+    if not len(words):
+        return torch.zeros(words.shape[:2], dtype=torch.float64, device=words.device)
 
-    def __init__(self, model: Any, y: Tensor, space: StateSpace) -> None:
-        self.model, self.y, self.space = model, y, space
+    def complain() -> None:
+        raise NotImplementedError(f"{type(model).__name__} scores only states with at most one active latent")
 
-    def __call__(self, words: Tensor) -> Tensor:
-        """Log joints ``(n, C)`` of packed states ``(n, C, W)``."""
-        if not len(words):
-            return torch.zeros(words.shape[:2], dtype=torch.float64, device=words.device)
-        states = self.space.unpack(words)
-        ops.raise_if((states.sum(-1, dtype=torch.int64) > 1).any(), self._complain)
-        # Position 0 is the state without any.
-        numbers = torch.arange(1, states.shape[-1] + 1, device=states.device)
-        return self.model.singletons(self.y).gather(1, (states.long() * numbers).sum(-1))  # type: ignore[no-any-return]
-
-    def _complain(self) -> None:
-        raise NotImplementedError(f"{type(self.model).__name__} scores only states with at most one active latent")
+    states = space.unpack(words)
+    ops.raise_if((states.sum(-1, dtype=torch.int64) > 1).any(), complain)
+    # Position 0 is the state without any.
+    numbers = torch.arange(1, states.shape[-1] + 1, device=states.device)
+    return model.singletons(y).gather(1, (states.long() * numbers).sum(-1))  # type: ignore[no-any-return]
 
 
 class GibbsEM(ELBO):
@@ -437,7 +433,8 @@ class GibbsEM(ELBO):
         """Lets chains that have not begun come to the parameters."""
         if self._warm_guide is guide:
             return
-        new = _new_mask(guide, y)
+        is_known = hasattr(guide, "unit") and len(guide.unit) == len(y)
+        new = guide.unit[:, 0] == 0 if is_known else torch.ones(len(y), dtype=torch.bool, device=y.device)
         selected = new if indices is None else new[indices]
         # Processes take as many steps, those too whose chains have all begun.
         num_new, num_given = (int(value) for value in shard_sum(y)([new.sum(), selected.sum()]))
@@ -459,13 +456,6 @@ class GibbsEM(ELBO):
         index = torch.randperm(total, generator=self.generator, device=device)[: self.batch_size].sort().values.to(y.device)
         first = int(global_positions(y)[0])
         return index[(index >= first) & (index < first + len(y))] - first, total / self.batch_size
-
-
-def _new_mask(guide: GibbsGuide, y: Tensor) -> Tensor:
-    """Which data points here have no draws yet, ``(N,)``."""
-    if hasattr(guide, "unit") and len(guide.unit) == len(y):
-        return guide.unit[:, 0] == 0
-    return torch.ones(len(y), dtype=torch.bool, device=y.device)
 
 
 @contextmanager

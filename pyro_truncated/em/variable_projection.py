@@ -66,16 +66,7 @@ class FittedUnits:
     with the noise :math:`\sigma^2` and the prior variance :math:`v`, the mean squares of the initial weights. Without the prior, few states
     under many units lead to large weights that cancel each other, and the next step of an optimiser destroys them. The offset :math:`b` has
     no prior, as data may lie far from zero. The inner minimum is in closed form. The gradient of the outer one is that of the parameters
-    :math:`\theta` alone (variable projection).
-
-    Args:
-        decoder: the network, changed in place.
-        targets: what it shall decode.
-
-    Attributes:
-        learned: the parameters :math:`\theta`: those of the network that take gradients and change its hidden units. Other heads and
-            uses elsewhere are excluded.
-        evaluations: how often the network has been evaluated.
+    :math:`\theta` alone (variable projection). These are parameters that take gradients and change hidden units, not other heads.
 
     Reference:
         Golub and Pereyra, "The Differentiation of Pseudo-Inverses and Nonlinear Least Squares Problems Whose Variables Separate", SIAM
@@ -84,7 +75,7 @@ class FittedUnits:
 
     def __init__(self, decoder: Decoder, targets: Targets) -> None:
         self._network, self._hidden_layer, self._last_layer = decoder
-        self._targets, self.evaluations = targets, 0
+        self._targets, self.evaluations = targets, 0  # of the network
         self._root = targets.weights.sqrt().unsqueeze(1)
         self._weighted_means = self._root * targets.means
         last = set(self._last_layer.parameters(recurse=False))
@@ -136,10 +127,7 @@ class FittedUnits:
 
     @torch.no_grad()
     def redraw(self, unit: int) -> None:
-        """Redraws a unit: the best of many random incoming weights.
-
-        It explains most of the error that the other units leave.
-        """
+        """Redraws a unit to explain most of the error that others leave."""
         before = [value.clone() for value in self._incoming]
         size = math.sqrt(_mean_square(torch.cat([value.flatten() for value in before])))
         design = self._design()
@@ -160,10 +148,7 @@ class FittedUnits:
             value[unit] = own
 
     def _design(self) -> Tensor:
-        """Returns the weighted inputs of the last layer, ``(M, J + 1)``.
-
-        They have a column of ones if there is an offset.
-        """
+        """Weighted inputs ``(M, J + 1)`` of the last layer, ones for an offset."""
         self.evaluations += 1
         parts: list[Tensor] = []
         handle = self._last_layer.register_forward_pre_hook(

@@ -1,10 +1,8 @@
 """Multi-start optimisation: restarts of a model until two agree."""
 
-from pyro_truncated.multistart.best_start import best_start
-from pyro_truncated.multistart.config import LearnConfig
-from pyro_truncated.multistart.learn_report import LearnReport
+from pyro_truncated.multistart.config import LearnConfig, LearnReport
 from pyro_truncated.multistart.moves import Move
-from pyro_truncated.multistart.multi_start import ConvergenceWarning, DisagreeingStartsWarning, learn
+from pyro_truncated.multistart.multi_start import ConvergenceWarning, DisagreeingStartsWarning, best_start, learn
 from pyro_truncated.multistart.solution import Solution
 
 __all__ = [

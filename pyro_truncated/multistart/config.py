@@ -1,4 +1,4 @@
-"""The configuration of `learn`."""
+"""The configuration of `learn`, and the report of what it did."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated.utils.arguments import check_count, renames
+from pyro_truncated.utils.arguments import Renamed, check_count, renames
 
 # Goes where a restart of a model begins, with its data and a source of randomness.
 Initializer = Callable[[Any, Tensor, torch.Generator | None], Any]
@@ -153,3 +153,69 @@ def _check_number(field: dataclasses.Field[Any], value: Any) -> None:
         raise TypeError(f"{field.name} must be a number; got {value!r}")
     elif not 0 <= value < math.inf:
         raise ValueError(f"{field.name} must not be negative, and finite; got {value!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Restart:
+    """A restart of :func:`~pyro_truncated.learn`."""
+
+    initialisation: str  # where it began
+    steps: int  # how many it took
+    free_energy: float  # what it reached, per data point (or posterior, where data points share latents)
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnReport:
+    """What a call of :func:`~pyro_truncated.learn` did; prints itself as a table.
+
+    Example:
+        >>> y = linear_bars(100, 3, mean_active=2.0).data
+        >>> config = LearnConfig(restart_steps=5, tolerance=9.0)
+        >>> guide = learn(BinarySparseCoding(9, 6), y, restarts=2, steps=5, config=config, progress=False)
+        >>> [restart.initialisation for restart in guide.learn_report.restarts]
+        ['initialize', 'initialize']
+        >>> print(guide.learn_report)  # doctest: +ELLIPSIS
+        restart  initialisation  steps  free energy
+              1  initialize ...
+        end of restarts: two restarts agree
+        ...
+
+    Attributes:
+        restarts: in order.
+        moves: changes of the best solution beyond restarts: how many were tried, and how many raised the free energy.
+        reason: why no further restart was made.
+        disagreement: why the best may be a local optimum; ``None`` if two restarts agree.
+        steps: training steps on all data.
+        remaining_gain: what more of them are expected to gain per data point; infinity if they were too few to tell. Zero where training
+            ends by another rule.
+        optimizer: how parameters were changed.
+        settings: what was chosen, by the names of the arguments.
+    """
+
+    restarts: tuple[Restart, ...]
+    moves: dict[str, tuple[int, int]]
+    reason: str
+    disagreement: str | None
+    steps: int
+    remaining_gain: float
+    optimizer: str
+    settings: dict[str, Any]
+
+    remaining = Renamed("remaining_gain")
+
+    def __str__(self) -> str:
+        """The table."""
+        width = max(len("initialisation"), *(len(one.initialisation) for one in self.restarts))
+        lines = [f"restart  {'initialisation':{width}}  steps  free energy"]
+        lines += [
+            f"{number:7}  {one.initialisation:{width}}  {one.steps:5}  {one.free_energy:11.4f}"
+            for number, one in enumerate(self.restarts, 1)
+        ]
+        lines += [f"{name}: {tried} tried, {accepted} accepted" for name, (tried, accepted) in self.moves.items()]
+        lines.append(f"end of restarts: {self.reason}")
+        if self.disagreement is not None:
+            lines.append(f"disagreement: {self.disagreement}")
+        expected = "" if self.remaining_gain == 0.0 or math.isinf(self.remaining_gain) else f", more may gain {self.remaining_gain:.2g}"
+        lines.append(f"training: {self.steps} steps{expected}; {self.optimizer}")
+        lines.append("settings: " + ", ".join(f"{name}={value}" for name, value in self.settings.items()))
+        return "\n".join(lines)

@@ -46,10 +46,7 @@ _UNIFORM_SHARE = 0.5
 class ModelParameters:
     """What a model has learned, and the units of its steps.
 
-    Args:
-        model: the model; its parameters are changed.
-        y: its data.
-        companion: a guide of continuous latents, which runs of the model take.
+    Runs of the model take continuous latents of a companion guide.
     """
 
     def __init__(self, model: Any, y: Tensor, companion: Any = None) -> None:
@@ -89,11 +86,6 @@ class ModelParameters:
     def in_layer(self, name: str) -> bool:
         """Whether a name of Pyro's store is that of a layer's parameter."""
         return f".{name}".endswith(tuple(f".{normalize_param_name(layer)}" for layer in self.layers))
-
-    def num_weights(self) -> int:
-        """How many matrices of weights torch's own layers hold."""
-        tensors = self.tensors()
-        return sum(tensors[name].dim() > 1 for name in self.layers)
 
     def snapshot(self) -> dict[str, Tensor]:
         """What was learned, apart from the model."""
@@ -247,8 +239,6 @@ def optimiser_options(lr: float, lrd: float, unit: float, is_layer: bool = False
 
 
 def _minimize(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> None:
-    """Minimises a smooth loss."""
-
     def evaluate() -> float:
         optimizer.zero_grad()
         value = loss()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
@@ -13,12 +13,12 @@ import torch
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
-from pyro_truncated.multistart.learn_report import Restart
+from pyro_truncated.multistart.config import Restart
 from pyro_truncated.multistart.model_parameters import Medians
 from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.multistart.pruning import deletion_losses, redundant_mask, value_deletion_losses
 from pyro_truncated.multistart.solution import NOTHING, ROUNDING, FreeEnergyEstimate, Solution, match_latents, shared_mask, vary
-from pyro_truncated.multistart.trainer import Trainer, copy_population, fit_likeliest_states, fit_states, settle
+from pyro_truncated.multistart.trainer import Trainer, copy_population, fit_states, settle
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.sites import family
 from pyro_truncated.search.base import Search
@@ -85,10 +85,7 @@ def improve(profile: Profile, best: Solution, move: Move, refine: Refine, counts
 
 
 class Exchangeable(NamedTuple):
-    """Exchangeable latents of a site, or values of a single latent.
-
-    Their parameters change places with them. Components of a mixture are an example.
-    """
+    """Latents of a site, or values of one, that are exchangeable."""
 
     latents: slice  # their positions among the latents of a data point
     axes: dict[str, int]  # along which they lie, by name of the parameters that have one
@@ -156,25 +153,20 @@ def _exchangeable(medians: Medians, state: dict[str, Tensor], latents: slice, nu
         return None
 
     number = num_values or latents.stop - latents.start
-    positions = torch.arange(number)
+    positions, parameters = torch.arange(number), medians.exchangeable_part(state)
     # A cycle and a transposition generate all permutations.
     orders = positions.roll(1), torch.cat([positions[:2].flip(0), positions[2:]])
-    for axes in _possible_axes(medians.exchangeable_part(state), number):
+    choices = [[axis for axis, size in enumerate(value.shape) if size == number] + [None] for value in parameters.values()]
+    for combination in itertools.islice(itertools.product(*choices), _MAX_PERMUTATIONS):
+        axes = {name: axis for name, axis in zip(parameters, combination, strict=True) if axis is not None}
+        if not axes:
+            continue
         group = Exchangeable(latents, axes, num_values)
         scorers = (medians.scorer(group.replace_latents(state, torch.arange(len(order)), state, order)) for order in orders)
         scores = (scorer.score(space.pack(group.permute(levels, order))) for scorer, order in zip(scorers, orders, strict=True))
         if all(torch.allclose(score, expected, rtol=_SCORE_RTOL, atol=_SCORE_ATOL) for score in scores):
             return group
     return None
-
-
-def _possible_axes(parameters: dict[str, Tensor], number: int) -> Iterator[dict[str, int]]:
-    """Yields axes by name, as many as possible first."""
-    choices = [[axis for axis, size in enumerate(value.shape) if size == number] + [None] for value in parameters.values()]
-    for combination in itertools.islice(itertools.product(*choices), _MAX_PERMUTATIONS):
-        axes = {name: axis for name, axis in zip(parameters, combination, strict=True) if axis is not None}
-        if axes:
-            yield axes
 
 
 class Recombination:
@@ -359,10 +351,10 @@ class Complement:
     def propose(self, best: Solution) -> Proposals:
         """Yields solutions fitted to states with one latent complemented."""
         for latent in find_unlikely(self._profile, best):
-            population, states = _population(best), best.states
+            population = _population(best)
+            states = population.space.unpack(population.mode()).unsqueeze(1)
             states[..., latent] = 1 - states[..., latent]
-            words = population.space.pack(states)
-            best = yield fit_likeliest_states(self._profile, best.replace(population=dataclasses.replace(population, words=words)))
+            best = yield fit_states(self._profile, population.space.pack(states), solution=best)
 
 
 def find_unlikely(profile: Profile, solution: Solution) -> list[int]:
@@ -435,24 +427,19 @@ class DeadLatents:
             dead = dead_latents(self._profile, best)
             if not len(dead):
                 return
-            before, best = best, (yield self._fit_alive(best, dead))
+            # At this temperature all states count alike.
+            child = fit_states(self._profile, partial(_with_dead_latents, _population(best), dead), 1 + len(dead), lambda _: 1e9, best)
+            before, best = best, (yield child.replace(population=best.population))
             if best is before:
                 return
 
-    def _fit_alive(self, solution: Solution, dead: Tensor) -> Solution:
-        """Fits parameters to the likeliest states, with dead latents added in turn."""
 
-        def with_dead_latents(scorer: LogJoint) -> Tensor:
-            """States ``(N, 1 + K, W)`` of which each but the first has one dead latent."""
-            space, words = _population(solution).space, _population(solution).words
-            likeliest = Population(space, words, scorer.score(words)).mode()
-            states = space.unpack(likeliest).unsqueeze(1).repeat(1, 1 + len(dead), 1)
-            states[:, torch.arange(1, 1 + len(dead)), dead] = 1
-            return space.pack(states)
-
-        # At this temperature all states count alike.
-        child = fit_states(self._profile, with_dead_latents, 1 + len(dead), lambda _: 1e9, solution)
-        return child.replace(population=solution.population)
+def _with_dead_latents(population: Population, dead: Tensor, scorer: LogJoint) -> Tensor:
+    """Likeliest states, and these with one dead latent each, ``(N, 1 + K, W)``."""
+    space, words = population.space, population.words
+    states = space.unpack(Population(space, words, scorer.score(words)).mode()).unsqueeze(1).repeat(1, 1 + len(dead), 1)
+    states[:, torch.arange(1, 1 + len(dead)), dead] = 1
+    return space.pack(states)
 
 
 # With more posteriors than these bytes hold fewer latents are revived at once.
@@ -486,10 +473,7 @@ class SolutionPool:
     Restarts are independent, so a latent that two of them have found is hardly an accident. Once each latent of the best has been found
     twice, few are missing. The number of kinds that a sample misses grows with the square of the number seen only once (Chao, 1987).
 
-    Args:
-        profile: of restarts.
-        refine: trains what a move proposes.
-        moves: what is tried on the best after each exchange; default: complements.
+    After each exchange moves are tried on the best one, by default complements.
     """
 
     def __init__(self, profile: Profile, refine: Refine = settle, moves: Sequence[Move] | None = None) -> None:
@@ -594,8 +578,8 @@ class SolutionPool:
             self.best = other
             return False
         before = self.best
-        self.best, lesser = sorted((before, other), key=attrgetter("finite_energy"), reverse=True)
-        self.best = self._apply(self.best, Crossover(self.groups, lesser))
+        best, lesser = sorted((before, other), key=attrgetter("finite_energy"), reverse=True)
+        self.best = improve(self._profile, best, Crossover(self.groups, lesser), self._train_child, self.moves)
         return self.best is not before
 
     def _improve(self, move: Move) -> bool:
@@ -603,11 +587,8 @@ class SolutionPool:
         before = self.best
         if before is self._failures.get(move.name):
             return False
-        self.best = self._failures[move.name] = self._apply(before, move)
+        self.best = self._failures[move.name] = improve(self._profile, before, move, self._train_child, self.moves)
         return self.best is not before
-
-    def _apply(self, best: Solution, move: Move) -> Solution:
-        return improve(self._profile, best, move, self._train_child, self.moves)
 
     def _train_child(self, profile: Profile, child: Solution) -> Solution:
         """Returns a trained proposal, or itself if training does not help.

@@ -1,4 +1,4 @@
-"""learn: restarts until two agree, and training from the best of them."""
+"""Restarts until two agree, training from the best, and short runs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.distributed.collectives import agree
-from pyro_truncated.distributed.shards import own_rows
+from pyro_truncated.distributed.shards import drawn_rows, own_rows
 from pyro_truncated.em.closed_form import restore_driver
-from pyro_truncated.multistart.config import LearnConfig
-from pyro_truncated.multistart.learn_report import LearnReport, Restart
+from pyro_truncated.multistart.config import LearnConfig, LearnReport, Restart
+from pyro_truncated.multistart.decoders import LinearCauses, decoder_targets, shuffle
 from pyro_truncated.multistart.moves import Complement, DeadLatents, SolutionPool, build_recombinations, improve
 from pyro_truncated.multistart.profile import Profile, check_one_array, profile_model
 from pyro_truncated.multistart.pruning import start_overcomplete
@@ -29,10 +29,20 @@ from pyro_truncated.multistart.solution import (
     is_gain_below_error,
     share_most,
 )
-from pyro_truncated.multistart.trainer import LAST_RATE, Trainer, converge, finish, run_restart, search_and_train
-from pyro_truncated.multistart.warm_start import LinearCauses, decoder_targets, likeliest_states, shuffle, teach
+from pyro_truncated.multistart.trainer import (
+    LAST_RATE,
+    Schedule,
+    Trainer,
+    converge,
+    finish,
+    fit_states,
+    run_restart,
+    search_and_train,
+    train,
+)
 from pyro_truncated.search.base import Search
-from pyro_truncated.utils.arguments import check_count, check_kinds
+from pyro_truncated.utils.annealing import Temperature
+from pyro_truncated.utils.arguments import check_count, check_counts, check_kinds
 from pyro_truncated.utils.arrays import remember_columns
 from pyro_truncated.utils.console import ProgressBar, progress_bar
 
@@ -98,8 +108,10 @@ class MultiStart:
             return start_overcomplete(profile)
         if self.pool.targets is None:
             return run_restart(profile, profile.temperature)
+        assert profile.space is not None
         states = linear_code(profile, self.pool.targets)
-        teach(profile, states)
+        # The network learns to decode these states, one of each data point.
+        fit_states(profile, profile.space.pack(states.unsqueeze(1)))
         return run_restart(profile, 1.0, states)
 
     def _prepare_exchange(self, first: dict[str, Tensor]) -> None:
@@ -123,7 +135,11 @@ def linear_code(profile: Profile, targets: Tensor) -> Tensor:
     multi_start = MultiStart(linear_profile)
     with restore_driver(linear), progress_bar(False) as bar:
         multi_start.run(bar)
-    return likeliest_states(linear_profile, multi_start.pool.best)
+    best = multi_start.pool.best
+    with Trainer(linear_profile, solution=best) as trainer:
+        trainer.insert_states(best.states)
+        population = trainer.truncated_guide.population()
+    return population.space.unpack(population.mode())  # type: ignore[no-any-return]
 
 
 class StopRule:
@@ -207,19 +223,13 @@ class StopRule:
         return self._share_code(gap) or self._reach_equal_energies(self._are_by_gradients or self._profile.learns_causes)
 
     def _share_code(self, gap: float) -> bool:
-        """Whether another restart has the latents of the best one.
-
-        Its free energy must not be lower by more than the gap.
-        """
+        """Whether a restart within the gap has the latents of the best."""
         codes = self._pool.ranked_codes()
         most = self._config.max_unmatched if self._pool.is_network else 0.0
         return any(codes[0][0] - energy <= gap and share_most(codes[0][1], code, most) for energy, code in codes[1:])
 
     def _reach_equal_energies(self, must_be_alike: bool) -> bool:
-        """Whether two independent restarts have equal free energies everywhere.
-
-        They must be those of the same data points, and none may be higher.
-        """
+        """Whether the best two independent restarts have equal free energies everywhere."""
         if not self._pool.estimates:
             return False
         best, *others = sorted(self._pool.estimates, key=lambda one: one.free_energy, reverse=True)
@@ -378,7 +388,7 @@ def _with_former_arguments(config: LearnConfig, restarts: int | None, former: Ma
 
 def _train(profile: Profile, best: Solution, steps: int, bar: ProgressBar) -> tuple[Trainer, FreeEnergyEstimate]:
     """Trains on all data from the best restart."""
-    trainer = Trainer(profile if profile.has_companion else profile.with_decay(steps, LAST_RATE))
+    trainer = Trainer(profile if profile.has_companion else profile.replace(lrd=LAST_RATE ** (1 / steps)))
     trainer.take_over(best.companion)
     if best.population is not None:
         trainer.insert_states(own_rows(best.states, profile.y))
@@ -390,3 +400,70 @@ def _train(profile: Profile, best: Solution, steps: int, bar: ProgressBar) -> tu
     min_gain = profile.config.final_gain if profile.optimizer == "closed-form M-steps" and not profile.has_companion else -math.inf
     # Of an informed initialisation half the gain of its last steps counts.
     return trainer, finish(trainer, steps, best.estimate.noise / 2 if profile.is_informed else min_gain)
+
+
+def best_start(
+    model: Any,
+    y: Tensor,
+    search: Search,
+    *,
+    num_starts: int = 5,
+    num_data: int = 1000,
+    steps: int = 50,
+    num_states: int = 64,
+    temperature: Temperature = 1.0,
+    generator: torch.Generator | None = None,
+) -> list[float]:
+    """Initialises a model by the best of several short EM runs.
+
+    They use a random part of the data.
+
+    EM converges to the local optimum that its initialisation leads to. Merged or split components show after few iterations on few data
+    points, in a clearly lower free energy. So the choice costs a small share of the training. Processes that share the data draw the
+    same part. Components of a mixture with ``split_and_merge`` move every ten steps, if one process has all data.
+
+    Example:
+        >>> y = linear_bars(50, 4, mean_active=2.0).data
+        >>> model = BinarySparseCoding(16, 8)
+        >>> reached = best_start(model, y, EvolutionarySearch(crossover=True), num_starts=3, steps=5, num_states=16)
+        >>> len(reached)
+        3
+
+    Args:
+        model: has ``initialize(y, generator)`` and closed-form M-steps; holds the parameters of the best run afterwards. A model with a
+            Gibbs sampler, such as :class:`~pyro_truncated.models.MaxSpikeSlabSparseCoding`, is trained by
+            :class:`~pyro_truncated.GibbsEM`.
+        y: data, ``(N, D)``.
+        search: fills the populations of the short runs. What it learns from the data in a run is forgotten after it.
+        num_starts: number of starts.
+        num_data: data points drawn for the short runs, without replacement; all if there are fewer.
+        steps: EM iterations of a short run.
+        num_states: states per data point in the short runs; all of them if the space has fewer. Has no meaning for Gibbs sampling.
+        temperature: as in :class:`~pyro_truncated.Truncated_ELBO` or :class:`~pyro_truncated.GibbsEM`.
+        generator: source of randomness of the part of the data and the initialisations.
+
+    Returns:
+        The free energy per data point that each start reached; with Gibbs sampling the mean log joint of data and draws.
+
+    Raises:
+        ValueError: if a count is below 1.
+        TypeError: if the model lacks ``initialize`` or closed-form M-steps, or the search selects no latents for a Gibbs sampler.
+    """
+    check_kinds(best_start, model=model, temperature=temperature, generator=generator)
+    num_starts, num_data, steps, num_states = check_counts(num_starts=num_starts, num_data=num_data, steps=steps, num_states=num_states)
+    if not hasattr(model, "initialize"):
+        raise TypeError(f"best_start needs a model with the method initialize; {type(model).__name__} has none")
+    part = drawn_rows(check_one_array(y), num_data, generator)
+    profile = profile_model(model, part, search, num_states=num_states, generator=generator)
+    if profile.optimizer == "gradients":
+        raise TypeError(f"best_start needs a model with closed-form M-steps (ClosedFormModel); {type(model).__name__} has none")
+    energies: list[float] = []
+    with restore_driver(model):
+        for _ in range(num_starts):
+            model.initialize(part, generator)
+            energies.append(train(Trainer(profile, temperature), Schedule(steps, steps)).free_energy)
+            if energies[-1] == max(energies):
+                best = profile.parameters.snapshot()
+        profile.parameters.load(best)
+    search.forget()
+    return energies

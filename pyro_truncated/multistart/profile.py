@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol, Self, runtime_checkable
+from typing import Any, Literal
 
 import torch
 from pyro.infer.autoguide import AutoGuide
@@ -17,7 +17,6 @@ from pyro_truncated.em.gibbs import GibbsModel
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.multistart.config import Initializer, LearnConfig
 from pyro_truncated.multistart.model_parameters import ModelParameters
-from pyro_truncated.program.candidate_runs import Conditional
 from pyro_truncated.program.chain_scorer import ChainLayout
 from pyro_truncated.program.sites import is_subsampled
 from pyro_truncated.search.automatic import AutomaticSearch, has_many_latents
@@ -29,60 +28,6 @@ from pyro_truncated.utils.annealing import cooling
 from pyro_truncated.utils.arrays import as_data, holds_arrays, is_array
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
-
-@runtime_checkable
-class ResizableModel(Protocol):
-    """A model of exchangeable latents, off at zero, whose number can change."""
-
-    num_latents: int
-
-    def with_latents(self, index: Tensor) -> Self:
-        """Returns a model whose latent ``i`` copies latent ``index[i]``."""
-
-
-@runtime_checkable
-class SearchedModel(Protocol):
-    """A model that says itself how its states are found."""
-
-    def default_search(self, num_states: int) -> Search:
-        """A search for populations of so many states per data point."""
-
-
-@runtime_checkable
-class ConditionalModel(Protocol):
-    """A model that samples its continuous latents given the discrete ones."""
-
-    def default_conditional(self) -> Conditional:
-        """What :class:`~pyro_truncated.AutoTruncated` takes as its ``conditional``."""
-
-
-@runtime_checkable
-class StartingModel(Protocol):
-    """A model by gradients that draws its own restarts, without annealing."""
-
-    def draw_start(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
-        """Goes there, for each start anew."""
-
-
-@runtime_checkable
-class RelocatingModel(Protocol):
-    """A mixture with moves of components, such as ``GaussianMixture``."""
-
-    def split_and_merge(self, guide: Any, y: Tensor, generator: torch.Generator | None = None) -> int:
-        """Moves components while the free energy rises; returns how many."""
-
-
-@runtime_checkable
-class SimplifiedModel(Protocol):
-    """A model whose restarts train a simpler one."""
-
-    def simplified(self) -> Any:
-        """The simpler model, or this one."""
-
-    def load_simplified(self, other: Any) -> None:
-        """Takes the parameters of the simpler model."""
-
-
 Optimizer = Literal["closed-form M-steps", "Gibbs sampling", "gradients"]
 
 
@@ -90,7 +35,7 @@ Optimizer = Literal["closed-form M-steps", "Gibbs sampling", "gradients"]
 class Profile:
     """A model, its data, and all that decides how it is trained.
 
-    :func:`profile_model` makes it; nothing else asks what a model is.
+    :func:`profile_model` makes it; nothing else asks what a model is. Optional methods of models: :doc:`/how-to/models`.
     """
 
     model: Any  # its parameters are changed in place
@@ -177,8 +122,8 @@ class Profile:
         """What fills populations: the search that was named, or one that fits."""
         if self.search is not None:
             return self.search
-        if isinstance(self.model, SearchedModel) and not self.is_product:
-            return self.model.default_search(self.num_states)
+        if hasattr(self.model, "default_search") and not self.is_product:
+            return self.model.default_search(self.num_states)  # type: ignore[no-any-return]
         is_crossed = 2 * space.cardinalities.count(2) > space.num_latents or self.is_resizable
         if self.is_product or not is_crossed or space.size <= self.num_states or has_many_latents(space):
             return AutomaticSearch()
@@ -189,10 +134,6 @@ class Profile:
     def replace(self, **fields: Any) -> Profile:
         """Returns a profile with other fields."""
         return dataclasses.replace(self, **fields)
-
-    def with_decay(self, steps: int, last: float) -> Profile:
-        """Returns a profile whose learning rate falls within so many steps."""
-        return self.replace(lrd=last ** (1 / steps))
 
     def for_restarts(self) -> Profile:
         """Returns the profile of restarts, of a part of the data.
@@ -213,7 +154,7 @@ class Profile:
         is_full = self.max_restarts == 1 or self.is_product or (self.initializer is not None and not self.is_informed)
         has_all_states = is_full or space is None or space.size <= self.num_states
         num_posteriors = self.num_posteriors * total_rows(part) / self.num_data
-        model = self.model.simplified() if isinstance(self.model, SimplifiedModel) else self.model
+        model = self.model.simplified() if hasattr(self.model, "simplified") else self.model
         return self.replace(
             model=model,
             y=part,
@@ -236,20 +177,29 @@ def profile_model(
     """Finds out what a model is; arguments are those of :func:`~pyro_truncated.learn`."""
     config = LearnConfig() if config is None else config
     is_gibbs: bool = isinstance(model, GibbsModel)
-    is_conditional: bool = isinstance(model, ConditionalModel)
+    is_conditional = hasattr(model, "default_conditional")
     has_closed_form: bool = isinstance(model, ClosedFormModel)
     _check_arguments(model, search, is_gibbs, max_count)
     lr = (config.conditional_lr if is_conditional else config.gradient_lr) if config.lr is None else config.lr
     optimizer: Optimizer = "Gibbs sampling" if is_gibbs else "closed-form M-steps" if has_closed_form else "gradients"
     name, initializer = _find_initializer(model, config.initializer)
-    profile = Profile(model, y, search, num_states or 1, lr, optimizer, name, initializer, total_rows(y), config)
-    profile = profile.replace(
+    profile = Profile(
+        model,
+        y,
+        search,
+        num_states or 1,
+        lr,
+        optimizer,
+        name,
+        initializer,
+        total_rows(y),
+        config,
         max_count=max_count,
         generator=generator,
         is_conditional=is_conditional,
         # The first steps of an optimiser may lose more than they gain in the end.
         is_informed=optimizer != "gradients" and config.initializer is None and bool(getattr(model, "has_informed_init", False)),
-        is_resizable=isinstance(model, ResizableModel) and not is_gibbs and initializer is not None,
+        is_resizable=hasattr(model, "with_latents") and not is_gibbs and initializer is not None,
         max_restarts=max_restarts,
     )
     if not is_gibbs:
@@ -299,7 +249,7 @@ def _find_initializer(model: Any, initializer: Initializer | None) -> tuple[str,
     """Returns an initialiser and its name, the given one first."""
     if initializer is not None:
         return getattr(initializer, "__name__", type(initializer).__name__), initializer
-    if isinstance(model, StartingModel):
+    if hasattr(model, "draw_start"):
         return "draw_start", lambda model, y, generator: model.draw_start(y, generator)
     if not hasattr(model, "initialize"):
         return "parameters", None
@@ -311,6 +261,7 @@ def _find_initializer(model: Any, initializer: Initializer | None) -> tuple[str,
 def _with_latents(profile: Profile) -> Profile:
     """Returns the profile of a model with truncated posteriors, given its latents."""
     guide, model, y = profile.set_up_guide(), profile.model, profile.y
+    parameters, tensors = profile.parameters, profile.parameters.tensors()
     for frame in filter(is_subsampled, guide.frames.values()):
         raise ValueError(
             f"learn trains on all rows in every step, but the plate '{frame.name}' subsamples {frame.size} of {frame.full_size}. "
@@ -328,9 +279,9 @@ def _with_latents(profile: Profile) -> Profile:
         is_product=guide.product is not None,
         is_chain=chain is not None,
         # Models of a single binary cause have no search of their own.
-        is_mixture=has_one and profile.optimizer != "gradients" and isinstance(model, SearchedModel) and not profile.is_informed,
-        is_network=profile.parameters.num_weights() > 1,
-        layers=profile.parameters.layers,
+        is_mixture=has_one and profile.optimizer != "gradients" and hasattr(model, "default_search") and not profile.is_informed,
+        is_network=sum(tensors[name].dim() > 1 for name in parameters.layers) > 1,
+        layers=parameters.layers,
         has_companion=bool(guide.layout.other_latents) and not profile.is_conditional,
     )
 

@@ -172,11 +172,9 @@ class _Pruner:
         self.num_parameters = num_parameters_per_latent(profile)
 
     def converge(self, steps: int) -> Solution:
-        """Trains to convergence; returns what was learned."""
         return self.trainer.record(train(self.trainer, convergence_schedule(self.trainer.profile, steps)))
 
     def take(self, steps: int) -> None:
-        """Takes steps of training."""
         for _ in range(steps):
             self.trainer.step()
 
@@ -189,10 +187,7 @@ class _Pruner:
             self._drop(select_for_pruning(*self._losses(), max(1, surplus // 3)))
 
     def prune_redundant(self) -> Tensor:
-        """Prunes redundant latents, a third at a time.
-
-        Returns the positions ``(K,)`` of the remaining ones.
-        """
+        """Prunes redundant latents, a third at a time; returns positions of others."""
         positions = torch.arange(self.trainer.profile.model.num_latents)
         while len(positions) > 1:
             losses, substitutes = self._losses()

@@ -23,23 +23,14 @@ ROUNDING = 1e-4
 
 
 class FreeEnergyEstimate(NamedTuple):
-    """The free energy per data point that a run has reached.
-
-    Attributes:
-        free_energy: its value.
-        noise: difference of two runs in one optimum: what the last steps gained, or the error of a mean over draws.
-        each: the free energies of the data points, ``(N,)``, where they are known.
-        rise: what its last five steps have raised it by, if it has not converged.
-        remaining_gain: what it will still gain with more steps, if it has not converged beside continuous latents.
-        steps: how many it has taken.
-    """
+    """The free energy per data point that a run has reached."""
 
     free_energy: float
-    noise: float = 0.0
-    each: Tensor | None = None
-    rise: float = 0.0
-    remaining_gain: float = 0.0
-    steps: int = 0
+    noise: float = 0.0  # difference of two runs in one optimum: what the last steps gained, or the error of a mean over draws
+    each: Tensor | None = None  # the free energies of the data points, (N,), where they are known
+    rise: float = 0.0  # what the last five steps have raised it by, if the run has not converged
+    remaining_gain: float = 0.0  # what more steps will still gain, if the run has not converged beside continuous latents
+    steps: int = 0  # how many the run has taken
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,10 +160,7 @@ def explain_equally(one: FreeEnergyEstimate, other: FreeEnergyEstimate, toleranc
 
 
 def without_extremes(differences: Tensor) -> Tensor:
-    """Returns differences without 1 % at either end.
-
-    A search misses few states, by much.
-    """
+    """Leaves out 1 % at either end: a search misses few states, by much."""
     number = int(0.01 * len(differences))
     return differences.sort().values[number : len(differences) - number]
 
@@ -191,19 +179,13 @@ def match_latents(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def shared_mask(one: Tensor, other: Tensor) -> Tensor:
-    """Whether each latent of the first model has a partner, ``(H,)``.
-
-    Partners are active, or inactive, for the same data points.
-    """
+    """Whether the other model has a latent that correlates with each, ``(H,)``."""
     correlation, partner = match_latents(one, other)
     return correlation.gather(1, partner.unsqueeze(1)).squeeze(1) > SHARED
 
 
 def share_most(one: Tensor, other: Tensor, most_apart: float) -> bool:
-    """Whether most latents of both models have a partner in the other.
-
-    Latents that are the same for all data points do not count.
-    """
+    """Whether most latents that vary have a partner in the other model."""
     apart = [(~shared_mask(*pair), vary(pair[0])) for pair in ((one, other), (other, one))]
     return all(float((is_alone & varies).sum()) <= most_apart * float(varies.sum()) for is_alone, varies in apart)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Self, cast
 
@@ -24,7 +24,7 @@ from pyro_truncated.em.gibbs import GibbsEM, GibbsGuide
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.multistart.decoders import fit_decoder
 from pyro_truncated.multistart.model_parameters import Medians, ModelParameters, optimiser_options, prior_draw
-from pyro_truncated.multistart.profile import Profile, RelocatingModel
+from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.multistart.solution import STANDARD_ERRORS, FreeEnergyEstimate, Solution, estimate_mean, estimate_on_trend, vary
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.log_joint import LogJoint
@@ -55,13 +55,9 @@ _RATE_FACTOR, _REDUCTIONS = 0.3, 4
 class Trainer:
     """A model with guide and SVI, trained as the model allows.
 
-    A restart has a temperature. Chains of a Gibbs sampler need no burn-in there, as there are no learned parameters yet. As a context
-    manager it removes its guide's parameters from Pyro's store in the end: others take their names.
-
-    Args:
-        profile: of the model.
-        temperature: of a restart, as a function of the step.
-        solution: whose parameters and continuous latents it begins with; default: where the model is.
+    A restart has a temperature. Chains of a Gibbs sampler need no burn-in there, as there are no learned parameters yet. Training begins
+    with the parameters and continuous latents of a solution, or else where the model is. As a context manager it removes its guide's
+    parameters from Pyro's store in the end: others take their names.
     """
 
     def __init__(self, profile: Profile, temperature: Temperature | None = None, solution: Solution | None = None) -> None:
@@ -83,8 +79,8 @@ class Trainer:
             self.guide, self.truncated_guide, space = _guides(profile, temperature is not None)
             search = profile.make_search(space)
             self.elbo = Truncated_ELBO(search, temperature=1.0 if temperature is None or profile.has_companion else temperature)
-        is_relocating = isinstance(profile.model, RelocatingModel) and self.truncated_guide is not None
-        self._moves_components = is_relocating and not self.truncated_guide.populations.is_part
+        is_mixture = hasattr(profile.model, "split_and_merge") and self.truncated_guide is not None
+        self._moves_components = is_mixture and not self.truncated_guide.populations.is_part
         self._relocation_generator = torch.Generator().manual_seed(0)
         self._rate, self._num_steps = 1.0, 0
 
@@ -165,17 +161,17 @@ class Trainer:
 
     def slow_down(self, steps: int) -> None:
         """Lets the learning rate fall to a tenth in so many steps."""
-        for group in self._optimiser_groups():
+        for group in self._parameter_groups():
             group["lrd"] = LAST_RATE ** (1 / steps)
 
     def set_rate(self, rate: float) -> None:
         """Sets the learning rate, relative to the first one."""
-        for group in self._optimiser_groups():
+        for group in self._parameter_groups():
             group["lr"] *= rate / self._rate
         self._rate = rate
 
-    def _optimiser_groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self._adam.optim_objs.values() for group in optimizer.param_groups]
+    def _parameter_groups(self) -> Iterator[dict[str, Any]]:
+        return (group for optimizer in self._adam.optim_objs.values() for group in optimizer.param_groups)
 
     def intensify_search(self) -> bool:
         """Searches more thoroughly from now on, unless you named the search.
@@ -226,24 +222,18 @@ class Trainer:
 
     def record(self, estimate: FreeEnergyEstimate) -> Solution:
         """What the run has learned."""
-        profile, truncated_guide = self.profile, self.truncated_guide
-        population = None if truncated_guide is None or profile.is_product else copy_population(truncated_guide.population())
-        if truncated_guide is None or not profile.has_companion:
-            return Solution(estimate, self.parameters.snapshot(), population, probabilities=self._probabilities())
-        companion = self.companion
-        parameters = Medians(profile.model, profile.y, truncated_guide).state(companion)
-        return Solution(estimate, parameters, population, {name: value.clone() for name, value in companion.items()})
-
-    def _probabilities(self) -> Tensor | None:
-        """What :class:`Solution` compares networks and chains by."""
-        profile, guide = self.profile, self.truncated_guide
-        if guide is None or not (profile.is_chain or (profile.has_decoder and guide.space.is_binary)):
-            return None
+        profile, guide, probabilities = self.profile, self.truncated_guide, None
+        population = None if guide is None or profile.is_product else copy_population(guide.population())
+        if profile.has_companion:
+            parameters = Medians(profile.model, profile.y, guide).state(self.companion)
+            return Solution(estimate, parameters, population, {name: value.clone() for name, value in self.companion.items()})
         if profile.is_chain:
             (chains,) = guide.marginals().values()
-            return cast("Tensor", chains.flatten(0, -2).float().cpu())
-        probabilities: Tensor = guide.population().marginals().double().cpu()
-        return probabilities if bool(vary(probabilities).any()) else None
+            probabilities = chains.flatten(0, -2).float().cpu()
+        elif population is not None and profile.has_decoder and population.space.is_binary:
+            marginals = population.marginals().double().cpu()
+            probabilities = marginals if bool(vary(marginals).any()) else None
+        return Solution(estimate, self.parameters.snapshot(), population, probabilities=probabilities)
 
 
 def _guides(profile: Profile, is_start: bool) -> tuple[Any, AutoTruncated, StateSpace]:
@@ -274,10 +264,7 @@ def copy_population(population: Population) -> Population:
 
 
 def last_gain(values: Sequence[float], window: int) -> float:
-    """Returns the distance of the last value from the earlier best one.
-
-    Free energies that have fallen have not converged.
-    """
+    """Returns how far the last value is from the earlier best one."""
     return abs(values[-1] - max(values[:-window])) if len(values) > window else math.inf
 
 
@@ -330,10 +317,7 @@ class Schedule:
 
 
 def convergence_schedule(profile: Profile, max_steps: int) -> Schedule:
-    """Closed-form EM at temperature one, with a thorough search.
-
-    Beside continuous latents it is :func:`gradient_schedule`.
-    """
+    """Closed-form EM at temperature one, with a thorough search."""
     config = profile.config
     if profile.has_companion:
         return gradient_schedule(profile, max_steps)
@@ -424,11 +408,7 @@ def finish(trainer: Trainer, max_steps: int, tol: float) -> FreeEnergyEstimate:
     """Trains on all data to convergence; returns what is reached.
 
     The last steps search thoroughly. One such step of full conditionals tells as much as five of evolution, at several times the cost.
-
-    Args:
-        trainer: the run.
-        max_steps: the most steps. With less than ten none is kept back: searched states need a step to be trained.
-        tol: gain of a window in nats per data point at convergence; minus infinity where it is not looked for.
+    The tolerance is a window's gain in nats per data point; minus infinity where convergence is not looked for.
     """
     profile, window = trainer.profile, trainer.profile.config.window
     if profile.has_companion:
@@ -436,7 +416,7 @@ def finish(trainer: Trainer, max_steps: int, tol: float) -> FreeEnergyEstimate:
         window = max(min(_COMPANION_WINDOW_STEPS, max(2, max_steps // 8)), max_steps // 40)
         options: dict[str, Any] = {"first_rate": _RATE_FACTOR, "errors": 1.0, "is_thorough": True}
         return train(trainer, Schedule(0, max_steps, profile.tolerance, window=window, stride=window, **options))
-    # A tenth of the steps is kept back for the thorough search.
+    # A tenth of the steps is kept back for the thorough search; of less than ten none, as searched states need a step to be trained.
     values = _until_convergence(trainer, Schedule(0, max_steps - max_steps // 10, tol, window=window))
     last = Schedule(0, max_steps - len(values), tol, window=window)
     if last.max_steps and trainer.intensify_search():
@@ -486,10 +466,7 @@ class FixedStates(Search):
 
 
 def run_restart(profile: Profile, temperature: Temperature, states: Tensor | None = None) -> Solution:
-    """Runs a short training from a drawn start, or from present parameters.
-
-    The search begins with states ``(N, L)``, one of each data point, if there are any.
-    """
+    """Trains briefly from a drawn start, or from parameters and states ``(N, L)``."""
     profile.initialize()
     with Trainer(profile, temperature) as trainer:
         if profile.optimizer == "gradients":
@@ -523,26 +500,19 @@ def converge(profile: Profile, solution: Solution) -> Solution:
 def settle(profile: Profile, solution: Solution) -> Solution:
     """Trains briefly in ever smaller steps from a nearly final solution."""
     steps = max(1, profile.config.restart_steps // 2)
-    return retrain(profile.with_decay(steps, LAST_RATE), solution, Schedule(steps, steps))
-
-
-def fit_likeliest_states(profile: Profile, solution: Solution) -> Solution:
-    """Fits parameters briefly to the likeliest state of each data point."""
-    assert solution.population is not None
-    likeliest = solution.population.mode().unsqueeze(1)
-    return fit_states(profile, lambda scorer: likeliest, solution=solution)
+    return retrain(profile.replace(lrd=LAST_RATE ** (1 / steps)), solution, Schedule(steps, steps))
 
 
 def fit_states(
     profile: Profile,
-    words: Callable[[LogJoint], Tensor],
+    words: Tensor | Callable[[LogJoint], Tensor],
     num_states: int = 1,
     temperature: Temperature | None = None,
     solution: Solution | None = None,
 ) -> Solution:
-    """Fits parameters to packed states ``(N, S, W)`` that stay as they are."""
+    """Fits parameters briefly to packed states ``(N, S, W)`` that stay as they are."""
     with Trainer(profile.replace(search=FixedStates(), num_states=num_states), temperature, solution) as trainer:
         scorer, guide, steps = trainer.scorer(), trainer.truncated_guide, profile.config.restart_steps
-        states = words(scorer)
+        states = words(scorer) if callable(words) else words
         guide.populations.store_(scorer.score(states), None, states)
         return trainer.record(train(trainer, Schedule(steps, steps)))

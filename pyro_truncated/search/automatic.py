@@ -65,10 +65,7 @@ class AutomaticSearch(Search):
         return self._choose(batch).step(batch)
 
     def improve(self, batch: SearchBatch, steps: int = 1) -> Population:
-        """Improves populations by the chosen search.
-
-        One exhaustive step is as good as many.
-        """
+        """Improves populations; one exhaustive step is as good as many."""
         search = self._choose(batch)
         return search.improve(batch, 1 if isinstance(search, ExhaustiveSearch) else steps)
 

@@ -107,11 +107,7 @@ class SearchBatch:
 
 
 def flat_observations(batch: SearchBatch) -> Tensor:
-    """Returns a batch's observations side by side, ``(n, D)`` in float64.
-
-    Raises:
-        ValueError: if there are none.
-    """
+    """Returns a batch's observations side by side, ``(n, D)`` in float64."""
     size = len(batch.population)
     parts = [value.reshape(size, math.prod(value.shape[1:])).double() for value in batch.observations.values() if len(value) == size]
     if not parts:
@@ -223,13 +219,7 @@ class Search(ReprFromArguments, Stateful, abc.ABC):
 
 
 def check_search(search: object, advice: str | None = None) -> None:
-    """Refuses what is no search.
-
-    Where something else may have been meant, the message gives advice.
-
-    Raises:
-        TypeError: saying what it is.
-    """
+    """Refuses what is no search; the message may give advice."""
     if not isinstance(search, Search):
         kind = repr(search) if isinstance(search, type) else f"a {type(search).__name__}"
         hint = "" if advice is None else f"; {advice}"

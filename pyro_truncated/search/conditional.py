@@ -24,26 +24,14 @@ def single_changes(space: StateSpace, device: torch.device) -> Moves:
 
 
 class Moves:
-    """All changes of one latent: to any value, or nearby ones.
-
-    A limit restricts them to the next values.
-
-    Args:
-        space: the state space.
-        device: where the states live.
-        limit: largest number of moves of one latent. Default: all.
-
-    Attributes:
-        count: number of moves, ``M``; the number of latents where all are binary.
-        latent: the latent that each move changes, ``(M,)``.
-    """
+    """All changes of one latent, or those to a few next values."""
 
     def __init__(self, space: StateSpace, device: torch.device, limit: int | None = None) -> None:
         counts = (space.cardinality - 1).clamp(max=limit or max(space.cardinalities))
         latent = torch.arange(space.num_latents, device="cpu").repeat_interleave(counts)
         self.step = (torch.arange(len(latent), device="cpu") - (counts.cumsum(0) - counts)[latent] + 1).to(device)
-        self.count = len(latent)
-        self.latent = latent.to(device)
+        self.count = len(latent)  # of moves, M; of latents where all are binary
+        self.latent = latent.to(device)  # that each move changes
         self.word, self.shift = space.word[latent].to(device), space.shift[latent].to(device)
         self.mask, self.cardinality = (1 << space.bits[latent].to(device)) - 1, space.cardinality[latent].to(device)
 
@@ -157,10 +145,6 @@ class IteratedLocalSearch(Search):
     together lead to a better one. Each chain starts with a state of the population, in which a random part of the latents takes random
     values. In each of some rounds half of the latents take their most probable values given all others
     (Lourenço, Martin and Stützle, *Iterated local search*, 2003).
-
-    Args:
-        num_chains: chains per data point and step.
-        generator: source of randomness. Default: torch's global generator.
     """
 
     ROUNDS: ClassVar[int] = 6
@@ -192,10 +176,7 @@ def _replace(words: Tensor, others: Tensor, is_replaced: Tensor, space: StateSpa
 
 
 def _randomise(words: Tensor, space: StateSpace, draws: dict[str, Any]) -> Tensor:
-    """Returns packed states ``(N, C, W)`` with random values of random latents.
-
-    Their number is log-uniform.
-    """
+    """Gives a log-uniform number of latents random values, in states ``(N, C, W)``."""
     shape = (words.shape[1], space.num_latents)
     cardinality = space.cardinality.to(words.device)
     values = (ops.uniform(shape=shape, **draws) * cardinality).long().minimum(cardinality - 1)
@@ -212,10 +193,7 @@ def _members(population: Population, count: int, draws: dict[str, Any]) -> Tenso
 
 
 def _change_states(words: Tensor, others: Tensor, space: StateSpace, draws: dict[str, Any]) -> Tensor:
-    """Returns states ``(N, C, W)`` with one latent changed, or a run.
-
-    A quarter has one latent changed, and no state stays what it was.
-    """
+    """Changes a run of latents, or one in a quarter of states."""
     runs = _replace_runs(words, others, space, draws)
     single = ops.uniform(shape=words.shape[1:2], **draws) < 0.25
     single |= (runs == words).all(-1)
@@ -223,10 +201,7 @@ def _change_states(words: Tensor, others: Tensor, space: StateSpace, draws: dict
 
 
 def _conditionals(before: Tensor, parents: Tensor, gain: Tensor, latent: Tensor, value: Tensor, space: StateSpace) -> Tensor:
-    """Returns full conditionals of scored values, ``(N * P, L, V)``.
-
-    A changed latent stays changed.
-    """
+    """Full conditionals ``(N * P, L, V)``; a changed latent stays changed."""
     shape = (*parents.shape[:2], space.num_latents, max(space.cardinalities))
     table = gain.new_full(shape, -math.inf)
     now, past = (space.unpack(words, torch.int64).unsqueeze(-1) for words in (parents, before))
@@ -245,15 +220,6 @@ def _replace_runs(words: Tensor, others: Tensor, space: StateSpace, draws: dict[
     its latents take a common value, at most their largest. In two of five they take the values of the other state a
     log-uniform number of places away (at the same places if latents differ in kind). In the others they take its
     values at the same places.
-
-    Args:
-        words: packed states ``(N, C, W)``.
-        others: as many more.
-        space: the state space.
-        draws: what is drawn with: ``rows`` and ``generator`` as for :func:`pyro_truncated.ops.uniform`.
-
-    Returns:
-        Packed states ``(N, C, W)``; some may equal the given ones.
     """
     first, constant = _tables(space, words.device)
     uniform = ops.uniform(shape=(5, words.shape[1]), **draws).unbind(1)
@@ -261,24 +227,20 @@ def _replace_runs(words: Tensor, others: Tensor, space: StateSpace, draws: dict[
     length = (uniform[1] * math.log(space.num_latents + 1)).exp().long()
     value = (uniform[2] * len(constant)).long().clamp(max=len(constant) - 1)
     inside = first[(start + length).clamp(max=space.num_latents)] & ~first[start]
-    translation = others if len(set(space.cardinalities)) > 1 else _translate(others, _distance(uniform[3], space), space)
+    translation = others
+    if len(set(space.cardinalities)) == 1:
+        # Up to half of the latents, in both directions.
+        distance = ((2 * uniform[3] % 1) * math.log(max(2.0, space.num_latents / 2))).exp().long()
+        translation = _translate(others, torch.where(uniform[3] < 0.5, -1, 1) * distance, space)
     kind = uniform[4].unsqueeze(-1)
     new = torch.where(kind < 0.4, constant[value], torch.where(kind < 0.8, translation, others))
     return (words & ~inside) | (new & inside)
 
 
-def _distance(uniform: Tensor, space: StateSpace) -> Tensor:
-    """Draws log-uniform distances up to half of the latents, in both directions."""
-    sign = torch.where(uniform < 0.5, -1, 1)
-    return sign * ((2 * uniform % 1) * math.log(max(2.0, space.num_latents / 2))).exp().long()
-
-
 def _translate(words: Tensor, distance: Tensor, space: StateSpace) -> Tensor:
     """Shifts states ``(N, C, W)``: latent ``l`` takes latent ``l + distance``.
 
-    Beyond the ends values are zero.
-
-    The latents must have equally many values.
+    Beyond the ends values are zero. All latents have equally many.
     """
     width = int(space.bits[0])
     per_word = WORD_BITS // width
@@ -296,10 +258,7 @@ def _translate(words: Tensor, distance: Tensor, space: StateSpace) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _tables(space: StateSpace, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns masks of the first ``0 .. L`` latents and states of equal values.
-
-    Their shapes are ``(L + 1, W)`` and ``(V, W)``.
-    """
+    """Masks ``(L + 1, W)`` of first latents, states ``(V, W)`` of equal values."""
     bits = torch.zeros(space.num_latents + 1, space.num_words, dtype=torch.int64, device="cpu")
     rows = torch.arange(1, space.num_latents + 1, device="cpu")
     field = torch.where(space.bits == WORD_BITS, -1, (1 << space.bits) - 1) << space.shift

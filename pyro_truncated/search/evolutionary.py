@@ -143,10 +143,7 @@ class EvolutionarySearch(Search):
         return super().__repr__() if self._automatic is None else f"EvolutionarySearch({self._automatic.chosen or ''})"
 
     def _target(self, batch: SearchBatch) -> float:
-        """Returns the target number of active binary latents.
-
-        Latents of more values have no activity to steer.
-        """
+        """The target number of active latents, of binary ones alone."""
         binary = batch.space.cardinality == 2
         if self.target_activity is not None:
             if self.target_activity > int(binary.sum()):

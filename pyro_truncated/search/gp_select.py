@@ -1,7 +1,4 @@
-"""GP-select: preselection whose affinity is a Gaussian process regression.
-
-It maps data to posterior marginals.
-"""
+"""GP-select: preselection by Gaussian process regression of posterior marginals on data."""
 
 from __future__ import annotations
 
@@ -58,11 +55,7 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
         self.forget()
 
     def __call__(self, batch: SearchBatch) -> T:
-        """Affinities of the batch's data points.
-
-        Raises:
-            ValueError: if the inputs are not those of the batch's data points, or there are none.
-        """
+        """Affinities of the batch's data points."""
         data = self._regression_data(batch)
         if batch.is_met:
             return self._predict_after_meeting(data, batch)
@@ -76,10 +69,7 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
         return self._predict_from_others(data, batch)
 
     def meet(self, batch: SearchBatch) -> None:
-        """Learns from all data searched at a time, of shards together.
-
-        All processes learn the same.
-        """
+        """Learns from all data searched at a time, alike in all processes."""
         data, everyone = self._regression_data(batch), gather_function(batch)
         if batch.is_new and self.regression is not None and not self._has_new_data:
             return
@@ -155,10 +145,7 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
 
     @abc.abstractmethod
     def _remember(self, memory: Mapping[str, Any], regression: Mapping[str, Any]) -> LeaveOneOutRegression:
-        """Restores :meth:`_memory_state`, and returns a regression in its state.
-
-        It is on the inputs of the last one.
-        """
+        """Restores :meth:`_memory_state`, and returns a regression on the last inputs."""
 
 
 def gather_function(batch: SearchBatch) -> Callable[[S], list[S]]:
@@ -171,11 +158,6 @@ class ReplayMemory:
 
     def __init__(self, inputs: Tensor, marginals: Tensor, visits: Tensor) -> None:
         self.inputs, self.marginals, self.visits = inputs, marginals, visits
-
-    @classmethod
-    def empty_like(cls, inputs: Tensor, marginals: Tensor) -> ReplayMemory:
-        """An empty memory for data points of the kind."""
-        return cls(inputs[:0], marginals[:0], torch.zeros(0, dtype=torch.int64, device=inputs.device))
 
     def holds(self, inputs: Tensor, num_options: int, indices: Tensor | None) -> bool:
         """Whether a batch is of the remembered data: known rows are unchanged."""
@@ -212,15 +194,9 @@ MOST_ROWS = 20_000
 
 
 def gather_some_rows(values: Tensor, positions: Tensor, seed: int, most: int | None) -> Tensor:
-    """Gathers rows of all processes, or a random part of many.
+    """Gathers rows of all processes, or roughly ``most`` of many.
 
     The part does not depend on how processes share them.
-
-    Args:
-        values: ``(n, ...)`` of the data points of this process.
-        positions: of these among the data of all processes.
-        seed: the same on every process.
-        most: how many, roughly. All of them if ``None``.
     """
     number = sum(collectives.gather(len(values)))
     if most is not None and number > most:
@@ -229,12 +205,7 @@ def gather_some_rows(values: Tensor, positions: Tensor, seed: int, most: int | N
 
 
 class OwnRegression:
-    """A leave-one-out regression on the data points of this process.
-
-    Args:
-        regression: the regression.
-        inputs: those of this process's own data points that it is of, ``(n, D)``.
-    """
+    """A leave-one-out regression on the inputs ``(n, D)`` of this process."""
 
     def __init__(self, regression: LeaveOneOutRegression, inputs: Tensor) -> None:
         self.regression, self.inputs = regression, inputs
@@ -253,10 +224,7 @@ class OwnRegression:
 
 
 class GatheredRegression(OwnRegression):
-    """One on all data points: each process has all inputs and targets.
-
-    :meth:`take` is for all of them, predictions are for one.
-    """
+    """One on all data points: each process has all inputs and targets."""
 
     def take(self, targets: Tensor) -> None:
         """See :class:`OwnRegression`."""
@@ -330,7 +298,6 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         ValueError: if an argument is out of range.
     """
 
-    learns_together = True
     _memory: ReplayMemory | None
 
     @names_arguments
@@ -372,9 +339,14 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         return self._memory is not None and self._memory.holds(data, num_options, batch.population.indices)
 
     def _take_in(self, data: Tensor, batch: SearchBatch) -> None:
-        marginals = _marginals(batch)
+        if batch.marginals is not None:
+            marginals = batch.marginals.double()
+        else:
+            population = batch.population
+            options = space_options(population.space, population.words.device)
+            marginals = population.value_probabilities()[:, options.latent, options.value].double()
         if self._memory is None:
-            self._memory = ReplayMemory.empty_like(data, marginals)
+            self._memory = ReplayMemory(data[:0], marginals[:0], torch.zeros(0, dtype=torch.int64, device=data.device))
         rows = self._memory.store(data, marginals, batch.population.indices)
         visit = max(gather_function(batch)(int(self._memory.visits[rows].amax()) if len(rows) else 0))
         self._train(visit, ops.draw_seed(batch.source(self.generator)), batch)
@@ -410,7 +382,11 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
     def _regression_data(self, batch: SearchBatch) -> Tensor:
         size, indices = len(batch.population), batch.population.indices
         if callable(self.inputs):
-            return self._check(self.inputs(batch), size)
+            inputs: Any = self.inputs(batch)
+            if not isinstance(inputs, Tensor) or inputs.dim() != 2 or len(inputs) != size:
+                got = tuple(inputs.shape) if isinstance(inputs, Tensor) else type(inputs).__name__
+                raise ValueError(f"inputs must return a matrix of {size} rows, one per data point of the batch; got {got}")
+            return inputs.detach().double()
         if self.inputs is not None:
             if batch.is_new:
                 raise ValueError("inputs hold the rows of the training data; for new data, make inputs a function of a SearchBatch")
@@ -418,13 +394,6 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
                 raise ValueError(f"inputs hold {len(self.inputs)} rows, but the batch is all data and has {size} data points")
             return (self.inputs if indices is None else self.inputs[indices.to(self.inputs.device)]).double()
         return flat_observations(batch)
-
-    @staticmethod
-    def _check(inputs: Tensor, size: int) -> Tensor:
-        if not isinstance(inputs, Tensor) or inputs.dim() != 2 or len(inputs) != size:
-            got = tuple(inputs.shape) if isinstance(inputs, Tensor) else type(inputs).__name__
-            raise ValueError(f"inputs must return a matrix of {size} rows, one per data point of the batch; got {got}")
-        return inputs.detach().double()
 
     def _train(self, visit: int, seed: int, batch: SearchBatch) -> None:
         """Fits anew when due, or when the data met have doubled."""
@@ -527,15 +496,6 @@ class GPSelect(Preselection):
             kernel=kernel, refit_every=refit_every, rank=rank, pivots=pivots, inputs=inputs, fit_steps=fit_steps, generator=generator
         )
         super().__init__(affinity, num_selected, max_active=max_active, explore=explore, merge=merge, generator=generator)
-
-
-def _marginals(batch: SearchBatch) -> Tensor:
-    """Posterior probabilities ``(N, P)`` of the options of a preselection, in float64."""
-    if batch.marginals is not None:
-        return batch.marginals.double()
-    population = batch.population
-    options = space_options(population.space, population.words.device)
-    return population.value_probabilities()[:, options.latent, options.value].double()
 
 
 def _fill(inputs: Tensor, centre: Tensor) -> Tensor:

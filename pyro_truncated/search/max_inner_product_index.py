@@ -21,39 +21,22 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 @dataclasses.dataclass(frozen=True)
 class Effort:
-    """How much :class:`MaxInnerProductIndex` looks at.
+    """How much :class:`MaxInnerProductIndex` looks at."""
 
-    Attributes:
-        max_exhaustive: number of functions up to which all are looked at.
-        rows_per_function: data points per function below which all are looked at.
-        first_groups: groups that are looked at first.
-        groups: groups that are looked at for data points whose largest function is low.
-        neighbours: functions that are largest where a function belongs, of each.
-        depth: how many of the best functions have their neighbours looked at.
-        known_depth: the same where the best function is known.
-        parts: parts of a block of data points that look further in turn.
-        smallest_part: data points of a part at least.
-        min_gaining_share: share of a part that must gain, for the next one to look further.
-        first_part: the first data points are this part of a block.
-        max_looking_share: share of these that look further above which all others look at all groups at once.
-        groups_for_neighbours: groups in which neighbours are looked for.
-        max_group_share: share of all groups above which neighbours are looked for everywhere.
-    """
-
-    max_exhaustive: int = 3000
-    rows_per_function: int = 10
-    first_groups: int = 2
-    groups: int = 16
-    neighbours: int = 32
-    depth: int = 2
-    known_depth: int = 1
-    parts: int = 32
-    smallest_part: int = 256
-    min_gaining_share: float = 0.02
-    first_part: int = 8
-    max_looking_share: float = 0.5
-    groups_for_neighbours: int = 60
-    max_group_share: float = 0.3
+    max_exhaustive: int = 3000  # number of functions up to which all are looked at
+    rows_per_function: int = 10  # data points per function below which all are looked at
+    first_groups: int = 2  # groups that are looked at first
+    groups: int = 16  # groups that are looked at for data points whose largest function is low
+    neighbours: int = 32  # functions that are largest where a function belongs, of each
+    depth: int = 2  # how many of the best functions have their neighbours looked at
+    known_depth: int = 1  # the same where the best function is known
+    parts: int = 32  # parts of a block of data points that look further in turn
+    smallest_part: int = 256  # data points of a part at least
+    min_gaining_share: float = 0.02  # share of a part that must gain, for the next one to look further
+    first_part: int = 8  # the first data points are this part of a block
+    max_looking_share: float = 0.5  # share of these that look further above which all others look at all groups at once
+    groups_for_neighbours: int = 60  # groups in which neighbours are looked for
+    max_group_share: float = 0.3  # share of all groups above which neighbours are looked for everywhere
 
 
 class MaxInnerProductIndex:
@@ -155,10 +138,7 @@ class MaxInnerProductIndex:
         return known
 
     def _search(self, features: Tensor, number: int) -> Tensor:
-        """Finds the largest functions without known ones.
-
-        The first data points decide how to search.
-        """
+        """Finds the largest functions; the first data points decide how to search."""
         if self._looks_at_all is None:
             some, rest = features.tensor_split([max(self.EFFORT.smallest_part, len(features) // self.EFFORT.first_part)])
             index, share = self._search_in_stages(some, self._search_first_groups(some, number))
@@ -234,5 +214,4 @@ class MaxInnerProductIndex:
 
 
 def _select(products: TopProducts, rows: Tensor) -> TopProducts:
-    """Those of some data points."""
     return products[0][rows], products[1][rows]

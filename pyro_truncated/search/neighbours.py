@@ -1,7 +1,4 @@
-"""Search among neighbouring components of large mixtures.
-
-Neighbours are learned from the scores.
-"""
+"""Search among neighbours of mixture components, which are learned from scores."""
 
 from __future__ import annotations
 
@@ -97,22 +94,18 @@ class NeighbourSearch(Search):
         """Neighbours and random components, repetitions included; ``parents * num_neighbours + num_random`` of them."""
         self.check_space(batch.space)
         own = batch.population.states(torch.int64)[..., 0]
-        lists = self._lists(batch.space, own.device)
+        if self.neighbours is None or len(self.neighbours) != batch.space.size:
+            self.neighbours = torch.arange(batch.space.size, device=own.device).unsqueeze(-1).repeat(1, self.num_neighbours)
+            self._distance = torch.full(self.neighbours.shape, torch.inf, dtype=torch.float64, device=own.device)
+            self._weight = torch.zeros_like(self._distance)
         best = batch.population.log_joint.topk(min(self.parents, own.shape[1])).indices
-        near = lists[own.gather(1, best)].flatten(1)
+        near = self.neighbours[own.gather(1, best)].flatten(1)
         random = uniform_integers(batch.positions, batch.space.size, (self.num_random,), generator=batch.source(self.generator))
         components = torch.cat([near, random], 1)
         candidates = batch.evaluate(batch.space.pack(components.unsqueeze(-1)))
         if not batch.is_new:
             self._learn(torch.cat([own, components], 1), torch.cat([batch.population.log_joint, candidates.log_joint], 1))
         return candidates
-
-    def _lists(self, space: StateSpace, device: torch.device) -> Tensor:
-        if self.neighbours is None or len(self.neighbours) != space.size:
-            self.neighbours = torch.arange(space.size, device=device).unsqueeze(-1).repeat(1, self.num_neighbours)
-            self._distance = torch.full(self.neighbours.shape, torch.inf, dtype=torch.float64, device=device)
-            self._weight = torch.zeros_like(self._distance)
-        return self.neighbours
 
     def _learn(self, components: Tensor, scores: Tensor) -> None:
         """Takes in the scores ``(N, C)`` of components of some data points."""

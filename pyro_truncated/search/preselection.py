@@ -26,22 +26,15 @@ class Options:
 
     Of binary latents these are the latents. Of latents with more values they are every non-zero value of every
     latent, in this order. A single latent per data point (the class of a mixture) has no value for "nothing", so all
-    its values are options.
-
-    Attributes:
-        latent: the latent of each option, ``(P,)`` int64.
-        value: its value, ``(P,)`` int64.
-        group: options of one group exclude each other in a selection, ``(P,)`` int64, numbered from 0 in order. They
-            are those of one latent, or each on its own for a mixture.
-        words: the packed state with this latent at this value and all others at zero, ``(P, num_words)``.
-        num_groups: number of options that can be selected together.
+    its values are options. Those of one latent are a group and exclude each other in a selection; of a mixture each
+    is a group on its own.
     """
 
-    latent: Tensor
+    latent: Tensor  # (P,) int64, as the next two
     value: Tensor
-    group: Tensor
-    words: Tensor
-    num_groups: int
+    group: Tensor  # numbered from 0 in order
+    words: Tensor  # the packed state with this latent at this value and all others at zero, (P, num_words)
+    num_groups: int  # how many options can be selected together
 
     def __len__(self) -> int:
         return len(self.latent)
@@ -64,9 +57,6 @@ class AffinitySearch(Search):
     """A search that ranks by an affinity, which may learn from data.
 
     What it has learned is forgotten, saved and restored with the search.
-
-    Attributes:
-        affinity: what ranks.
     """
 
     affinity: Any
@@ -124,11 +114,7 @@ class _Dictionary(abc.ABC):
         self.site = site
 
     def __call__(self, batch: SearchBatch) -> Tensor:
-        """Scores ``(N, H)`` of the data points of a batch.
-
-        Raises:
-            ValueError: if the observations are not those of one site, or do not fit the dictionary.
-        """
+        """Scores ``(N, H)`` of the data points of a batch."""
         observed, weight = self._observations(batch), self.weight().detach()
         if weight.dim() != 2 or observed.dim() != 2 or weight.shape[0] != observed.shape[1]:
             raise ValueError(
@@ -345,10 +331,7 @@ def _replace_by_chance(selection: Tensor, num_random: Tensor, most: int, options
 
 
 def _select_best(scores: Tensor, options: Options, count: int) -> Tensor:
-    """Returns positions ``(N, count)`` of the largest scores ``(N, P)``.
-
-    At most one of every group, the best first.
-    """
+    """Positions ``(N, count)`` of largest scores, at most one of each group."""
     if options.num_groups == len(options):
         return scores.topk(count, 1).indices
     # Every group in a row of its own, filled up behind its options; among equal scores, torch takes the first.
@@ -413,10 +396,7 @@ class CombinedFlips(Search):
         return join(populations)
 
     def _combine_flips(self, best: Tensor, batch: SearchBatch) -> Population:
-        """Returns ``(N, W)`` states with all combinations of their best flips.
-
-        The states themselves come first.
-        """
+        """States ``(N, W)``, then all combinations of their best flips."""
         states, flips = best.unsqueeze(1), space_options(batch.space, best.device).words
         flip_gains = getattr(batch.score, "flip_gains", None)
         gains = None if flip_gains is None else flip_gains(best)

@@ -19,7 +19,7 @@ from torch import Tensor
 from pyro_truncated.em.closed_form import ClosedForm
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.models import CategoricalMixture, GaussianMixture, PoissonMixture
-from pyro_truncated.multistart.best_start import best_start
+from pyro_truncated.multistart.multi_start import best_start
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
 from pyro_truncated.sklearn.estimators import isolated_state, mixture_posteriors, validated_data
 from pyro_truncated.training.elbo import Truncated_ELBO

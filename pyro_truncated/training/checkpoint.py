@@ -1,7 +1,4 @@
-"""Checkpoints: written atomically, restored to the same numbers.
-
-Those of several processes can be read by any number of processes.
-"""
+"""Checkpoints: atomic files, of one or several processes, restored to equal numbers."""
 
 from __future__ import annotations
 
@@ -191,8 +188,8 @@ def refuse_other_runs(
     """Compares a run and its settings with the saved ones."""
     if unknown := sorted(set(may_differ) - set(MAY_DIFFER)):
         raise ValueError(f"may_differ names {unknown}; the parts of a run are {list(MAY_DIFFER)}")
-    if settings is not None:
-        _refuse_other_settings(content["settings"], settings, path)
+    if settings is not None and (lines := _differing_settings(content["settings"], settings)):
+        raise ValueError(f"{path} was written by a run with other settings ({lines}). Use those, another file, or start over without it.")
     all_names = {*run, *(content["run"] if any(_group(name) == "data" for name in run) else ())}
     names = sorted(name for name in all_names if _group(name) not in may_differ and content["run"].get(name) != run.get(name))
     if names:
@@ -216,11 +213,9 @@ def _difference(name: str, saved: str, now: str) -> str:
     return f"{name}: {cut[0]} in the checkpoint, {cut[1]} now"
 
 
-def _refuse_other_settings(saved: Mapping[str, Any], current: Mapping[str, Any], path: str | Path) -> None:
+def _differing_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
     names = sorted((saved.keys() ^ current.keys()) | {name for name in saved.keys() & current.keys() if saved[name] != current[name]})
-    if names:
-        lines = "; ".join(f"{name}: {saved.get(name, 'absent')} in the checkpoint, {current.get(name, 'absent')} now" for name in names)
-        raise ValueError(f"{path} was written by a run with other settings ({lines}). Use those, another file, or start over without it.")
+    return "; ".join(f"{name}: {saved.get(name, 'absent')} in the checkpoint, {current.get(name, 'absent')} now" for name in names)
 
 
 def _refuse_other_models(content: dict[str, Any], run: RunParts, path: str | Path) -> None:
@@ -307,7 +302,11 @@ class RunParts:
 
     def keep(self) -> Callable[[], None]:
         """Returns a function that restores the present state."""
-        parts = [(part, _snapshot(part)) for module in self.modules.values() for part in module.modules()]
+        parts = [
+            (part, {**vars(part), "_buffers": {name: None if value is None else value.clone() for name, value in part._buffers.items()}})
+            for module in self.modules.values()
+            for part in module.modules()
+        ]
         tensors = [*self.params.values(), *(param for module in self.modules.values() for param in module.parameters())]
         values = [(tensor, tensor.detach().clone()) for tensor in tensors]
         optim = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in vars(self._optim).items()}
@@ -315,7 +314,6 @@ class RunParts:
         counts, search_state = self._counts(), {} if self._search is None else self._search.state_dict()
 
         def undo() -> None:
-            """Puts everything back as it was."""
             for part, attributes in parts:
                 part.__dict__.update(attributes)
             with torch.no_grad():
@@ -344,11 +342,6 @@ class RunParts:
         own: torch.Generator | None = getattr(self._elbo, "generator", None)
         if own is not None:
             yield "elbo", own
-
-
-def _snapshot(module: torch.nn.Module) -> dict[str, Any]:
-    buffers: dict[str, Any] = {name: None if value is None else value.clone() for name, value in module._buffers.items()}
-    return {**module.__dict__, "_buffers": buffers}
 
 
 def _unwrap_module(part: Any) -> torch.nn.Module | None:
@@ -408,7 +401,9 @@ def save_sharded_checkpoint(
     portion = portion.times(len(next(iter(rows.values()))) // portion.size)
     if optim.get("visited") is not None:
         rows["visited"] = optim.pop("visited")
-    rows |= {_SEARCH + name: _pad(value, portion.size) for name, value in collect_rows(content["search"]).items()}
+    # Zeros for data points that the search has not met.
+    search_rows = {name: (value, portion.size - len(value)) for name, value in collect_rows(content["search"]).items()}
+    rows |= {_SEARCH + name: torch.cat([value, value.new_zeros(more, *value.shape[1:])]) for name, (value, more) in search_rows.items()}
     content["search"] = without_rows(content["search"])
     folder = rows_folder(path) / str(number)
     pieces = _run_on_all(lambda: write_rows(folder, rows, portion))
@@ -496,11 +491,6 @@ def _group_by_data_point(rows: dict[str, Tensor], numbers: list[int], size: int)
 
 def _short(name: str) -> str:
     return name.removeprefix(_POPULATIONS)
-
-
-def _pad(values: Tensor, size: int) -> Tensor:
-    """Zeros for data points that the search has not met."""
-    return torch.cat([values, values.new_zeros(size - len(values), *values.shape[1:])])
 
 
 def _population_portion(portion: Portion, total: int, path: Path) -> Portion:

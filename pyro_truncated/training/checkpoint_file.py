@@ -34,10 +34,7 @@ _BLOCK_BYTES = 2**20
 def write(path: Path, content: Any) -> None:
     """Writes tensors and plain values with a checksum.
 
-    The file appears under its name once it is complete and on the disk.
-
-    Raises:
-        OSError: naming the path and the cause, such as a full disk; the last file is as it was.
+    The file appears under its name once it is complete and on the disk. After an error the last one is as it was.
     """
     path = Path(os.path.realpath(path))
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -48,7 +45,13 @@ def write(path: Path, content: Any) -> None:
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-        _sync_folder(path.parent)
+        # The new name, too, must survive a loss of power. Not every file system can be asked.
+        with suppress(OSError):
+            descriptor = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
     except OSError as error:
         raise OSError(error.errno, f"the checkpoint cannot be written: {error.strerror or error}", str(path)) from error
 
@@ -58,10 +61,6 @@ def read(path: Path) -> Any:
 
     Tensors are mapped: what is not used never comes into memory, and what was used can leave it again. They stay as they are when another
     file takes the name of theirs.
-
-    Raises:
-        OSError: if the file cannot be read; of a missing one, ``FileNotFoundError``.
-        ValueError: if it is another file, cut short or damaged.
     """
     with path.open("rb") as file:
         try:
@@ -82,14 +81,16 @@ def claim_path(path: Path) -> Iterator[None]:
     """A context in which only this run writes to a path.
 
     Remains of killed runs are removed.
-
-    Raises:
-        OSError: if no file can be written there.
-        ValueError: if the path is that of a device.
-        RuntimeError: if another run has claimed it, in this process or another one on this machine.
     """
     path = Path(os.path.realpath(path))
-    _check_destination(path)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "checkpoint must name a file, and this is a folder", str(path))
+    if path.exists() and not path.is_file():
+        raise ValueError(f"checkpoint must name a file; {path} is a device, a pipe or a socket")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(error.errno, f"the checkpoint's folder cannot be made: {error.strerror}", str(path.parent)) from error
     lock = path.with_name(f"{path.name}.lock")
     descriptor = _lock(lock, path)
     try:
@@ -121,7 +122,6 @@ class _HashingFile:
             raise
 
     def flush(self) -> None:
-        """Flushes the file."""
         self.file.flush()
 
 
@@ -156,27 +156,6 @@ def _verify(file: IO[bytes], path: Path) -> None:
         raise ValueError(f"{path} is damaged: its content does not have the checksum that it was written with. Take a copy or start over")
 
 
-def _sync_folder(folder: Path) -> None:
-    # The new name, too, must survive a loss of power. Not every file system can be asked.
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _check_destination(path: Path) -> None:
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, "checkpoint must name a file, and this is a folder", str(path))
-    if path.exists() and not path.is_file():
-        raise ValueError(f"checkpoint must name a file; {path} is a device, a pipe or a socket")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OSError(error.errno, f"the checkpoint's folder cannot be made: {error.strerror}", str(path.parent)) from error
-
-
 def _lock(lock: Path, path: Path) -> int:
     """Locks a file beside the checkpoint until the process ends."""
     while True:
@@ -208,10 +187,7 @@ def rows_folder(path: Path) -> Path:
 
 
 def write_rows(folder: Path, values: Mapping[str, Tensor], portion: Portion) -> dict[str, Any]:
-    """Writes tensors of this process's rows, a ``.npy`` file each.
-
-    Returns what it has written.
-    """
+    """Writes tensors of this process's rows as ``.npy`` files; returns which."""
     folder.mkdir(parents=True, exist_ok=True)
     sums = {}
     for name, value in values.items():

@@ -96,10 +96,7 @@ class EqualShares(Messenger):
 
 @contextmanager
 def share_draws(call: Call, guide: Any, number: int) -> Iterator[None]:
-    """A context in which other guides draw as for all data.
-
-    Otherwise draws would depend on the size of a shard.
-    """
+    """A context in which other guides draw as for all data."""
     parts = [part for part in guide.modules() if isinstance(part, AutoTruncated)] if isinstance(guide, torch.nn.Module) else []
     portion = find_portion((call.args, dict(call.kwargs)))
     if portion is None or not parts:

@@ -1,7 +1,4 @@
-"""Truncated_ELBO: search, then the exact free energy and its gradient.
-
-Beside other guides the loss is that of Pyro's enumerating ELBO where it can compute it.
-"""
+"""Truncated_ELBO: search, then the exact free energy and its gradient."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import functools
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -142,9 +139,9 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
                 batch = guide.make_batch(*args, **kwargs)
                 return total([guide], _warn_if_infinite(_check_loss(-float(batch.mean_free_energy(self.num_particles))), guide))
             with explain_enumeration():
-                return float(_evaluate(self._others.stock.loss, call, guide))
+                return self._others.loss(model, guide, *args, **kwargs)
         with propagate_errors(guide, (args, kwargs)), self._prepare_shared_loss(call, guide):
-            return total(self._others.parts(call, guide), _check_loss(self._others.loss(call, guide)))
+            return total(self._others.parts(call, guide), _check_loss(self._others.loss(model, guide, *args, **kwargs)))
 
     def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Returns minus the free energy as a differentiable tensor.
@@ -162,9 +159,9 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
                 _warn_if_infinite(float(loss.detach()), guide)
                 return total_loss_for_ddp([guide], loss)
             with explain_enumeration():
-                return _evaluate(self._others.stock.differentiable_loss, call, guide)  # type: ignore[no-any-return]
+                return self._others.differentiable_loss(model, guide, *args, **kwargs)  # type: ignore[no-any-return]
         with propagate_errors(guide, (args, kwargs)), self._prepare_shared_loss(call, guide, searches=torch.is_grad_enabled()):
-            return total_loss_for_ddp(self._others.parts(call, guide), self._others.differentiable_loss(call, guide))
+            return total_loss_for_ddp(self._others.parts(call, guide), self._others.differentiable_loss(model, guide, *args, **kwargs))
 
     def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Searches, returns minus the free energy and accumulates its gradient.
@@ -173,20 +170,17 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
         """
         call = Call(model, args, kwargs)
         with propagate_errors(guide, (args, kwargs)):
-            return self._loss_and_grads(call, guide)
-
-    def _loss_and_grads(self, call: Call, guide: Any) -> float:
-        closed_form = ClosedForm.find(call.model)
-        if closed_form is not None:
-            return total([guide], _check_loss(self._closed_form_step(closed_form, call, guide)))
-        if _stands_alone(call, guide):
-            temperature = self._temperature()
-            with suppress(AllObservedError):
-                return total([guide], _check_loss(self._search_batch(call, guide).backward_(temperature, self.num_particles)))
-            with explain_enumeration():
-                return float(_evaluate(self._others.stock.loss_and_grads, call, guide))
-        with self._prepare_shared_loss(call, guide, searches=True):
-            return total(self._others.parts(call, guide), _check_loss(self._others.loss_and_grads(call, guide)))
+            closed_form = ClosedForm.find(model)
+            if closed_form is not None:
+                return total([guide], _check_loss(self._closed_form_step(closed_form, call, guide)))
+            if _stands_alone(call, guide):
+                temperature = self._temperature()
+                with suppress(AllObservedError):
+                    return total([guide], _check_loss(self._search_batch(call, guide).backward_(temperature, self.num_particles)))
+                with explain_enumeration():
+                    return self._others.loss_and_grads(model, guide, *args, **kwargs)
+            with self._prepare_shared_loss(call, guide, searches=True):
+                return total(self._others.parts(call, guide), _check_loss(self._others.loss_and_grads(model, guide, *args, **kwargs)))
 
     def _search_batch(self, call: Call, guide: Any) -> Any:
         """Returns the batch of a single guide, after a search if due."""
@@ -207,8 +201,12 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
         with defer_checks():
             with torch.no_grad(), poutine.block():
                 batch = guide.make_batch(*call.args, **call.kwargs)
-            if batch.populations.is_part:
-                _refuse_local_steps(closed_form.model)
+            model = closed_form.model
+            is_additive = getattr(model, "statistics_are_additive", True) or getattr(model, "statistics_span_processes", False)
+            if batch.populations.is_part and not is_additive:
+                raise NotImplementedError(
+                    f"the M-step of {type(model).__name__} needs all data; got a shard: train the model in one process"
+                )
             if not isinstance(batch, ChainBatch):
                 return self._collect(closed_form, batch, temperature)
             if temperature != 1.0:
@@ -254,10 +252,7 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
             yield
 
     def _request_search(self, call: Call, guide: Any) -> AbstractContextManager[Any]:
-        """A context in which the guide's truncated part searches when it runs.
-
-        It uses the minibatch and the draws of the loss.
-        """
+        """A context in which the truncated part searches at the loss's draws."""
         if self._temperature() != 1.0:
             hint = f"leave it out beside other guides; got {type(guide).__name__}"
             raise NotImplementedError(f"a temperature needs a guide that is one AutoTruncated; {hint}")
@@ -293,7 +288,7 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
         return due
 
     def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
-        return self._others.stock._get_trace(model, guide, args, kwargs)
+        return self._others._get_trace(model, guide, args, kwargs)
 
 
 class _TruncatedModule(PrefixStrippingModule, ELBOModule):
@@ -301,10 +296,7 @@ class _TruncatedModule(PrefixStrippingModule, ELBOModule):
 
 
 def _stands_alone(call: Call, guide: Any) -> bool:
-    """Whether the guide is one AutoTruncated of this very model.
-
-    Lists and handlers around the model are excluded.
-    """
+    """Whether the guide is one AutoTruncated of this very model, without handlers."""
     if not isinstance(guide, AutoTruncated):
         return False
     guide.setup(*call.args, **call.kwargs)
@@ -324,10 +316,7 @@ def _warn_if_infinite(loss: float, guide: AutoTruncated) -> float:
 
 @torch.no_grad()
 def _collect_on_chains(closed_form: ClosedForm, batch: ChainBatch, search: Search | None, search_steps: int) -> float:
-    """Improves the sets of sequences, collects statistics, returns the loss.
-
-    The model takes the posterior of the sequences in place of a population.
-    """
+    """Improves sets of sequences, collects statistics of their posterior, returns the loss."""
     call, scorer = batch.scorer.call, batch.scorer
     with poutine.block():
         # No search step scores the sets and keeps their log joints.
@@ -341,10 +330,7 @@ def _collect_on_chains(closed_form: ClosedForm, batch: ChainBatch, search: Searc
 
 
 def _plate_indices(batch: Batch | ChainBatch) -> Tensor | None:
-    """Returns positions of the data points, ``None`` for all.
-
-    All means all of all processes: others may have more.
-    """
+    """Positions of the data points, ``None`` for all of all processes."""
     indices, minibatch = batch.plate_indices, current_batch()
     if not batch.populations.is_part:
         return indices
@@ -355,12 +341,6 @@ def _plate_indices(batch: Batch | ChainBatch) -> Tensor | None:
 def _holds_anywhere(condition: bool, is_part: bool) -> bool:
     """Whether it holds in one of the processes that train together."""
     return bool(collectives.add([torch.tensor(float(condition))])[0]) if is_part else condition
-
-
-def _refuse_local_steps(model: Any) -> None:
-    """Refuses models whose M-step looks only at this process's data."""
-    if not getattr(model, "statistics_are_additive", True) and not getattr(model, "statistics_span_processes", False):
-        raise NotImplementedError(f"the M-step of {type(model).__name__} needs all data; got a shard: train the model in one process")
 
 
 def _statistics(closed_form: ClosedForm, population: Population, temperature: float, call: Call) -> Statistics:
@@ -387,22 +367,6 @@ _PYRO_SAYS = (
 )
 
 
-class _PromotingELBO(TraceEnum_ELBO):
-    """Pyro's ELBO with densities of one precision, the highest of all.
-
-    Data are often double, as NumPy's and pandas', and priors single. Pyro contracts only tensors of one type.
-    """
-
-    def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
-        traces = super()._get_trace(model, guide, args, kwargs)  # type: ignore[no-untyped-call]
-        packed = [site["packed"] for trace in traces for site in trace.nodes.values() if site["type"] == "sample"]
-        precision = functools.reduce(torch.promote_types, (site["log_prob"].dtype for site in packed), torch.float16)
-        for site in packed:
-            if site["log_prob"].dtype != precision:
-                site.update({name: _promote(value, precision) for name, value in site.items()})
-        return traces
-
-
 def _promote(value: Any, precision: torch.dtype) -> Any:
     """Real tensors in another precision; they keep the names of their dimensions."""
     if isinstance(value, ScoreParts):
@@ -414,48 +378,50 @@ def _promote(value: Any, precision: torch.dtype) -> Any:
     return promoted
 
 
-class MixedGuides:
-    """The loss and gradient of a guide with other parts, without search.
+class MixedGuides(TraceEnum_ELBO):
+    """Pyro's enumerating ELBO of a guide with other parts, without search.
 
-    It is that of the stock :class:`~pyro.infer.TraceEnum_ELBO`. For models that do not take many states at once it is computed from
-    draws of the other parts, see :func:`free_energy_given_draws`.
-
-    Args:
-        **kwargs: what :class:`pyro.infer.ELBO` takes.
-
-    Attributes:
-        stock: Pyro's ELBO.
+    For models that do not take many states at once it is computed from draws of the other parts, see :func:`free_energy_given_draws`.
+    Densities have one precision, the highest of all: data are often double, as NumPy's and pandas', and priors single, and Pyro contracts
+    only tensors of one type.
     """
 
     def __init__(self, **kwargs: Any) -> None:
         # Labels may leave nothing to enumerate.
-        self.stock: Any = _PromotingELBO(**{"strict_enumeration_warning": False, **kwargs})  # type: ignore[no-untyped-call]
+        super().__init__(**{"strict_enumeration_warning": False, **kwargs})  # type: ignore[no-untyped-call]
         self._known_parts: tuple[Any, list[AutoTruncated]] | None = None
 
-    def loss(self, call: Call, guide: Any) -> float:
+    def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """The loss; nothing changes."""
         with torch.no_grad():
-            free_energy = self._mean_given_draws(call, guide)
-        return float(_evaluate(self.stock.loss, call, guide)) if free_energy is None else -float(free_energy)
+            free_energy = self._mean_given_draws(Call(model, args, kwargs), guide)
+        return float(super().loss(model, guide, *args, **kwargs) if free_energy is None else -free_energy)  # type: ignore[no-untyped-call]
 
-    def differentiable_loss(self, call: Call, guide: Any) -> Tensor:
+    def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Any:
         """The loss as a tensor."""
-        free_energy = self._mean_given_draws(call, guide)
-        return _evaluate(self.stock.differentiable_loss, call, guide) if free_energy is None else -free_energy
+        free_energy = self._mean_given_draws(Call(model, args, kwargs), guide)
+        return super().differentiable_loss(model, guide, *args, **kwargs) if free_energy is None else -free_energy  # type: ignore[no-untyped-call]
 
-    def loss_and_grads(self, call: Call, guide: Any) -> float:
+    def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """The loss, whose gradient is accumulated."""
+        call = Call(model, args, kwargs)
         part = self._find_slow_part(call, guide)
         if part is not None:
             with suppress(AllObservedError):
-                return sum(self._backward(part, call.with_program(guide)) for _ in range(self.stock.num_particles))
-        return float(_evaluate(self.stock.loss_and_grads, call, guide))
+                return sum(self._backward(part, call.with_program(guide)) for _ in range(self.num_particles))
+        return float(super().loss_and_grads(model, guide, *args, **kwargs))  # type: ignore[no-untyped-call]
+
+    def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
+        traces = super()._get_trace(model, guide, args, kwargs)  # type: ignore[no-untyped-call]
+        packed = [site["packed"] for trace in traces for site in trace.nodes.values() if site["type"] == "sample"]
+        precision = functools.reduce(torch.promote_types, (site["log_prob"].dtype for site in packed), torch.float16)
+        for site in packed:
+            if site["log_prob"].dtype != precision:
+                site.update({name: _promote(value, precision) for name, value in site.items()})
+        return traces
 
     def parts(self, call: Call, guide: Any) -> list[AutoTruncated]:
-        """Runs a guide once and returns its truncated parts.
-
-        They announce themselves at their index sites.
-        """
+        """Runs a guide once; truncated parts announce themselves at their index sites."""
         if self._known_parts is None or self._known_parts[0] is not guide:
             with spare_random_numbers(), poutine.block(), torch.no_grad(), _silence_impossible():
                 marks: list[Any] = [node["infer"].get("truncated") for node in sample_nodes(call.with_program(guide).trace()).values()]
@@ -464,39 +430,35 @@ class MixedGuides:
 
     def prepare(self, call: Call, guide: Any) -> None:
         """Lets Pyro's ELBO count plates before training."""
-        if self._find_slow_part(call, guide) is None and self.stock.max_plate_nesting == math.inf:
-            with _silence_plate_warning(), _silence_impossible():
-                self.stock._guess_max_plate_nesting(call.model, guide, call.args, call.kwargs)
+        if self._find_slow_part(call, guide) is None and self.max_plate_nesting == math.inf:
+            # Pyro says how many plates it has counted.
+            logger = logging.getLogger(ELBO.__module__)
+            before, logger.disabled = logger.disabled, True
+            try:
+                with _silence_impossible():
+                    self._guess_max_plate_nesting(call.model, guide, call.args, call.kwargs)  # type: ignore[no-untyped-call]
+            finally:
+                logger.disabled = before
 
     def _find_slow_part(self, call: Call, guide: Any) -> AutoTruncated | None:
-        """Returns a truncated part that Pyro cannot enumerate in parallel, if any.
-
-        It must score this very model.
-        """
+        """A truncated part of this model that Pyro cannot enumerate, if any."""
         parts = self.parts(call, guide)
         return parts[0] if len(parts) == 1 and not parts[0].is_enumerable and bool(call.model == parts[0].model) else None
 
     def _mean_given_draws(self, call: Call, guide: Any) -> Tensor | None:
-        """Returns the free energy of such a guide, averaged over draws.
-
-        ``None`` if there is none, or the model observes all discrete sites.
-        """
+        """Such a guide's free energy averaged over draws, ``None`` for other guides."""
         part = self._find_slow_part(call, guide)
         if part is not None:
             with suppress(AllObservedError):
-                draws = [free_energy_given_draws(part, call.with_program(guide)) for _ in range(self.stock.num_particles)]
+                draws = [free_energy_given_draws(part, call.with_program(guide)) for _ in range(self.num_particles)]
                 return torch.stack(draws).mean()
         return None
 
     def _backward(self, part: AutoTruncated, guide: Call) -> float:
-        loss = -free_energy_given_draws(part, guide) / self.stock.num_particles
+        loss = -free_energy_given_draws(part, guide) / self.num_particles
         if loss.requires_grad:
             loss.backward()
         return float(loss.detach())
-
-
-def _evaluate(loss: Callable[..., Any], call: Call, guide: Any) -> Any:
-    return loss(call.model, guide, *call.args, **call.kwargs)
 
 
 @contextmanager
@@ -508,22 +470,8 @@ def _silence_impossible() -> Iterator[None]:
 
 
 @contextmanager
-def _silence_plate_warning() -> Iterator[None]:
-    """Silences Pyro's message on the number of plates."""
-    logger = logging.getLogger(ELBO.__module__)
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
-@contextmanager
 def explain_enumeration() -> Iterator[None]:
-    """Prepares what Pyro's own ELBO runs.
-
-    Small subsamples cost little, and errors of enumeration say their reason.
-    """
+    """Makes small subsamples cheap, and lets errors of enumeration say their reason."""
     try:
         with SparseSubsamples():
             yield
@@ -547,24 +495,12 @@ def free_energy_given_draws(part: AutoTruncated, guide: Call) -> Tensor:
 
     with :math:`z_n` the draws inside the data plates and :math:`z` those outside. The enumerating ELBO computes the same for these
     draws; here the guide's own scores are used.
-
-    Raises:
-        NotImplementedError: if a draw depends on parameters that its distribution is not reparametrised in.
     """
     trace = guide.trace()
     own = {*part.layout.sites, *part.index_names}
     companions = {name: node for name, node in sample_nodes(trace).items() if name not in own}
     log_q = log_density(companions.values())
-    _check_reparametrisation(companions)
-    subsamples = {name: node["value"] for name, node in trace.nodes.items() if site_is_subsample(node)}
-    latents = {name: node["value"] for name, node in companions.items() if name in part.layout.other_latents}
-    batch = part.batch(guide.with_program(part.model), {**latents, **subsamples})
-    beyond = [node for name, node in batch.scorer.nodes.items() if name in latents and not batch.scorer.is_inside(node)]
-    return batch.free_energy() + batch.scorer.shared_density(beyond, batch.share) - log_q  # type: ignore[no-any-return]
-
-
-def _check_reparametrisation(nodes: Mapping[str, Any]) -> None:
-    for name, node in nodes.items():
+    for name, node in companions.items():
         fn = node["fn"]
         if not fn.has_rsample and torch.is_grad_enabled() and fn.log_prob(node["value"]).requires_grad:
             raise NotImplementedError(
@@ -572,3 +508,8 @@ def _check_reparametrisation(nodes: Mapping[str, Any]) -> None:
                 "take many states at once. Use a reparametrised distribution (Normal, LogNormal, ...), "
                 "or let the model vectorise."
             )
+    subsamples = {name: node["value"] for name, node in trace.nodes.items() if site_is_subsample(node)}
+    latents = {name: node["value"] for name, node in companions.items() if name in part.layout.other_latents}
+    batch = part.batch(guide.with_program(part.model), {**latents, **subsamples})
+    beyond = [node for name, node in batch.scorer.nodes.items() if name in latents and not batch.scorer.is_inside(node)]
+    return batch.free_energy() + batch.scorer.shared_density(beyond, batch.share) - log_q  # type: ignore[no-any-return]

@@ -140,12 +140,13 @@ def fit(
     """
     if not isinstance(svi, SVI):
         raise TypeError(f"svi must be a pyro.infer.SVI; got {type(svi).__name__}")
-    check_kinds(fit, progress=progress, tolerance=tolerance, checkpoint=checkpoint)
+    check_kinds(fit, progress=progress, tolerance=tolerance, checkpoint=checkpoint, checkpoint_seconds=checkpoint_seconds)
     steps = check_count("steps", steps)
     patience = None if patience is None else check_count("patience", patience)
     if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
         raise TypeError(f"callbacks must be a sequence of functions of the training; got {callbacks!r}")
-    _check_seconds(checkpoint_seconds)
+    if not checkpoint_seconds >= 0:
+        raise ValueError(f"checkpoint_seconds must be a number of at least 0; got {checkpoint_seconds}")
     loop = _Loop(Training(svi), args, kwargs, batches, callbacks, patience, tolerance)
     with propagate_errors(getattr(svi, "guide", None), (args, kwargs)):
         if checkpoint is None:
@@ -163,13 +164,6 @@ def fit(
     return loop.training
 
 
-def _check_seconds(seconds: Any) -> None:
-    if not isinstance(seconds, (int, float)):
-        raise TypeError(f"checkpoint_seconds must be a number of seconds; got {seconds!r}")
-    if not seconds >= 0:
-        raise ValueError(f"checkpoint_seconds must be a number of at least 0; got {seconds}")
-
-
 @dataclasses.dataclass
 class _Loop:
     """A run, what every step is given, and what ends it early."""
@@ -184,7 +178,6 @@ class _Loop:
     writer: _CheckpointWriter | None = None
 
     def run(self, steps: int, progress: bool | None) -> None:
-        """Takes steps, up to so many in all."""
         training = self.training
         for callback in self.callbacks:
             if callable(start := getattr(callback, "start", None)):
@@ -232,7 +225,6 @@ class _Loop:
         return training.stopped_early
 
     def resume(self, path: Path, settings: Mapping[str, Any] | None, run: Mapping[str, str], may_differ: Collection[str]) -> None:
-        """Goes on from a checkpoint."""
         training, svi = self.training, self.training.svi
         content = for_this_process(read_checkpoint(path, svi), path, svi, (self.args, self.kwargs))
         history = content["history"]
@@ -257,7 +249,6 @@ class _CheckpointWriter:
         self.last_time = time.monotonic()
 
     def after_step(self, training: Training, is_last: bool) -> None:
-        """Writes a checkpoint if one is due."""
         is_due = is_last or time.monotonic() - self.last_time >= self.seconds
         if not (is_due if self.portion is None else collectives.agree(is_due)):
             return

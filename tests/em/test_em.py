@@ -18,7 +18,7 @@ from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Exhaus
 from pyro_truncated.datasets import bar_components, linear_bars, matched_bars, noisy_or_bars
 from pyro_truncated.em.gibbs import GibbsEM, GibbsGuide
 from pyro_truncated.models import BinarySparseCoding, GaussianMixture, MaxSpikeSlabSparseCoding, NoisyOr
-from pyro_truncated.multistart.best_start import best_start
+from pyro_truncated.multistart import best_start
 from pyro_truncated.search import Cosine, GPSelect, Preselection, SearchBatch
 from pyro_truncated.utils.annealing import cooling
 from tests import zoo

@@ -15,7 +15,7 @@ from pyro_truncated import AutoTruncated, ClosedForm, Truncated_ELBO, learn
 from pyro_truncated.distributions import BinaryChains
 from pyro_truncated.models import FactorialHMM
 from pyro_truncated.models.factorial_hmm import difference_dictionary
-from pyro_truncated.multistart.learn_report import Restart
+from pyro_truncated.multistart.config import Restart
 from pyro_truncated.multistart.moves import SolutionPool
 from pyro_truncated.multistart.multi_start import StopRule
 from pyro_truncated.multistart.profile import profile_model

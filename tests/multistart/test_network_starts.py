@@ -13,7 +13,6 @@ from torch import Tensor
 from pyro_truncated import LearnConfig, learn
 from pyro_truncated.datasets import bar_components, matched_bars
 from pyro_truncated.models import BinaryVAE
-from pyro_truncated.multistart.model_parameters import ModelParameters
 from pyro_truncated.multistart.profile import profile_model
 from pyro_truncated.multistart.solution import share_most
 from pyro_truncated.multistart.trainer import run_restart
@@ -49,8 +48,8 @@ def test_layers_on_top_of_each_other_are_a_network():
     y = data()
     for decode, expected in ((network(), True), (torch.nn.Linear(NUM_LATENTS, NUM_OBSERVED), False)):
         pyro.clear_param_store()
-        assert (ModelParameters(program(decode), y).num_weights() > 1) == expected
-        assert (ModelParameters(BinaryVAE(NUM_OBSERVED, NUM_LATENTS, decoder=decode), y).num_weights() > 1) == expected
+        assert profile_model(program(decode), y).is_network == expected
+        assert profile_model(BinaryVAE(NUM_OBSERVED, NUM_LATENTS, decoder=decode), y).is_network == expected
 
 
 def test_latents_are_the_same_in_any_order_and_turned_round():

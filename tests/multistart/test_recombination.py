@@ -21,7 +21,7 @@ from torch import Tensor
 from pyro_truncated import AutoTruncated, EvolutionarySearch, LearnConfig, learn
 from pyro_truncated.datasets import Bars, linear_bars, matched_bars
 from pyro_truncated.multistart import DisagreeingStartsWarning
-from pyro_truncated.multistart.learn_report import Restart
+from pyro_truncated.multistart.config import Restart
 from pyro_truncated.multistart.model_parameters import Medians, ModelParameters, prior_draw
 from pyro_truncated.multistart.moves import (
     Complement,

@@ -17,11 +17,11 @@ from pyro_truncated.datasets import linear_bars
 from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.models import BinaryVAE
 from pyro_truncated.multistart import DisagreeingStartsWarning, multi_start
+from pyro_truncated.multistart.decoders import LinearCauses, decoder_targets, shuffle
 from pyro_truncated.multistart.model_parameters import ModelParameters
-from pyro_truncated.multistart.profile import ResizableModel, profile_model
+from pyro_truncated.multistart.profile import profile_model
 from pyro_truncated.multistart.solution import FreeEnergyEstimate, share_most
-from pyro_truncated.multistart.trainer import Trainer, run_restart
-from pyro_truncated.multistart.warm_start import LinearCauses, decoder_targets, shuffle, teach
+from pyro_truncated.multistart.trainer import Trainer, fit_states, run_restart
 from tests.multistart.scripted import disagreement, ended, scripted_restarts
 
 NUM_LATENTS, NUM_OBSERVED = 4, 6
@@ -112,7 +112,7 @@ def test_the_linear_model_is_what_starts_need_and_its_m_step_is_least_squares():
     """Of states that are known, with an offset."""
     y, model = data(50), LinearCauses(NUM_OBSERVED, 3)
     assert isinstance(model, ClosedFormModel)
-    assert isinstance(model, ResizableModel)
+    assert profile_model(model, y).is_resizable
     guide = AutoTruncated(model, num_states=1)
     guide.setup(y)
     states = (torch.rand(50, 1, 3, generator=generator()) < 0.4).long()
@@ -227,7 +227,8 @@ def test_a_network_learns_states_that_stay_as_they_are_and_a_start_begins_with_t
             return float((network(states) - y).square().mean())
 
     before = explained()
-    teach(profile_model(model, y, num_states=4, config=LearnConfig(restart_steps=100)), states.long())
+    profile = profile_model(model, y, num_states=4, config=LearnConfig(restart_steps=100))
+    fit_states(profile, profile.space.pack(states.long().unsqueeze(1)))
     assert explained() < 0.3 * before
     found = run_restart(profile_model(model, y, num_states=4, config=LearnConfig(lr=1e-9, restart_steps=1)), 1.0, states.long())
     assert bool((found.states == states.unsqueeze(1)).all(-1).any(1).double().mean() > 0.8)

@@ -13,8 +13,6 @@ from pyro_truncated.search.surrogate.quadratic_functions import half_products
 
 # Nats below the best score beyond which a state is impossible.
 IMPOSSIBLE = 1e20
-
-
 # The least deviation of a data point's own effects, in nats.
 _MIN_DEVIATION_NATS = 1.0
 
@@ -28,24 +26,12 @@ class Effects(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ScoredBatch:
-    """Scored states of data points, relative to the best one of each.
+    """Scored states of data points, relative to the best one of each."""
 
-    Attributes:
-        states: ``(n, M, H)``, zeros and ones.
-        log_joint: their log joints ``(n, M)``.
-        features: of the data points, ``(n, Q)``.
-        baseline: log joints known from elsewhere, ``(n, M)``, up to a constant of each data point. The regression is
-            of the rest.
-        best: the best state of each data point, ``(n, 1, H)``.
-        gap: how far the log joints lie below its one, ``(n, M)``.
-        steps: differences of the states from it.
-        target: how far the log joints lie above the best one, but for the baseline, ``(n, M)``.
-        variance: of the scores about the quadratic function, ``(n, M)``.
-    """
-
-    states: Tensor
-    log_joint: Tensor
-    features: Tensor
+    states: Tensor  # (n, M, H), zeros and ones
+    log_joint: Tensor  # (n, M)
+    features: Tensor  # of the data points, (n, Q)
+    # Log joints known from elsewhere, (n, M), up to a constant of each data point: the regression is of the rest.
     baseline: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -58,17 +44,14 @@ class ScoredBatch:
         # One nat at the best state, and 40 % of the gap below it, where a quadratic function fits less.
         put(self, "variance", 1.0 + (0.4 * self.gap).square())
 
-    best: Tensor = dataclasses.field(init=False)
-    gap: Tensor = dataclasses.field(init=False)
-    target: Tensor = dataclasses.field(init=False)
-    steps: Tensor = dataclasses.field(init=False)
-    variance: Tensor = dataclasses.field(init=False)
+    best: Tensor = dataclasses.field(init=False)  # state of each data point, (n, 1, H)
+    gap: Tensor = dataclasses.field(init=False)  # how far the log joints lie below the best one, (n, M)
+    target: Tensor = dataclasses.field(init=False)  # how far they lie above it, but for the baseline, (n, M)
+    steps: Tensor = dataclasses.field(init=False)  # differences of the states from the best one
+    variance: Tensor = dataclasses.field(init=False)  # of the scores about the quadratic function, (n, M)
 
     def median_flip_change(self) -> float | None:
-        """Returns the median change of a flip, in nats beyond the baseline.
-
-        ``None`` if there is nothing to compare.
-        """
+        """The median change of a flip in nats, ``None`` if nothing compares."""
         flips = self.steps.abs().sum(-1)
         is_other = (flips > 0) & (self.gap < IMPOSSIBLE)
         return float((self.target[is_other].abs() / flips[is_other].sqrt()).median()) if bool(is_other.any()) else None
@@ -109,21 +92,12 @@ class LogJointRegression:
     These are multiplied by :math:`N / (N - d_h)`, since shared effects have been fitted to them. Here :math:`d_h = \sum_q
     \lambda_q / (\lambda_q + \tau_h^2 / \sigma^2)` are degrees of freedom for uncorrelated features with sums of
     squares :math:`\lambda_q`. Without the factor :math:`\tau` would be far too small for few data points.
-
-    Args:
-        num_latents: number of binary latents ``H``.
-        num_features: number of features ``Q``.
-        device: where the states live.
-
-    Attributes:
-        effects: the shared effects.
-        variance: :math:`\tau_h^2`, ``(H,)``.
-        change: change of log joints by a flip in nats, the largest of all medians so far; 0 at first.
     """
 
     def __init__(self, num_latents: int, num_features: int, device: torch.device | str | None = None) -> None:
         like = torch.zeros(num_latents, num_latents, dtype=torch.float64, device=device)
         self.effects = Effects(like.new_zeros(num_latents, num_features), like)
+        # tau_h^2, and the change of log joints by a flip in nats, the largest of all medians so far; 0 at first.
         self.variance, self.change = torch.zeros_like(like[0]), 0.0
 
     def fit(self, samples: ScoredBatch, iterations: int = 8) -> None:
@@ -195,10 +169,7 @@ class LogJointRegression:
 class EffectsPosterior:
     """Gaussian posterior of effects in some data points, given shared ones.
 
-    Args:
-        samples: scored states.
-        regression: has the shared effects, and how much own ones deviate.
-        least: how much own effects of each data point deviate at least, ``(n,)``. Default: not at all.
+    Own effects of each data point deviate at least by ``least (n,)``.
     """
 
     def __init__(self, samples: ScoredBatch, regression: LogJointRegression, least: Tensor | None = None) -> None:
@@ -214,10 +185,7 @@ class EffectsPosterior:
         return self.samples.apply_adjoint(self._solve(values.unsqueeze(1)).squeeze(1))
 
     def information(self) -> Tensor:
-        """Returns inverse variances ``(n, H)`` of linear effects from the scores.
-
-        Own effects are integrated out.
-        """
+        """Inverse variances ``(n, H)`` of linear effects, own effects integrated out."""
         information: Tensor = torch.linalg.solve_triangular(self._factor, self.samples.steps, upper=False).square().sum(1)
         return information
 
@@ -229,12 +197,7 @@ class EffectsPosterior:
         return squares
 
     def draws(self, effects: Tensor, errors: Tensor) -> Tensor:
-        """Linear effects ``(n, C, H)`` drawn from the posterior.
-
-        Args:
-            effects: standard normal numbers, ``(n, C, H)``; with zeros for both, the mean.
-            errors: standard normal numbers, ``(n, C, M)``.
-        """
+        """Linear effects drawn by standard normal ``(n, C, H)`` and ``(n, C, M)``."""
         prior = effects * self.variance.sqrt().unsqueeze(1)
         residual = (self.samples.target - self.samples.predict(self.effects)).unsqueeze(1)
         missing = residual - torch.einsum("nch,nmh->ncm", prior, self.samples.steps) - errors * self.samples.variance.sqrt().unsqueeze(1)

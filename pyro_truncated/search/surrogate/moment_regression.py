@@ -28,12 +28,6 @@ class MomentRegression:
 
     is known for states that no one has scored. It is exact for normal noise that is the same everywhere, else an approximation. Means
     are divided by :math:`\sqrt v` and projected on their principal axes.
-
-    Args:
-        num_latents: number of binary latents ``H``.
-        num_values: number of observed values ``D`` of a data point.
-        rank: number of principal axes.
-        device: where the states live.
     """
 
     def __init__(self, num_latents: int, num_values: int, rank: int, device: torch.device | str | None = None) -> None:
@@ -108,23 +102,14 @@ class MomentRegression:
 
 
 class ApproximateLikelihoods(NamedTuple):
-    r"""Log likelihoods :math:`-\frac12 |r_n - \sum_h s_h b_h - \sum_{h < k} s_h s_k c_{hk}|^2` of data points, in single precision.
+    r"""Log likelihoods :math:`-\frac12 |r_n - \sum_h s_h b_h - \sum_{h < k} s_h s_k c_{hk}|^2` of data points, in single precision."""
 
-    Attributes:
-        observed: :math:`r`, ``(n, R)``.
-        linear: :math:`b`, ``(H, R)``.
-        pairs: :math:`c`, ``(H, H, R)``, symmetric with zeros on the diagonal.
-    """
-
-    observed: Tensor
-    linear: Tensor
-    pairs: Tensor
+    observed: Tensor  # r, (n, R)
+    linear: Tensor  # b, (H, R)
+    pairs: Tensor  # c, (H, H, R), symmetric with zeros on the diagonal
 
     def __call__(self, states: Tensor) -> Tensor:
-        """Returns log likelihoods ``(n, M)`` of states ``(n, M, H)``.
-
-        They lack a constant of each data point.
-        """
+        """Log likelihoods ``(n, M)`` of states, up to a constant of each row."""
         values = torch.empty(states.shape[:2], dtype=torch.float64, device=states.device)
         for rows in row_slices(len(states), 8 * states.shape[1] * self.linear.numel()):
             some, here = states[rows].float(), self._replace(observed=self.observed[rows])
@@ -149,10 +134,7 @@ class ApproximateLikelihoods(NamedTuple):
         return QuadraticFunctions(linear + others.effects, pairs + others.pairs)
 
     def _shift(self, states: Tensor) -> Tensor:
-        """Returns interactions of latents with the active ones, ``(n, C, H, R)``.
-
-        States are ``(n, C, H)``.
-        """
+        """Interactions ``(n, C, H, R)`` of latents with the active ones of states."""
         shift: Tensor = (states @ self.pairs.flatten(1)).unflatten(-1, self.pairs.shape[1:])
         return shift
 

@@ -12,24 +12,19 @@ from pyro_truncated.states.space import StateSpace
 
 
 class QuadraticFunctions(NamedTuple):
-    r"""Functions :math:`\sum_h s_h f_h + \sum_{h < k} s_h s_k J_{hk}`, ``C`` of each of ``n`` data points.
+    r"""Functions :math:`\sum_h s_h f_h + \sum_{h < k} s_h s_k J_{hk}`, ``C`` of each of ``n`` data points."""
 
-    Attributes:
-        effects: :math:`f`, ``(n, C, H)``.
-        pairs: :math:`J`, symmetric with zeros on the diagonal: ``(H, H)`` of all functions, or ``(n, C, H, H)``.
-    """
-
-    effects: Tensor
-    pairs: Tensor
+    effects: Tensor  # f, (n, C, H)
+    pairs: Tensor  # J, symmetric with zeros on the diagonal: (H, H) of all functions, or (n, C, H, H)
 
     def gains(self, states: Tensor) -> Tensor:
         """What flips of each latent alone add in states ``(n, C, H)``."""
         field = states @ self.pairs if self.pairs.dim() == 2 else (states.unsqueeze(-2) @ self.pairs).squeeze(-2)
         return (1 - 2 * states) * (self.effects + field)
 
-    def ascend(self, states: Tensor, steps: int = 12) -> Tensor:
-        """States after so many flips that each raise the functions most."""
-        for _ in range(steps):
+    def ascend(self, states: Tensor) -> Tensor:
+        """States after twelve flips that each raise the functions most."""
+        for _ in range(12):
             gain, latent = self.gains(states).max(-1, keepdim=True)
             flip = torch.zeros_like(states).scatter_(-1, latent, (gain > 0).to(states))
             states = (states - flip).abs()
@@ -69,26 +64,17 @@ class QuadraticFunctions(NamedTuple):
 
 
 class Neighbours(NamedTuple):
-    """A state with its neighbours at one flip and some at two.
+    """A state with its neighbours at one flip and some at two."""
 
-    The latter flip latents that alone would gain most.
-
-    Attributes:
-        best: these latents, ``(n, B)``.
-        one: which of them is flipped first in states two flips away.
-        other: which second.
-        num_latents: number of all latents ``H``.
-    """
-
-    best: Tensor
-    one: Tensor
-    other: Tensor
-    num_latents: int
+    best: Tensor  # latents that alone would gain most, (n, B)
+    one: Tensor  # which of these is flipped first in states two flips away
+    other: Tensor  # which second
+    num_latents: int  # number of all latents
 
     @classmethod
-    def from_gains(cls, gain: Tensor, num_best: int = 40) -> Neighbours:
+    def from_gains(cls, gain: Tensor) -> Neighbours:
         """Those of states whose flips gain this, ``(n, H)``."""
-        best = gain.topk(min(num_best, gain.shape[1]), 1).indices
+        best = gain.topk(min(40, gain.shape[1]), 1).indices
         one, other = torch.triu_indices(best.shape[1], best.shape[1], 1, device=gain.device)
         return cls(best, one, other, gain.shape[1])
 

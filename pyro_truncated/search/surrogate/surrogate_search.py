@@ -247,9 +247,7 @@ class SurrogateSearch(Search):
 
 
 def _surprise(likelihoods: ApproximateLikelihoods, samples: ScoredBatch, children: Tensor, log_joint: Tensor) -> Tensor:
-    """Returns the error ``(n,)`` of likelihoods, in nats per root of flips.
-
-    It is a root mean square over log joints ``(n, C)``.
+    """Root mean square errors ``(n,)`` of likelihoods, per root of flips.
 
     Impossible states are left out. No error counts more than the median change of a flip, since a constraint may cost anything.
     """
@@ -302,10 +300,7 @@ class ScoredStates:
         return self._select(order, words, log_joint)
 
     def truncate(self, size: int) -> ScoredStates:
-        """Keeps the best half, and the latest of the others.
-
-        The latest say where expectations failed.
-        """
+        """Keeps the best half, and the latest of the others."""
         number = self.log_joint.shape[1]
         if number <= size:
             return self

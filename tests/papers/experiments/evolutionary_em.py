@@ -29,7 +29,7 @@ from torch import Tensor
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Truncated_ELBO
 from pyro_truncated.datasets import Bars, linear_bars, matched_bars, noisy_or_bars, overlapping_bars
 from pyro_truncated.models import BinarySparseCoding, NoisyOr
-from pyro_truncated.multistart.best_start import best_start
+from pyro_truncated.multistart import best_start
 
 EVOLUTIONS: dict[str, dict[str, Any]] = {
     "randparents-randflips": {"selection": "randparents"},

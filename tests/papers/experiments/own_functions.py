@@ -263,8 +263,9 @@ def reached_from_truth(kind: Kind, program: Program, y: Tensor) -> float:
     """The free energy per data point where learning begins with the true parameters, or the evidence."""
     if kind.evidence is not None:
         return kind.evidence(y)
-    run = Trainer(profile_model(program, y, None, num_states=64).with_decay(*kind.steps))
-    values = [run.step() for _ in range(kind.steps[0])]
+    steps, last_rate = kind.steps
+    run = Trainer(profile_model(program, y, None, num_states=64).replace(lrd=last_rate ** (1 / steps)))
+    values = [run.step() for _ in range(steps)]
     return sum(values[-NUM_LOSSES:]) / NUM_LOSSES
 
 
