@@ -274,11 +274,11 @@ class Probe:
         """
         if share == own_share == 1.0:
             return log_density(nodes, self.device)
-        has_rows = [self._has_rows(node) for node in nodes]
+        has_rows = [self._counts_by_row(node) for node in nodes]
         parts = [[node for node, has_own in zip(nodes, has_rows, strict=True) if has_own is is_per_row] for is_per_row in (True, False)]
         return own_share * log_density(parts[0], self.device) + share * log_density(parts[1], self.device)
 
-    def _has_rows(self, node: Any) -> bool:
+    def _counts_by_row(self, node: Any) -> bool:
         """Whether a site lies in a plate over this process's rows."""
         sizes = {frame.name: int(frame.full_size or frame.size) for frame in node["cond_indep_stack"] if frame.vectorized}
         size = int(self.frames[0].full_size or self.frames[0].size)
