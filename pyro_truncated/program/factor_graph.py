@@ -111,13 +111,13 @@ def build_graph(trace: Any, scopes: Mapping[str, frozenset[str]], sites: Mapping
             places[site] &= plates[name]
     sizes = {name: math.prod(site.in_plates({plate for plate, _, _ in places[name]}).cardinalities) for name, site in sites.items()}
     graph = _Builder(scopes, places, sizes, num_states).build()
-    sentences = [
+    joined = [
         f"'{name}' depends on several members of the plate '{plate}' of '{site}': they are one decision, with {num_states} of "
         f"{readable_count(sizes[site])} states. Where it looks up a member by an index, nested plates with a mask keep members apart."
         for site, (name, plate) in joins.items()
         if sizes[site] > num_states
     ]
-    observed = {name: scope for name, scope in scopes.items() if name not in sites}
+    stacked, observed = [], {name: scope for name, scope in scopes.items() if name not in sites}
     for node in graph.nodes:
         own, size = frozenset(node.sites), math.prod(sizes[name] for name in node.sites)
         number = math.prod(size for _, _, size in node.plates)
@@ -125,11 +125,13 @@ def build_graph(trace: Any, scopes: Mapping[str, frozenset[str]], sites: Mapping
         is_sparse = any(scopes[name] & own - {name} for name in own) and not any(scopes[name] >= own for name in own)
         divisible = [name for name, scope in observed.items() if scope == own and trace.nodes[name]["fn"].shape().numel() > number]
         if size > num_states and is_sparse and divisible:
-            sentences.append(
+            stacked.append(
                 f"'{divisible[0]}' depends on all of the sites {shorten_names(node.sites)}: a population holds whole states, {num_states} "
                 f"of {readable_count(size)}. If each entry depends on few of them, as on one step, observe each by a site of its own."
             )
-    return graph if graph.whole else dataclasses.replace(graph, whole=tuple(sentences))
+    # What holds of many steps is said of the first one.
+    alike = [(kind[0], f" The same holds of {len(kind) - 1} more." if len(kind) > 1 else "") for kind in (joined, stacked) if kind]
+    return graph if graph.whole else dataclasses.replace(graph, whole=tuple(sentence + more for sentence, more in alike))
 
 
 def _node_plates(node: Mapping[str, Any]) -> set[Plate]:

@@ -246,3 +246,17 @@ def test_steps_with_many_sites_are_nodes_of_which_nothing_is_to_be_said(caplog):
         graph = graph_of(several_chains, 16, y, 11)
     assert [len(node.sites) for node in graph.nodes] == [11] * 3
     assert not caplog.text
+
+
+def test_what_holds_of_many_steps_is_said_once(caplog):
+    def model(y):
+        for t in range(len(y)):
+            with pyro.plate(f"members_{t}", 6):
+                z = pyro.sample(f"z_{t}", dist.Bernoulli(0.3))
+            pyro.sample(f"y_{t}", dist.Normal(z.sum(-1, keepdim=True), 1.0), obs=y[t])
+
+    with caplog.at_level(logging.INFO):
+        assert len(graph_of(model, 8, torch.zeros(5)).nodes) == 5
+    assert caplog.text.count("they are one decision") == 1
+    assert "'y_0' depends on several members" in caplog.text
+    assert "The same holds of 4 more." in caplog.text
