@@ -37,12 +37,6 @@ def at_most(values: Tensor, bounds: Tensor) -> Tensor:
     return torch.where(bounds > 0, values.minimum(bounds), values)
 
 
-def variance_floor(variance: Tensor, power: Tensor, dtype: torch.dtype) -> Tensor:
-    """The least variance of data of such a variance and mean square."""
-    unit = torch.where(power > 0, power, 1.0)
-    return variance.maximum(torch.finfo(dtype).eps * unit).mul(FLOOR)
-
-
 def floor_covariance(covariance: Tensor, floor: Tensor) -> Tensor:
     """The likeliest covariance without eigenvalues below a floor."""
     # Eigenvalues below this share of a variance are rounding errors, and would have no Cholesky factor.
@@ -95,8 +89,9 @@ class CovariancesBase:
 
     def floor(self, variance: Tensor, power: Tensor, dtype: torch.dtype) -> Tensor:
         """The least variance of data, of each dimension or of all."""
-        unit = (variance, power) if self.has_units else (variance.mean(), power.mean())
-        return variance_floor(*unit, dtype)
+        if not self.has_units:
+            variance, power = variance.mean(), power.mean()
+        return variance.maximum(torch.finfo(dtype).eps * torch.where(power > 0, power, 1.0)).mul(FLOOR)
 
     def rescale(self, parameters: Parameters, units: Tensor) -> Parameters:
         """Returns the parameters of data that are multiplied by units ``(D,)``."""

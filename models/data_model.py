@@ -102,13 +102,6 @@ def random_rows(y: Tensor, num_rows: int, generator: torch.Generator | None) -> 
     return torch.where(rows.isnan(), y.nanmean(0).nan_to_num(), rows)
 
 
-def perturbed_rows(y: Tensor, num_rows: int, deviation: Tensor, generator: torch.Generator | None) -> Tensor:
-    """:func:`random_rows` with noise, a hundredth of the ``deviation``."""
-    rows = random_rows(y, num_rows, generator)
-    noise = torch.randn(rows.shape, generator=generator, device=generator_device(generator)).to(y.device)
-    return rows + 0.01 * deviation * noise.to(rows)
-
-
 def first_prior(num_latents: int, is_shared: bool, dtype: torch.dtype | None = None) -> Tensor:
     """Initial probabilities, a scalar or ``(H,)``, for two active latents."""
     return torch.full(() if is_shared else (num_latents,), min(0.5, 2 / num_latents), dtype=dtype)

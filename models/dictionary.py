@@ -14,8 +14,8 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population
 from pyro_truncated.distributions import LinearSuperposition
-from pyro_truncated.extend import raise_if, read_conditions
-from pyro_truncated.models.data_model import FLOOR, MIN_COUNT, SCALE_FLOOR, DataModel, perturbed_rows
+from pyro_truncated.extend import generator_device, raise_if, read_conditions
+from pyro_truncated.models.data_model import FLOOR, MIN_COUNT, SCALE_FLOOR, DataModel, random_rows
 
 # Rounding of errors, relative to their magnitude.
 _ERROR_RTOL = 1e-12
@@ -37,7 +37,9 @@ def first_dictionary(y: Tensor, num_latents: int, generator: torch.Generator | N
     unit = data_scale(observed.square().sum(), torch.tensor(float(observed.numel())))
     deviation = observed.std(correction=0).maximum(SCALE_FLOOR * unit)
     least = weight_floor({"squares": y.double().square().nansum(0), "observed": (~y.isnan()).sum(0)})
-    return perturbed_rows(y, num_latents, deviation, generator).mT, deviation, least
+    rows = random_rows(y, num_latents, generator)
+    noise = torch.randn(rows.shape, generator=generator, device=generator_device(generator)).to(rows)
+    return (rows + 0.01 * deviation * noise).mT, deviation, least
 
 
 def shared_part(elements: Tensor, rows: Tensor, share: float) -> Tensor:

@@ -493,7 +493,11 @@ class MoveSearch:
             statistics = add_statistics(
                 collect_statistics(halves.kind, share, rows.double()) for share, (rows, _) in zip(shares, blocks, strict=True)
             )
-            halves = self._split_weights(halves.best_on_their_own(statistics, self.prior))
+            halves = halves.best_on_their_own(statistics, self.prior)
+            # Together they have the weight of the component that they are of.
+            weights = halves.weights.reshape(-1, 2)
+            share = weights / weights.sum(1, keepdim=True) * self.components.weights.unsqueeze(1)
+            halves = dataclasses.replace(halves, weights=share.flatten())
             log_joints = [halves.log_joint(rows, z) for rows, z in blocks]
         whole = torch.cat([self.components.log_joint(rows, z[:, :1] // 2) for rows, z in blocks]).double()
         ratio = torch.cat(log_joints).double().logsumexp(1) - whole.squeeze(1)
@@ -503,12 +507,6 @@ class MoveSearch:
         # Halves of less than three data points have no covariance.
         too_few = statistics["counts"].reshape(-1, 2).amin(1) < 3
         return gains.masked_fill(too_few, -math.inf), halves
-
-    def _split_weights(self, halves: Gaussians) -> Gaussians:
-        """Halves with the weight of the component that they are of."""
-        weights = halves.weights.reshape(-1, 2)
-        share = weights / weights.sum(1, keepdim=True) * self.components.weights.unsqueeze(1)
-        return dataclasses.replace(halves, weights=share.flatten())
 
 
 def _sides(x: Tensor, owner: Tensor, number: int, generator: torch.Generator | None) -> Tensor:

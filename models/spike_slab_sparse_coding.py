@@ -71,13 +71,10 @@ class IndependentSlabs:
         sums = (statistics[name] for name in ("states", "coefficients", "coefficient_squares"))
         return best_slabs(*sums, mean, scale)
 
-    def in_units(self, scale: Tensor, gain: Tensor) -> Tensor:
-        """The scale of slabs that are multiplied with gains ``(H,)``."""
-        return scale * gain.abs()
-
-    def bring_into_units(self, statistics: Statistics, gain: Tensor) -> None:
-        """Changes what :meth:`best` needs to slabs that are multiplied with gains ``(H,)``."""
+    def rescale(self, scale: Tensor, statistics: Statistics, gain: Tensor) -> Tensor:
+        """The scale of slabs times gains ``(H,)``; changes what :meth:`best` needs."""
         statistics["coefficient_squares"] = statistics["coefficient_squares"] * gain.square()
+        return scale * gain.abs()
 
     def select_latents(self, scale: Tensor, index: Tensor) -> Tensor:
         """The scale of slabs ``(H',)`` copied by an index."""
@@ -149,15 +146,12 @@ class CorrelatedSlabs:
         total = statistics["num_data"]
         return statistics["slab_means"] / total, _factor(statistics["slab_covariances"] / total)
 
-    def in_units(self, scale: Tensor, gain: Tensor) -> Tensor:
-        """See :class:`IndependentSlabs`."""
-        # A root whose rows change their signs; that with a positive diagonal has columns that change theirs, too.
-        return gain.unsqueeze(-1) * scale * gain.sign()
-
-    def bring_into_units(self, statistics: Statistics, gain: Tensor) -> None:
+    def rescale(self, scale: Tensor, statistics: Statistics, gain: Tensor) -> Tensor:
         """See :class:`IndependentSlabs`."""
         statistics["slab_means"] = statistics["slab_means"] * gain
         statistics["slab_covariances"] = statistics["slab_covariances"] * gain.unsqueeze(-1) * gain
+        # A root whose rows change their signs; that with a positive diagonal has columns that change theirs, too.
+        return gain.unsqueeze(-1) * scale * gain.sign()
 
     def select_latents(self, scale: Tensor, index: Tensor) -> Tensor:
         """See :class:`IndependentSlabs`; further copies of a latent are independent."""
@@ -421,11 +415,10 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         gain = _gauge(old, weight, slab_mean)
         self._set_dictionary(weight / gain, statistics, errors)
         self.slab_mean = (slab_mean * gain).to(self.slab_mean)
-        self.slab_scale = self._slabs.in_units(slab_scale, gain).to(self.slab_scale)
+        self.slab_scale = self._slabs.rescale(slab_scale, statistics, gain).to(self.slab_scale)
         for name in ("coefficients", "trials", "cross"):
             statistics[name] = statistics[name] * gain
         statistics["pairs"] = statistics["pairs"] * gain.unsqueeze(-1) * gain
-        self._slabs.bring_into_units(statistics, gain)
 
 
 def _gauge(old: Tensor, weight: Tensor, slab_mean: Tensor, *, tolerance: float = 1e-8) -> Tensor:

@@ -170,13 +170,7 @@ class BinaryChains(TorchDistribution):
         place = (0,) * len(self.batch_shape)
         kind = torch.ones(max(1, self.batch_shape.numel()), self.num_steps, dtype=torch.int64, device=self.initial.device)
         kind[:, 0] = 0
-        return Transitions(start_and_transition(self.initial[place], self.transition[place]), kind.masked_fill(~self.is_part, -1))
-
-
-def start_and_transition(initial: Tensor, transition: Tensor) -> Tensor:
-    """Returns log probabilities ``(2, M, 2, 2)`` of start and transition.
-
-    The first are those of the first step, which follows no other.
-    """
-    first = torch.stack([1 - initial, initial], -1).unsqueeze(-2).expand_as(transition)
-    return safe_log(torch.stack([first, transition]))
+        initial, transition = self.initial[place], self.transition[place]
+        # The first step follows no other.
+        first = torch.stack([1 - initial, initial], -1).unsqueeze(-2).expand_as(transition)
+        return Transitions(safe_log(torch.stack([first, transition])), kind.masked_fill(~self.is_part, -1))

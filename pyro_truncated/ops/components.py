@@ -339,8 +339,4 @@ def _nearest(points: Tensor, centres: Tensor, number: int) -> Tensor:
     power, bytes_per_row = 0.5 * centres.square().sum(1), 2 * len(centres) * points.element_size()
     rows = min(rows_per_block(bytes_per_row), rows_per_block(bytes_per_row, _CACHED_ROWS))
     distances = (torch.addmm(power, block, centres.mT, alpha=-1.0) for block in points.split(rows))
-    return torch.cat([_smallest(some, number) for some in distances])
-
-
-def _smallest(distances: Tensor, number: int) -> Tensor:
-    return distances.argmin(1, keepdim=True) if number == 1 else distances.topk(number, 1, largest=False).indices
+    return torch.cat([d.argmin(1, keepdim=True) if number == 1 else d.topk(number, 1, largest=False).indices for d in distances])

@@ -113,19 +113,15 @@ class Fields:
         return tables
 
     def _table(self, name: str) -> Tensor:
-        if name == "tails":
-            return self._tails()
+        if name == "tails":  # masks (L - 1, W) of the bits from each latent but the first on
+            position, word = torch.arange(self.num_words, device="cpu"), self.word[1:, None]
+            rest = ~((1 << self.shift[1:, None]) - 1)
+            return torch.where(position > word, -1, torch.where(position < word, 0, rest))
         what, _, kind = name.rpartition(" of ")
         if not what:
             return getattr(self, name)  # type: ignore[no-any-return]
         latents = getattr(self, kind)
         return self.rows(latents) if what == "rows" else self.masks[latents]
-
-    def _tails(self) -> Tensor:
-        """Masks ``(L - 1, W)`` of the bits from each latent but the first on."""
-        position, word = torch.arange(self.num_words, device="cpu"), self.word[1:, None]
-        rest = ~((1 << self.shift[1:, None]) - 1)
-        return torch.where(position > word, -1, torch.where(position < word, 0, rest))
 
     def rows(self, latents: Tensor) -> Tensor:
         """Word, shift and cardinality of some latents, ``(3, M)``."""

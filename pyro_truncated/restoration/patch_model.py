@@ -165,7 +165,7 @@ def mixture_patch_sides(image: Tensor, noise: float, shape: torch.Size, has_chan
     sides: tuple[int, ...]
     if len(shape) != 2:
         sides = _SIDES_OF_SIGNALS if len(shape) == 1 else _SIDES_OF_VOLUMES
-    elif _pixel_share(image, has_channels) < _FEW_PIXELS_SHARE:
+    elif (~(image.isnan().all(-1) if has_channels else image.isnan())).double().mean() < _FEW_PIXELS_SHARE:
         sides = _SIDES_OF_COLOURS_IF_FEW if has_channels else _SIDES_IF_FEW
     elif has_channels:
         # Where entries are missing two are as good as four, in a fourth of the time, as every window has a covariance of its own.
@@ -175,12 +175,6 @@ def mixture_patch_sides(image: Tensor, noise: float, shape: torch.Size, has_chan
     # Patches may be as long as a quarter of the longest axis, though other axes are shorter.
     most = max(min(shape), max(shape) // 4)
     return sorted({min(side, most) for side in sides})
-
-
-def _pixel_share(image: Tensor, has_channels: bool) -> float:
-    """The share of pixels of which a channel is seen."""
-    is_observed = ~image.isnan()
-    return float((is_observed.any(-1) if has_channels else is_observed).double().mean())
 
 
 def allows_stacking(image: Tensor, noise: float) -> bool:

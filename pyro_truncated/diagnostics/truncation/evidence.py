@@ -125,7 +125,9 @@ def compare_with_enumeration(guide: Any, *args: Any, max_states: int = 2**16, me
         )
     population = dataclasses.replace(population, log_joint=population.log_joint.double())
     words = space.enumerate(population.words.device)
-    scores = all_scores(log_joint, words)
+    step = rows_per_block(64 * log_joint.num_data, log_joint.memory_budget)
+    blocks = (block.expand(log_joint.num_data, -1, -1).contiguous() for block in words.split(step))
+    scores = torch.cat([log_joint.score(block).double() for block in blocks], 1)
     exact = Population(space, words.expand(len(population), -1, -1), scores)
     best = exact.log_joint.amax(-1)
     return ExactComparison(
@@ -138,13 +140,6 @@ def compare_with_enumeration(guide: Any, *args: Any, max_states: int = 2**16, me
         # A tie in the last digits is no miss.
         holds_mode=plain(population.log_joint.amax(-1) >= best - 1e-6 * (1 + best.abs())),
     )
-
-
-def all_scores(log_joint: LogJoint, words: Tensor) -> Tensor:
-    """Log joints ``(N, T)`` of packed states ``(T, W)``, in float64."""
-    step = rows_per_block(64 * log_joint.num_data, log_joint.memory_budget)
-    blocks = [log_joint.score(block.expand(log_joint.num_data, -1, -1).contiguous()) for block in words.split(step)]
-    return torch.cat([block.double() for block in blocks], 1)
 
 
 def _pairs(states: Tensor, weights: Tensor) -> Tensor:

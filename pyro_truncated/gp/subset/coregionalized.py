@@ -244,7 +244,8 @@ class CoregionalizedGPRegression(torch.nn.Module):
         def scout() -> float:
             """A fit to these entries."""
             value = self._fit_to(some, settings, FitRecord([]))
-            return value if self._explained_share(some, self._predict_left_out(some)) >= LEAST_EXPLAINED else math.inf
+            explained = explained_share(some.value[:, None], self._predict_left_out(some)[:, None])[0]
+            return value if explained >= LEAST_EXPLAINED else math.inf
 
         reached = scout()
         best, parameters = scout_length_scales(scout, self.kernel, self._trainable_parameters, start)
@@ -254,10 +255,6 @@ class CoregionalizedGPRegression(torch.nn.Module):
     def _predict_left_out(self, entries: ObservedEntries) -> Tensor:
         """Predictions of the entries of each input from those of all others."""
         return entries.predict_left_out(torch.cholesky_inverse(stable_cholesky(self._covariance(entries))))
-
-    @staticmethod
-    def _explained_share(entries: ObservedEntries, prediction: Tensor) -> float:
-        return explained_share(entries.value[:, None], prediction[:, None])[0]
 
     def backward(self, weight: float = 1.0) -> float:
         """The objective times a weight, whose gradient is added to all parameters."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pyro_truncated.ops.compiled.compilation import parallel_kernel
 from pyro_truncated.ops.compiled.iterate_active import trailing_zeros
+from pyro_truncated.ops.compiled.random import STEP, stream, uniform
 from pyro_truncated.ops.packed_states import Fields
 from pyro_truncated.ops.vectorised import latent_values as vectorised
 
@@ -42,6 +43,13 @@ def value_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> tuple
     tables = (table.numpy() for table in (fields.word, fields.shift, fields.masks, fields.cardinality))
     num_invalid = _add_value_weights(states, shares, *tables, out.numpy())
     return out.to(weights.dtype), num_invalid
+
+
+def draw_values(tails: Tensor, num_samples: int, fields: Fields, rows: Tensor, seed: int) -> Tensor:
+    """See :func:`pyro_truncated.ops.draw_values`; given the probabilities ``P(value > v)``, ``(N, L, V - 1)``."""
+    out = torch.empty(len(tails), num_samples, fields.num_words, dtype=torch.int64, device="cpu")
+    _draw_values(tails.numpy(), fields.word.numpy(), fields.shift.numpy(), rows.numpy(), seed, out.numpy())
+    return out
 
 
 @parallel_kernel(has_plain=True)
@@ -92,3 +100,21 @@ def _add_value_weights(words, weights, word, shift, mask, cardinality, out):
                 else:
                     num_invalid += 1
     return num_invalid
+
+
+@parallel_kernel(has_plain=True)
+def _draw_values(tails, word, shift, rows, seed, out):
+    """Draws independent latents by inversion of ``P(value > v)``."""
+    num_data, num_samples, num_words = out.shape
+    for n in prange(num_data):
+        state = stream(seed, rows[n])
+        for c in range(num_samples):
+            for w in range(num_words):
+                out[n, c, w] = 0
+            for h in range(len(word)):
+                state += STEP
+                u = uniform(state)
+                value = 0
+                while value < tails.shape[2] and u < tails[n, h, value]:
+                    value += 1
+                out[n, c, word[h]] |= np.int64(value) << shift[h]

@@ -59,9 +59,8 @@ def value_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> tuple
 def draw_values(tails: Tensor, num_samples: int, fields: Fields, rows: Tensor, seed: int) -> Tensor:
     """See :func:`pyro_truncated.ops.draw_values`; given the probabilities ``P(value > v)``, ``(N, L, V - 1)``."""
     out = torch.empty(len(tails), num_samples, fields.num_words, dtype=torch.int64, device=tails.device)
-    streams = random.stream(seed, rows)
-    for block in random.blocks(streams, num_samples * fields.num_latents):
-        draws = random.numbers(streams[block], num_samples * fields.num_latents)
+    for block in row_slices(len(tails), 64 * num_samples * fields.num_latents):
+        draws = random.numbers(random.stream(seed, rows[block]), num_samples * fields.num_latents)
         uniform = random.uniform(draws).view(len(draws), num_samples, fields.num_latents)
         values = torch.zeros(uniform.shape, dtype=torch.int64, device=tails.device)
         for tail in tails[block].unbind(-1):
