@@ -23,7 +23,6 @@ from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.sites import is_masked
 from pyro_truncated.program.supports import get_support
-from pyro_truncated.states.population import Population
 from pyro_truncated.utils.devices import generator_device
 from pyro_truncated.utils.parameter_store import load_snapshot, snapshot, spare_random_numbers
 
@@ -240,9 +239,7 @@ class LinearCauses(torch.nn.Module):
         other.prior = (self.prior * self.num_latents / len(index)).clamp(max=0.5)
         return other
 
-    def sufficient_statistics(self, population: Population, y: Tensor, *, temperature: float = 1.0) -> Statistics:
-        """Those of :meth:`~pyro_truncated.distributions.LinearSuperposition.statistics`."""
-        return LinearSuperposition.statistics(population, y, temperature)
+    sufficient_statistics = staticmethod(LinearSuperposition.statistics)
 
     @torch.no_grad()
     def maximize(self, statistics: Statistics) -> None:

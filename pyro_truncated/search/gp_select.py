@@ -88,10 +88,7 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
         self._first_position = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns all that was learned, the remembered data included.
-
-        It is empty but for the generator if there is nothing.
-        """
+        """All that was learned, remembered data included; else the generator alone."""
         if self.regression is None:
             return super().state_dict()
         where = {"first_position": self._first_position, "is_spread": self._is_spread}
@@ -99,10 +96,7 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
         return {**super().state_dict(), "is_of_new_data": self._has_new_data, "memory": memory, "regression": regression}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores an affinity with the same arguments.
-
-        Of shards of data it must be called on all processes.
-        """
+        """Restores an affinity with equal arguments, of shards on all processes."""
         self.forget()
         super().load_state_dict(state)
         if "regression" in state:
@@ -194,10 +188,7 @@ MOST_ROWS = 20_000
 
 
 def gather_some_rows(values: Tensor, positions: Tensor, seed: int, most: int | None) -> Tensor:
-    """Gathers rows of all processes, or roughly ``most`` of many.
-
-    The part does not depend on how processes share them.
-    """
+    """All rows of all processes, or roughly ``most``, however they share them."""
     number = sum(collectives.gather(len(values)))
     if most is not None and number > most:
         values = values[ops.uniform(positions, generator=ops.Stream(seed)) < most / number]
