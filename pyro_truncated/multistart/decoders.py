@@ -57,10 +57,7 @@ def fit_decoder(model: Any, y: Tensor, guide: AutoTruncated) -> bool:
     beside steps on all data points.
 
     A program may use the weights elsewhere, as in a prior or a noise, which one run does not show. So the free energy is evaluated
-    afterwards, and all weights are restored if it has fallen.
-
-    Returns:
-        Whether the network has changed.
+    afterwards, and all weights are restored if it has fallen. Says whether the network has changed.
     """
     layout = guide.layout
     if len(layout.sites) > 1 or layout.other_latents or not layout.space.is_binary or layout.num_data != len(y):

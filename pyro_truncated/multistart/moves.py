@@ -471,13 +471,12 @@ class SolutionPool:
 
     Restarts are independent, so a latent that two of them have found is hardly an accident. Once each latent of the best has been found
     twice, few are missing. The number of kinds that a sample misses grows with the square of the number seen only once (Chao, 1987).
-
-    After each exchange moves are tried on the best one, by default complements.
     """
 
-    def __init__(self, profile: Profile, refine: Refine = settle, moves: Sequence[Move] | None = None) -> None:
-        self._profile, self._refine = profile, refine
-        self._own_moves = (Complement(profile),) if moves is None else moves
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self.refine: Refine = settle  # trains what a move proposes
+        self.own_moves: Sequence[Move] = (Complement(profile),)  # are tried on the best one after each exchange
         self.best = NOTHING  # the highest free energy, with what others have added
         self.restarts: list[Restart] = []
         self.estimates: list[FreeEnergyEstimate] = []  # what each has reached
@@ -562,7 +561,7 @@ class SolutionPool:
         queue = [self._members[-1]]
         while queue:
             other = queue.pop()
-            gains = [self._cross(other), *(self._improve(move) for move in self._own_moves)]
+            gains = [self._cross(other), *(self._improve(move) for move in self.own_moves)]
             if any(gains):
                 queue = [member for member in self._members if member is not other]
         if self.best is before:
@@ -592,7 +591,7 @@ class SolutionPool:
         Beside continuous latents the free energy of an untrained child is an estimate with the parent's spread. There only trained
         children count.
         """
-        solution = self.groups[0].populate(self._refine(profile, child), child)
+        solution = self.groups[0].populate(self.refine(profile, child), child)
         return solution if child.companion else max(child, solution, key=attrgetter("free_energy"))
 
     def _find_singletons(self, group: Recombination) -> Tensor:
