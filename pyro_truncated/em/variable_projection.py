@@ -190,10 +190,7 @@ def fit_unit_by_unit(decoder: Decoder, targets: Targets) -> bool:
     It ends when no redrawn unit is better.
 
     A network as narrow as the one that made the data has many bad optima. Two of its units do what one should, and others are missing,
-    which no gradient mends. Random numbers are torch's own.
-
-    Returns:
-        Whether the square error has fallen; otherwise the network is as it was.
+    which no gradient mends. Random numbers are torch's own. Says whether the square error has fallen; else the network is as it was.
     """
     before = snapshot(decoder.network.parameters())
     units = FittedUnits(decoder, targets)

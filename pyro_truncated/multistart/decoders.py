@@ -23,7 +23,6 @@ from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.sites import is_masked
 from pyro_truncated.program.supports import get_support
-from pyro_truncated.states.population import Population
 from pyro_truncated.utils.devices import generator_device
 from pyro_truncated.utils.parameter_store import load_snapshot, snapshot, spare_random_numbers
 
@@ -58,10 +57,7 @@ def fit_decoder(model: Any, y: Tensor, guide: AutoTruncated) -> bool:
     beside steps on all data points.
 
     A program may use the weights elsewhere, as in a prior or a noise, which one run does not show. So the free energy is evaluated
-    afterwards, and all weights are restored if it has fallen.
-
-    Returns:
-        Whether the network has changed.
+    afterwards, and all weights are restored if it has fallen. Says whether the network has changed.
     """
     layout = guide.layout
     if len(layout.sites) > 1 or layout.other_latents or not layout.space.is_binary or layout.num_data != len(y):
@@ -240,9 +236,7 @@ class LinearCauses(torch.nn.Module):
         other.prior = (self.prior * self.num_latents / len(index)).clamp(max=0.5)
         return other
 
-    def sufficient_statistics(self, population: Population, y: Tensor, *, temperature: float = 1.0) -> Statistics:
-        """Those of :meth:`~pyro_truncated.distributions.LinearSuperposition.statistics`."""
-        return LinearSuperposition.statistics(population, y, temperature)
+    sufficient_statistics = staticmethod(LinearSuperposition.statistics)
 
     @torch.no_grad()
     def maximize(self, statistics: Statistics) -> None:

@@ -306,11 +306,8 @@ class Medians(ModelParameters):
 
     def companion(self, state: dict[str, Tensor], near: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns a guide's state with other medians."""
-        medians = {
-            _LOC.format(name): biject_to(support).inv(transform_to(support)(state[_MEDIAN + name]))
-            for name, support in self._supports.items()
-        }
-        return {**near, **medians}
+        medians = {name: transform_to(support)(state[_MEDIAN + name]) for name, support in self._supports.items()}
+        return near | {_LOC.format(name): biject_to(self._supports[name]).inv(value) for name, value in medians.items()}
 
 
 def prior_draw(site: dict[str, Any]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Generator, Sequence
@@ -319,21 +320,22 @@ def _blocks(correlation: Tensor) -> list[tuple[int, ...]]:
 # --- moves ---
 
 
+@dataclasses.dataclass
 class Crossover:
     """Latents of another solution, by group. Source: Whitley, Hains and Howe (2009)."""
 
-    name = "crossover"
-
-    def __init__(self, groups: Sequence[Recombination], other: Solution) -> None:
-        self._groups, self._other = groups, other
+    groups: Sequence[Recombination]
+    other: Solution
+    name: str = "crossover"
 
     def propose(self, best: Solution) -> Proposals:
         """Yields a child of each group that gains by itself."""
-        for group in self._groups:
-            if (child := group.cross(best, self._other)) is not best:
+        for group in self.groups:
+            if (child := group.cross(best, self.other)) is not best:
                 best = yield child
 
 
+@dataclasses.dataclass
 class Complement:
     """Complements of latents that are on where the prior expects them off.
 
@@ -343,18 +345,16 @@ class Complement:
     The model is left somewhere else.
     """
 
-    name = "complement"
-
-    def __init__(self, profile: Profile) -> None:
-        self._profile = profile
+    profile: Profile
+    name: str = "complement"
 
     def propose(self, best: Solution) -> Proposals:
         """Yields solutions fitted to states with one latent complemented."""
-        for latent in find_unlikely(self._profile, best):
+        for latent in find_unlikely(self.profile, best):
             population = _population(best)
             states = population.space.unpack(population.mode()).unsqueeze(1)
             states[..., latent] = 1 - states[..., latent]
-            best = yield fit_states(self._profile, population.space.pack(states), solution=best)
+            best = yield fit_states(self.profile, population.space.pack(states), solution=best)
 
 
 def find_unlikely(profile: Profile, solution: Solution) -> list[int]:
@@ -378,30 +378,31 @@ def find_unlikely(profile: Profile, solution: Solution) -> list[int]:
     return latents[value > 0][:_MAX_COMPLEMENTED].tolist()
 
 
+@dataclasses.dataclass
 class RedundantLatents:
     """Redundant latents, initialised beside those that explain data worst."""
 
-    name = "use of redundant latents"
-
-    def __init__(self, groups: Sequence[Recombination], max_candidates: int, generator: torch.Generator | None) -> None:
-        self._groups, self._max_candidates, self._generator = groups, max_candidates, generator
+    groups: Sequence[Recombination]
+    profile: Profile
+    name: str = "use of redundant latents"
 
     def propose(self, best: Solution) -> Proposals:
         """Yields solutions as long as one of them gains."""
         before = None
         while best is not before:
             before = best
-            for group in self._groups:
+            for group in self.groups:
                 redundant = group.find_redundant(best)
                 if not bool(redundant.any()) or bool(redundant.all()):
                     continue
                 need = group.deficits(best).masked_fill(redundant, -math.inf)
-                for other in need.topk(min(self._max_candidates, int((~redundant).sum()))).indices.tolist():
-                    last, best = best, (yield group.reinitialize(best, int(redundant.nonzero()[0]), other, self._generator))
+                for other in need.topk(min(self.profile.config.max_candidates, int((~redundant).sum()))).indices.tolist():
+                    last, best = best, (yield group.reinitialize(best, int(redundant.nonzero()[0]), other, self.profile.generator))
                     if best is not last:
                         break
 
 
+@dataclasses.dataclass
 class DeadLatents:
     r"""Revives dead binary latents that all data share.
 
@@ -416,19 +417,17 @@ class DeadLatents:
     The model is left somewhere else.
     """
 
-    name = "revival of dead latents"
-
-    def __init__(self, profile: Profile) -> None:
-        self._profile = profile
+    profile: Profile
+    name: str = "revival of dead latents"
 
     def propose(self, best: Solution) -> Proposals:
         """Yields solutions fitted with dead latents, while these gain."""
         for _ in range(_MAX_ROUNDS if best.population is not None and not best.companion else 0):
-            dead = dead_latents(self._profile, best)
+            dead = dead_latents(self.profile, best)
             if not len(dead):
                 return
             # At this temperature all states count alike.
-            child = fit_states(self._profile, partial(_with_dead_latents, _population(best), dead), 1 + len(dead), lambda _: 1e9, best)
+            child = fit_states(self.profile, partial(_with_dead_latents, _population(best), dead), 1 + len(dead), lambda _: 1e9, best)
             before, best = best, (yield child.replace(population=best.population))
             if best is before:
                 return
@@ -472,13 +471,12 @@ class SolutionPool:
 
     Restarts are independent, so a latent that two of them have found is hardly an accident. Once each latent of the best has been found
     twice, few are missing. The number of kinds that a sample misses grows with the square of the number seen only once (Chao, 1987).
-
-    After each exchange moves are tried on the best one, by default complements.
     """
 
-    def __init__(self, profile: Profile, refine: Refine = settle, moves: Sequence[Move] | None = None) -> None:
-        self._profile, self._refine = profile, refine
-        self._own_moves = (Complement(profile),) if moves is None else moves
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self.refine: Refine = settle  # trains what a move proposes
+        self.own_moves: Sequence[Move] = (Complement(profile),)  # are tried on the best one after each exchange
         self.best = NOTHING  # the highest free energy, with what others have added
         self.restarts: list[Restart] = []
         self.estimates: list[FreeEnergyEstimate] = []  # what each has reached
@@ -514,16 +512,13 @@ class SolutionPool:
         """Lets restarts exchange latents, from the best one on."""
         self.groups = groups
         if groups:
-            self._redundant = RedundantLatents(groups, self._profile.config.max_candidates, self._profile.generator)
+            self._redundant = RedundantLatents(groups, self._profile)
             first, self.best = self.best, NOTHING
             if first.parameters:
                 self._join(first)
 
     def is_complete(self) -> bool:
-        """Whether two restarts have found each latent of the best.
-
-        None of them may be redundant: of two equal ones one may be missing elsewhere.
-        """
+        """Whether two restarts have found each latent of the best, none redundant."""
         return not any(bool((self._find_singletons(group) | group.find_redundant(self.best)).any()) for group in self.groups)
 
     @property
@@ -566,7 +561,7 @@ class SolutionPool:
         queue = [self._members[-1]]
         while queue:
             other = queue.pop()
-            gains = [self._cross(other), *(self._improve(move) for move in self._own_moves)]
+            gains = [self._cross(other), *(self._improve(move) for move in self.own_moves)]
             if any(gains):
                 queue = [member for member in self._members if member is not other]
         if self.best is before:
@@ -596,7 +591,7 @@ class SolutionPool:
         Beside continuous latents the free energy of an untrained child is an estimate with the parent's spread. There only trained
         children count.
         """
-        solution = self.groups[0].populate(self._refine(profile, child), child)
+        solution = self.groups[0].populate(self.refine(profile, child), child)
         return solution if child.companion else max(child, solution, key=attrgetter("free_energy"))
 
     def _find_singletons(self, group: Recombination) -> Tensor:

@@ -50,8 +50,8 @@ from pyro_truncated.utils.console import ProgressBar, progress_bar
 class MultiStart:
     """Restarts of a model until two agree."""
 
-    def __init__(self, profile: Profile, restart: Callable[[Profile], Solution] | None = None) -> None:
-        self._num_steps, self._make_restart = 0, restart
+    def __init__(self, profile: Profile) -> None:
+        self._num_steps = 0
         self._profile = profile.replace(watch=partial(self._count, profile.watch))
         self._first = None
         if profile.initializer is None:
@@ -74,7 +74,7 @@ class MultiStart:
             number, before = len(self.pool.restarts), self._num_steps
             bar.set_description_str(f"restart {number + 1}")
             name = self._initialize(number)
-            solution = self._restart()
+            solution = self.restart(profile)
             steps = self._num_steps - before
             if profile.shares_latents or (self.pool.is_network and profile.has_decoder):
                 move = DeadLatents(profile) if profile.shares_latents else Complement(profile)
@@ -100,10 +100,8 @@ class MultiStart:
         profile.parameters.disturb(self.pool.best.parameters, profile.generator)
         return "perturbed parameters"
 
-    def _restart(self) -> Solution:
-        profile = self._profile
-        if self._make_restart is not None:
-            return self._make_restart(profile)
+    def restart(self, profile: Profile) -> Solution:
+        """Trains from where the model is, or from where its initialiser goes."""
         if profile.is_resizable:
             return start_overcomplete(profile)
         if self.pool.targets is None:

@@ -216,7 +216,7 @@ class _Pruner:
 
 
 def _add_inactive_latents(profile: Profile, solution: Solution, original: Solution, positions: Tensor) -> Solution:
-    """Adds inactive latents of ``requested`` to the learned latents ``kept``."""
+    """Adds inactive latents to learned ones at some positions."""
     assert original.population is not None
     model, y, number = profile.model, profile.y, original.states.shape[-1]
     place = torch.zeros(number, dtype=torch.long).index_copy(0, positions, torch.arange(len(positions)))

@@ -341,10 +341,7 @@ def gradient_schedule(profile: Profile, steps: int) -> Schedule:
 
 
 def restart_schedule(profile: Profile, temperature: Temperature, steps: int) -> Schedule:
-    """Returns the schedule of a restart at a temperature.
-
-    There are so many steps, at least by gradients, and at most where EM may converge before.
-    """
+    """The schedule of a restart: so many steps, by gradients at least."""
     config = profile.config
     if profile.is_informed:
         return Schedule(1, steps, config.informed_gain, window=config.window, is_relative=True)

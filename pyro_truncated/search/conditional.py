@@ -40,10 +40,7 @@ class Moves:
         return self.apply(words, torch.arange(self.count, device=words.device).expand(*words.shape[:2], -1))[0].flatten(1, 2)
 
     def apply(self, words: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Applies moves ``(N, P, m)`` to packed states ``(N, P, W)``.
-
-        Returns new states ``(N, P, m, W)`` and new values ``(N, P, m)``.
-        """
+        """New states ``(N, P, m, W)`` and values of moves ``(N, P, m)``."""
         word, shift = self.word[index], self.shift[index]
         old = (words.gather(-1, word) >> shift) & self.mask[index]
         new = torch.remainder(old + self.step[index], self.cardinality[index])

@@ -88,10 +88,7 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
         self._first_position = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns all that was learned, the remembered data included.
-
-        It is empty but for the generator if there is nothing.
-        """
+        """All that was learned, remembered data included; else the generator alone."""
         if self.regression is None:
             return super().state_dict()
         where = {"first_position": self._first_position, "is_spread": self._is_spread}
@@ -99,10 +96,7 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
         return {**super().state_dict(), "is_of_new_data": self._has_new_data, "memory": memory, "regression": regression}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores an affinity with the same arguments.
-
-        Of shards of data it must be called on all processes.
-        """
+        """Restores an affinity with equal arguments, of shards on all processes."""
         self.forget()
         super().load_state_dict(state)
         if "regression" in state:
@@ -194,25 +188,24 @@ MOST_ROWS = 20_000
 
 
 def gather_some_rows(values: Tensor, positions: Tensor, seed: int, most: int | None) -> Tensor:
-    """Gathers rows of all processes, or roughly ``most`` of many.
-
-    The part does not depend on how processes share them.
-    """
+    """All rows of all processes, or roughly ``most``, however they share them."""
     number = sum(collectives.gather(len(values)))
     if most is not None and number > most:
         values = values[ops.uniform(positions, generator=ops.Stream(seed)) < most / number]
     return torch.cat(collectives.gather(values))
 
 
-class OwnRegression:
-    """A leave-one-out regression on the inputs ``(n, D)`` of this process."""
+class ExactRegression:
+    """A leave-one-out regression; each process has all inputs and targets."""
 
-    def __init__(self, regression: LeaveOneOutRegression, inputs: Tensor) -> None:
-        self.regression, self.inputs = regression, inputs
+    def __init__(self, regression: LeaveOneOutRegression, is_spread: bool) -> None:
+        self.regression, self._is_spread = regression, is_spread
 
     def take(self, targets: Tensor) -> None:
         """Takes in the targets ``(n, P)`` of this process's own data points."""
-        self._first, self._targets = 0, targets
+        every = collectives.gather(targets) if self._is_spread else [targets]
+        self._first = sum(map(len, every[: collectives.rank()])) if self._is_spread else 0
+        self._targets = torch.cat(every)
 
     def loo(self, rows: Tensor) -> Tensor:
         """Means ``(m, P)`` of some of its own data points, from all others."""
@@ -223,16 +216,7 @@ class OwnRegression:
         return self.regression.predict(new_inputs, self._targets)[0]
 
 
-class GatheredRegression(OwnRegression):
-    """One on all data points: each process has all inputs and targets."""
-
-    def take(self, targets: Tensor) -> None:
-        """See :class:`OwnRegression`."""
-        every = collectives.gather(targets)
-        self._first, self._targets = sum(map(len, every[: collectives.rank()])), torch.cat(every)
-
-
-class LowRankRegression(OwnRegression):
+class LowRankRegression(ExactRegression):
     r"""A low-rank factor :math:`L` by rows of processes; only sums travel.
 
     Let :math:`B = I + L^\top L / \lambda` and :math:`c = B^{-1} L^\top R / \lambda`. A row of :math:`C^{-1} R` is
@@ -241,25 +225,25 @@ class LowRankRegression(OwnRegression):
     """
 
     def __init__(self, regression: LeaveOneOutRegression, inputs: Tensor) -> None:
-        super().__init__(regression, inputs)
+        super().__init__(regression, is_spread=True)
         self._factor, self._noise = regression.features(inputs), regression.noise
         (products,) = collectives.add([self._factor.mT @ self._factor / self._noise])
         self._cholesky = stable_cholesky(torch.eye(len(products), dtype=products.dtype, device=products.device) + products)
 
     def take(self, targets: Tensor) -> None:
-        """See :class:`OwnRegression`."""
+        """See :class:`ExactRegression`."""
         (products,) = collectives.add([self._factor.mT @ targets / self._noise])
         self._targets, self._coefficients = targets, torch.cholesky_solve(products, self._cholesky)
 
     def loo(self, rows: Tensor) -> Tensor:
-        """See :class:`OwnRegression`."""
+        """See :class:`ExactRegression`."""
         factor, targets = self._factor[rows], self._targets[rows]
         whitened: Tensor = torch.linalg.solve_triangular(self._cholesky, factor.mT, upper=False)
         share: Tensor = (1 - whitened.square().sum(0) / self._noise).clamp(min=SMALLEST_SHARE)
         return targets - (targets - factor @ self._coefficients) / share.unsqueeze(-1)
 
     def predict(self, new_inputs: Tensor) -> Tensor:
-        """See :class:`OwnRegression`."""
+        """See :class:`ExactRegression`."""
         means: Tensor = self.regression.features(new_inputs) @ self._coefficients
         return means
 
@@ -425,9 +409,10 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
     def _share(self, regression: LeaveOneOutRegression) -> None:
         """Gives each of several processes the predictions of its data points."""
         assert self._memory is not None
-        kind = GatheredRegression if self.rank is None else LowRankRegression
-        own = _fill(self._memory.inputs[self._trained_on], self._centre)
-        self._shared = (kind if self._is_spread else OwnRegression)(regression, own)
+        if self._is_spread and self.rank is not None:
+            self._shared: ExactRegression = LowRankRegression(regression, _fill(self._memory.inputs[self._trained_on], self._centre))
+        else:
+            self._shared = ExactRegression(regression, self._is_spread)
 
     def _predict(self, inputs: Tensor, rows: Tensor) -> Tensor:
         """Returns leave-one-out means for training rows, else predictions (-1)."""

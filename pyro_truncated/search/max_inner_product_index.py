@@ -91,7 +91,7 @@ class MaxInnerProductIndex:
             raise ValueError(f"coefficients and features must have the same shape (K, F), K positive; got {shapes}")
         num_data = check_count("num_data", num_data, least=0)
         self.coefficients, self.features = coefficients, features
-        self._find_group, self._find_offset = group, offset
+        self._find_group, self.offset = group, offset or (lambda features: None)
         self._looks_at_all: bool | None = None
         self.are_few = len(coefficients) <= self.EFFORT.max_exhaustive or num_data < self.EFFORT.rows_per_function * len(coefficients)
 
@@ -126,10 +126,6 @@ class MaxInnerProductIndex:
         index[misses], _ = self._search_in_stages(features[misses], _select(first, misses), known[misses])
         return index
 
-    def offset(self, features: Tensor) -> Tensor | None:
-        """Returns the shift ``(N,)`` that makes values of data points comparable."""
-        return None if self._find_offset is None else self._find_offset(features)
-
     def _check(self, known: Tensor, features: Tensor) -> Tensor:
         if known.dim() != 2 or len(known) != len(features):
             raise ValueError(f"known must have shape ({len(features)}, A); got {tuple(known.shape)}")
@@ -149,10 +145,7 @@ class MaxInnerProductIndex:
         return self._search_in_stages(features, self._search_first_groups(features, number))[0]
 
     def _search_in_stages(self, features: Tensor, first: TopProducts, known: Tensor | None = None) -> tuple[Tensor, float]:
-        """Searches first groups, neighbours, and more groups where values are low.
-
-        Also returns the share that took more groups.
-        """
+        """Searches in stages; also returns the share that took more groups."""
         value, index = self._follow(features, first, self.EFFORT.depth, known)
         offset, num_rows = self.offset(features), 0
         order = (value[:, 0] if offset is None else value[:, 0] + offset).argsort()

@@ -401,9 +401,9 @@ def save_sharded_checkpoint(
     portion = portion.times(len(next(iter(rows.values()))) // portion.size)
     if optim.get("visited") is not None:
         rows["visited"] = optim.pop("visited")
-    # Zeros for data points that the search has not met.
-    search_rows = {name: (value, portion.size - len(value)) for name, value in collect_rows(content["search"]).items()}
-    rows |= {_SEARCH + name: torch.cat([value, value.new_zeros(more, *value.shape[1:])]) for name, (value, more) in search_rows.items()}
+    for name, value in collect_rows(content["search"]).items():
+        # Zeros for data points that the search has not met.
+        rows[_SEARCH + name] = torch.cat([value, value.new_zeros(portion.size - len(value), *value.shape[1:])])
     content["search"] = without_rows(content["search"])
     folder = rows_folder(path) / str(number)
     pieces = _run_on_all(lambda: write_rows(folder, rows, portion))

@@ -80,10 +80,7 @@ _LISTS = 2**40
 
 
 class EqualShares(Messenger):
-    """Effect handler that divides global log probabilities by the process number.
-
-    The sum of their losses and gradients is then that of all data.
-    """
+    """Divides global log probabilities by the number of processes that add them."""
 
     def __init__(self, plates: frozenset[str]) -> None:
         super().__init__()

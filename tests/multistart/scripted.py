@@ -22,10 +22,18 @@ def ended(profile: Profile, estimate: FreeEnergyEstimate, **fields: Any) -> Solu
     return Solution(estimate, ModelParameters(profile.model, profile.y).snapshot(), **fields)
 
 
+class ScriptedMultiStart(MultiStart):
+    """Restarts that are given."""
+
+    def __init__(self, profile: Profile, restart: Callable[[Profile], Solution]) -> None:
+        super().__init__(profile)
+        self.restart = restart  # type: ignore[method-assign]
+
+
 def scripted_restarts(model: Any, y: Tensor, restart: Callable[[Profile], Solution], **options: Any) -> MultiStart:
     """What is made of restarts that are given, with arguments of ``profile_model`` and fields of the configuration."""
     fields = {name: options.pop(name) for name in ("tolerance", "restart_steps") if name in options}
-    found = MultiStart(profile_model(model, y, config=LearnConfig(**fields), **options).for_restarts(), restart)
+    found = ScriptedMultiStart(profile_model(model, y, config=LearnConfig(**fields), **options).for_restarts(), restart)
     found.run(progress_bar(False))
     return found
 

@@ -12,13 +12,13 @@ from torch import Tensor
 from pyro_truncated.datasets import bar_components, linear_bars, matched_bars
 from pyro_truncated.models import BinarySparseCoding, SpikeSlabSparseCoding
 from pyro_truncated.multistart.config import LearnConfig
-from pyro_truncated.multistart.multi_start import MultiStart
 from pyro_truncated.multistart.profile import Profile, profile_model
 from pyro_truncated.multistart.pruning import num_parameters_per_latent, start_overcomplete
 from pyro_truncated.multistart.solution import Solution
 from pyro_truncated.multistart.trainer import Trainer, convergence_schedule, train
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.console import progress_bar
+from tests.multistart.scripted import ScriptedMultiStart
 
 
 def profile_of(y: Tensor, num_latents: int = 8, **arguments: Any) -> Profile:
@@ -80,7 +80,7 @@ def test_starts_of_equal_free_energies_agree_where_they_have_found_the_same_late
         return start.replace(estimate=start.estimate._replace(each=start.estimate.each.roll(shift)), population=population)
 
     starts = iter([start, start_that_knows(truth.flip(1), y)] if kind == "other order" else [shifted(shift) for shift in range(3)])
-    found = MultiStart(profile_of(y, max_restarts=3), lambda profile: next(starts))
+    found = ScriptedMultiStart(profile_of(y, max_restarts=3), lambda profile: next(starts))
     found.run(progress_bar(False))
     assert len(found.pool.energies) == number
     said = found.rule.disagreement()

@@ -330,7 +330,8 @@ def populated(group: Recombination, parameters: dict[str, Tensor]) -> Solution:
 def pool_of(groups: list[Recombination], refine: Any = None, **arguments: Any) -> SolutionPool:
     """Restarts that exchange latents of these groups; what moves propose is left as it is unless said otherwise."""
     arguments = {"model": bars_model, "y": torch.zeros(4, 9), "config": LearnConfig(tolerance=0.01), **arguments}
-    pool = SolutionPool(profile_model(**arguments), refine or as_it_is, moves=())
+    pool = SolutionPool(profile_model(**arguments))
+    pool.refine, pool.own_moves = refine or as_it_is, ()
     pool.exchange(groups)
     return pool
 

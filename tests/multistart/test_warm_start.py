@@ -253,8 +253,8 @@ def test_networks_of_the_same_latents_agree_if_their_free_energies_are_near(lead
 @pytest.mark.nightly
 def test_the_states_of_a_later_restart_are_those_that_a_linear_model_finds(monkeypatch):
     """Data made of four causes by a matrix: the second restart is taught their states, in whatever order and sign."""
-    taught = []
-    monkeypatch.setattr(multi_start, "teach", lambda profile, states: taught.append(states))
+    taught, linear_code = [], multi_start.linear_code
+    monkeypatch.setattr(multi_start, "linear_code", lambda *arguments: taught.append(linear_code(*arguments)) or taught[-1])
     states = (torch.rand(80, NUM_LATENTS, generator=generator()) < 0.3).float()
     weight = torch.tensor([[1.0, 0, 0, 0, 1, 0], [0, 1, 0, 0, 0, 1], [0, 0, 1, 0, 1, 0], [0, 0, 0, 1, 0, 1]])
     y = 4 * states @ weight + 0.1 * torch.randn(80, NUM_OBSERVED, generator=generator(1))

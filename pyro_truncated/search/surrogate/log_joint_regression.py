@@ -167,10 +167,7 @@ class LogJointRegression:
 
 
 class EffectsPosterior:
-    """Gaussian posterior of effects in some data points, given shared ones.
-
-    Own effects of each data point deviate at least by ``least (n,)``.
-    """
+    """Gaussian posterior of effects, whose own parts deviate at least by ``least``."""
 
     def __init__(self, samples: ScoredBatch, regression: LogJointRegression, least: Tensor | None = None) -> None:
         self.samples, self.effects = samples, regression.effects

@@ -310,10 +310,7 @@ class ScoredStates:
         return self._select(rank.topk(size, 1).indices.sort(1).values, self.words, self.log_joint)
 
     def num_since_best(self) -> Tensor:
-        """Returns how many states were scored after the best one, ``(N,)``.
-
-        Initial states count in the order of the population.
-        """
+        """How many states come after the best one, ``(N,)``, initial ones included."""
         return self.log_joint.shape[1] - 1 - self.log_joint.argmax(1)
 
     def _select(self, order: Tensor, words: Tensor, log_joint: Tensor) -> ScoredStates:
