@@ -294,6 +294,29 @@ def warn_if_rounded(data: Tensor, dtype: torch.dtype) -> None:
         )
 
 
+def check_units(name: str, rows: Tensor) -> None:
+    """Refuses columns whose squared extents are zero or infinite in their type.
+
+    Args:
+        name: the argument that they are.
+        rows: finite data ``(N,)`` or ``(N, D)``.
+
+    Raises:
+        ValueError: naming the first of them.
+    """
+    extents = (rows.amax(0) - rows.amin(0)).reshape(-1)
+    limits = torch.finfo(rows.dtype)
+    # Variances are sums of squares, and are divided by.
+    is_lost = (extents > 0) & ~((extents.square() > 1e6 * limits.tiny) & (extents.square() < 1e-12 * limits.max))
+    if bool(is_lost.any()):
+        column = int(is_lost.nonzero()[0, 0])
+        least, most = (1e6 * limits.tiny) ** 0.5, (1e-12 * limits.max) ** 0.5
+        raise ValueError(
+            f"{name} must have columns of extents between {least:.0e} and {most:.0e}, as squares are taken in {rows.dtype}; got "
+            f"{float(extents[column]):.3g} in column {column}: give them in another unit"
+        )
+
+
 def rounding_tolerance(values: Tensor, *dtypes: torch.dtype) -> float:
     """A thousand rounding errors of the largest finite value, or of one.
 

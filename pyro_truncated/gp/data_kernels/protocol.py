@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyro_truncated.gp.kernels import evaluate, outside_programs, refuse_foreign_kernel
 from pyro_truncated.utils.arguments import check_count, check_kinds, describe, names_arguments
-from pyro_truncated.utils.arrays import as_tensors, check_column_names, remember_columns, takes_arrays
+from pyro_truncated.utils.arrays import as_tensors, check_column_names, check_units, remember_columns, takes_arrays
 from pyro_truncated.utils.parameter_store import UniqueModule
 
 
@@ -667,6 +667,8 @@ def smooth_rbf(inputs: Tensor) -> PyroKernel:
     table, inputs = inputs, as_tensors(inputs, name="inputs")
     inputs = inputs if inputs.is_floating_point() else inputs.double()
     points = inputs if inputs.dim() == 2 else inputs[:, None]
+    if len(points):
+        check_units("inputs", points)
     dim = points.shape[1]
     spread = points.std(0, correction=0)
     low, high = points[:: -(-len(points) // 1000)].quantile(points.new_tensor([0.25, 0.75]), 0)
