@@ -299,11 +299,13 @@ def check_units(name: str, rows: Tensor) -> None:
 
     Args:
         name: the argument that they are.
-        rows: finite data ``(N,)`` or ``(N, D)``.
+        rows: data ``(N,)`` or ``(N, D)``; nothing is said of those that are not finite.
 
     Raises:
         ValueError: naming the first of them.
     """
+    if not rows.numel() or not bool(rows.isfinite().all()):
+        return
     extents = (rows.amax(0) - rows.amin(0)).reshape(-1)
     limits = torch.finfo(rows.dtype)
     # Variances are sums of squares, and are divided by.
@@ -446,7 +448,9 @@ def takes_arrays(method: Callable[P, T]) -> Callable[P, T]:
     data = {parameter.name for parameter in parameters if parameter.annotation in _ANNOTATIONS_OF_DATA}
 
     def convert(name: str | None, value: Any, like: Tensor | None) -> Any:
-        return as_data(str(name), value, like) if name in data and isinstance(value, _LISTS) else as_tensors(value, like, name)
+        if name in data and (isinstance(value, _LISTS) or is_array(value)):
+            return as_data(str(name), value, like)
+        return as_tensors(value, like, name)
 
     @functools.wraps(method)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
