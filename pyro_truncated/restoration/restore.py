@@ -206,7 +206,8 @@ def _restore(image: Tensor, noise: Noise | str, settings: _Settings, *, has_chan
     is_grey = has_channels and bool(torch.isclose(image, image[..., :1], 0, 0, equal_nan=True).all())
     if is_grey and settings.model is None and (not isinstance(noise, Tensor) or bool((noise == noise[0]).all())):
         one = _restore(image[..., 0], noise[0] if isinstance(noise, Tensor) else noise, settings, has_channels=False)
-        return dataclasses.replace(one, image=one.image.unsqueeze(-1).repeat_interleave(image.shape[-1], -1))
+        own = one.channel_noise if one.channel_noise is None else one.channel_noise.expand(image.shape[-1])
+        return dataclasses.replace(one, image=one.image.unsqueeze(-1).repeat_interleave(image.shape[-1], -1), channel_noise=own)
     if isinstance(noise, str):
         return _restore_counts(image, noise, settings, has_channels=has_channels)
     levels: Any = noise

@@ -25,7 +25,7 @@ from pyro_truncated.sklearn.estimators import isolated_state, mixture_posteriors
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.loop import fit
 from pyro_truncated.utils.arguments import check_count, check_counts
-from pyro_truncated.utils.arrays import find_package, holds_arrays
+from pyro_truncated.utils.arrays import check_units, find_package, holds_arrays
 
 # Columns with more values, in numbers and as a share of the rows, are hardly categorical.
 _MANY_CATEGORIES, _MAX_SHARE_OF_CATEGORIES = 10, 0.5
@@ -112,6 +112,8 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
             y: ignored.
         """
         rows = self._rows(X, reset=True)
+        if self.family == "gaussian":
+            check_units("X", rows.double())
         # Second moments of data far from zero would lose their digits.
         center = rows.median(0).values if self.family == "gaussian" else rows.new_zeros(rows.shape[1])
         with isolated_state(self.random_state) as generator:

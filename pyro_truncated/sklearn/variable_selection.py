@@ -20,6 +20,7 @@ from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
 from pyro_truncated.sklearn.estimators import SteepestAscent, isolated_state, validated_data
 from pyro_truncated.utils.arguments import check_counts
+from pyro_truncated.utils.arrays import check_units
 from pyro_truncated.utils.budget import rows_per_block
 
 
@@ -200,6 +201,8 @@ class SpikeSlabRegressor(RegressorMixin, BaseEstimator):
         n_models, max_iter = check_counts(n_models=self.n_models, max_iter=self.max_iter)
         X, y = validated_data(self, X, y, dtype=np.float64, y_numeric=True, ensure_min_samples=2)
         rows, targets = torch.from_numpy(np.array(X)), torch.from_numpy(np.array(y, dtype=np.float64))
+        check_units("X", rows)
+        check_units("y", targets)
         spread = rows.std(0, correction=0)
         self._scale = torch.where(spread > 0, spread, torch.ones_like(spread))
         self._center, self._mean = rows.mean(0), targets.mean()

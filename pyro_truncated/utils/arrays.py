@@ -294,6 +294,31 @@ def warn_if_rounded(data: Tensor, dtype: torch.dtype) -> None:
         )
 
 
+def check_units(name: str, rows: Tensor) -> None:
+    """Refuses columns whose squared extents are zero or infinite in their type.
+
+    Args:
+        name: the argument that they are.
+        rows: data ``(N,)`` or ``(N, D)``; nothing is said of those that are not finite.
+
+    Raises:
+        ValueError: naming the first of them.
+    """
+    if not rows.numel() or not bool(rows.isfinite().all()):
+        return
+    extents = (rows.amax(0) - rows.amin(0)).reshape(-1)
+    limits = torch.finfo(rows.dtype)
+    # Variances are sums of squares, and are divided by.
+    is_lost = (extents > 0) & ~((extents.square() > 1e6 * limits.tiny) & (extents.square() < 1e-12 * limits.max))
+    if bool(is_lost.any()):
+        column = int(is_lost.nonzero()[0, 0])
+        least, most = (1e6 * limits.tiny) ** 0.5, (1e-12 * limits.max) ** 0.5
+        raise ValueError(
+            f"{name} must have columns of extents between {least:.0e} and {most:.0e}, as squares are taken in {rows.dtype}; got "
+            f"{float(extents[column]):.3g} in column {column}: give them in another unit"
+        )
+
+
 def rounding_tolerance(values: Tensor, *dtypes: torch.dtype) -> float:
     """A thousand rounding errors of the largest finite value, or of one.
 
@@ -423,7 +448,9 @@ def takes_arrays(method: Callable[P, T]) -> Callable[P, T]:
     data = {parameter.name for parameter in parameters if parameter.annotation in _ANNOTATIONS_OF_DATA}
 
     def convert(name: str | None, value: Any, like: Tensor | None) -> Any:
-        return as_data(str(name), value, like) if name in data and isinstance(value, _LISTS) else as_tensors(value, like, name)
+        if name in data and (isinstance(value, _LISTS) or is_array(value)):
+            return as_data(str(name), value, like)
+        return as_tensors(value, like, name)
 
     @functools.wraps(method)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:

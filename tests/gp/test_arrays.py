@@ -124,9 +124,9 @@ TABLES = {
     "subset": lambda x: gp.InducingSubset(x, Y, num_inducing=3, noise=0.1, index=torch.arange(3)).predict,
     "leave one out": lambda x: leave_one_out(x, Y).predict,
     "variational": lambda x: variational(x, Y[:, 0]),
-    "histograms": lambda x: kernel_cross(gp.HistogramIntersectionKernel(abs(x))),
-    "counts": lambda x: kernel_cross(gp.CountKernel(abs(x).round())),
-    "regression on counts": lambda x: gp.SubsetGPRegression(abs(x).round(), Y, gp.CountKernel).predict,
+    "histograms": lambda x: kernel_cross(gp.HistogramIntersectionKernel(x)),
+    "counts": lambda x: kernel_cross(gp.CountKernel(x)),
+    "regression on counts": lambda x: gp.SubsetGPRegression(x, Y, gp.CountKernel).predict,
     "sum": lambda x: kernel_cross(gp.SumKernel([gp.smooth_rbf(x), gp.PyroKernel(rbf(), x)])),
 }
 
@@ -143,3 +143,45 @@ def test_tables_with_other_columns_are_refused(name, container):
     for other, place, found in ((new[["a", "c", "b"]], 1, "c"), (new.rename(columns={"c": "z"}), 2, "z")):
         with pytest.raises(ValueError, match=rf"in their order: column {place} must be '[bc]'; got '{found}'"):
             predict(container(other))
+
+
+LISTS = {
+    "lists": lambda x: x.tolist(),
+    "tuples": lambda x: tuple(map(tuple, x.tolist())),
+    "arrays": lambda x: list(x.numpy()),
+    "tensors": list,
+}
+
+
+@pytest.mark.parametrize("kind", LISTS)
+@pytest.mark.parametrize("name", [name for name in TABLES if "counts" not in name and name != "sum"])
+def test_lists_of_numbers_are_inputs(name, kind):
+    rows, new = (abs(rows).round() if name == "histograms" else rows for rows in (X, NEW))
+    expected, found = TABLES[name](rows)(new), TABLES[name](LISTS[kind](rows))(LISTS[kind](new))
+    for tensor, again in zip(
+        *((one if isinstance(one, tuple) else (getattr(one, "mean", one),)) for one in (expected, found)), strict=True
+    ):
+        if isinstance(tensor, Tensor):
+            torch.testing.assert_close(again, tensor)
+
+
+@pytest.mark.parametrize("container", [np.asarray, pd.Series, list, torch.as_tensor])
+def test_one_input_may_come_without_an_axis(container):
+    x, new = np.linspace(0, 6, 30), np.linspace(1, 5, 7)
+    expected = fitted(torch.from_numpy(x)[:, None], np.sin(x)).predict(torch.from_numpy(new)[:, None])
+    for mean in (fitted(container(x), np.sin(x)).predict(container(new))[0], fitted(x[:, None], np.sin(x)).predict(container(new))[0]):
+        torch.testing.assert_close(mean, expected[0])
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (0,), (4, 0)])
+def test_empty_inputs_are_named(shape):
+    with pytest.raises(ValueError, match="inputs must have a row and a column at least; got float64 of shape"):
+        gp.SubsetGPRegression(np.zeros(shape), np.zeros(shape[0]))
+
+
+def test_objects_stay_what_they_are_for_kernels_of_their_own():
+    words = [[0.0, 1.0], [2.0, 3.0], [1.0]]
+    model = gp.SubsetGPRegression(words, [0.0, 1.0, 2.0], lambda objects: gp.FunctionKernel(lambda a, b: float(len(a) == len(b)), objects))
+    assert model.kernel.objects is words
+    with pytest.raises(TypeError, match="kernel is needed where X is neither"):
+        gp.SubsetGPRegression(["CCO", "CC"], [0.0, 1.0])

@@ -116,3 +116,19 @@ def test_codes_in_another_order_are_refused(transformer):
     np.testing.assert_array_equal(transformer.inverse_transform(codes.set_axis(["u", "v"], axis=1)), expected)
     with pytest.raises(ValueError, match=r"X must have the columns of transform, in their order: \['.*0', '.*1'\]; got"):
         transformer.inverse_transform(codes[codes.columns[::-1]])
+
+
+@pytest.mark.parametrize("unit", [1e-200, 1e200])
+@pytest.mark.parametrize(
+    ("fit", "name"),
+    [
+        (lambda rows, unit: TruncatedMixture(2, random_state=0).fit(rows * [1, unit]), "X"),
+        (lambda rows, unit: SpikeSlabRegressor(random_state=0).fit(rows * [1, unit], rows[:, 0]), "X"),
+        (lambda rows, unit: SpikeSlabRegressor(random_state=0).fit(rows, unit * rows[:, 0]), "y"),
+        (lambda rows, unit: SubsetGPRegressor(random_state=0).fit(rows * [1, unit], rows[:, 0]), "inputs"),
+        (lambda rows, unit: SubsetGPRegressor(random_state=0).fit(rows, unit * rows[:, 0]), "y, the targets,"),
+    ],
+)
+def test_units_whose_squares_are_no_numbers_are_refused(fit, name, unit):
+    with pytest.raises(ValueError, match=f"^{name} must .*got"):
+        fit(np.random.RandomState(0).randn(20, 2), unit)

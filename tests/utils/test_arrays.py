@@ -170,3 +170,11 @@ def test_digits_that_are_kept_are_not_named(y):
     with warnings.catch_warnings(action="error"):
         models.BinarySparseCoding(y.shape[1], 3, dtype=torch.float32).initialize(constant)
         models.BinarySparseCoding(y.shape[1], 3, dtype=torch.float64).initialize(y + 1e8)
+
+
+@pytest.mark.parametrize(("rows", "reason"), [(np.zeros((4, 3), dtype=complex), "got complex128"), (np.full((4, 3), "a"), "array of <U1")])
+def test_methods_name_arrays_that_are_no_real_numbers(rows, reason):
+    decoder = SASDecoder(20, 3, num_active=5, batch_size=10)
+    for call in (decoder.fit, decoder.infer):
+        with pytest.raises(TypeError, match=f"^x must .*{reason}"):
+            call(rows)

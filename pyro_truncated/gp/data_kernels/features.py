@@ -713,7 +713,7 @@ class HistogramIntersectionKernel(FixedKernel):
         return _intersections(scaled, scaled)
 
     def _scale_histograms(self, new: Tensor) -> Tensor:
-        return new.to(self.histograms) / self._mass
+        return as_data("new", new).to(self.histograms) / self._mass
 
 
 def _width(features: Any) -> int | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyro_truncated.gp.kernels import evaluate, outside_programs, refuse_foreign_kernel
 from pyro_truncated.utils.arguments import check_count, check_kinds, describe, names_arguments
-from pyro_truncated.utils.arrays import as_tensors, check_column_names, remember_columns, takes_arrays
+from pyro_truncated.utils.arrays import as_data, as_tensors, check_column_names, check_units, remember_columns, takes_arrays
 from pyro_truncated.utils.parameter_store import UniqueModule
 
 
@@ -528,7 +528,7 @@ class InputKernel(DataKernel):
     inputs: Tensor
 
     def __init__(self, inputs: Tensor) -> None:
-        table, inputs = inputs, as_tensors(inputs, name="inputs")
+        table, inputs = inputs, _as_matrix("inputs", inputs)
         if not isinstance(inputs, Tensor) or inputs.dim() not in (1, 2) or not inputs.is_floating_point():
             raise TypeError(f"inputs must be a floating point tensor of shape (n, D) or (n,); got {describe(inputs)}")
         if not bool(inputs.isfinite().all()):
@@ -573,7 +573,9 @@ class InputKernel(DataKernel):
             ValueError: if they are not of this shape, not finite, or a table with other columns than the training inputs.
         """
         check_column_names(self, "new", new)
-        new = as_tensors(new, name="new inputs")
+        new = _as_matrix("new inputs", new)
+        if isinstance(new, Tensor) and new.dim() == 1 and self.inputs.shape[1:] == (1,):
+            new = new.unsqueeze(1)
         if not isinstance(new, Tensor) or new.is_complex() or new.shape[1:] != self.inputs.shape[1:]:
             raise ValueError(f"new inputs must be real and have shape {('n_new', *self.inputs.shape[1:])}; got {describe(new)}")
         if not bool(new.isfinite().all()):
@@ -660,9 +662,12 @@ def smooth_rbf(inputs: Tensor) -> PyroKernel:
     Args:
         inputs: training inputs ``(n, D)``, or ``(n,)`` for one dimension.
     """
-    table, inputs = inputs, as_tensors(inputs, name="inputs")
+    table, inputs = inputs, as_data("inputs", inputs)
     inputs = inputs if inputs.is_floating_point() else inputs.double()
     points = inputs if inputs.dim() == 2 else inputs[:, None]
+    if not points.numel():
+        raise ValueError(f"inputs must have a row and a column at least; got {describe(inputs)}")
+    check_units("inputs", points)
     dim = points.shape[1]
     spread = points.std(0, correction=0)
     low, high = points[:: -(-len(points) // 1000)].quantile(points.new_tensor([0.25, 0.75]), 0)
@@ -673,6 +678,16 @@ def smooth_rbf(inputs: Tensor) -> PyroKernel:
     kernel = PyroKernel(kernels.RBF(dim, points.new_ones(()), lengthscale), points)
     remember_columns(kernel, "new", table)
     return kernel
+
+
+def _as_matrix(name: str, value: Any) -> Any:
+    """Returns arrays and lists of numbers as tensors."""
+    if not isinstance(value, (list, tuple, range)):
+        return as_tensors(value, name=name)
+    try:
+        return as_data(name, value)
+    except TypeError:  # other objects
+        return value
 
 
 def bound_kernel(X: Any, kernel: Any = None) -> DataKernel:
@@ -696,13 +711,14 @@ def bound_kernel(X: Any, kernel: Any = None) -> DataKernel:
     if isinstance(kernel, holders) and not isinstance(kernel, type):
         raise TypeError("kernel holds its inputs already: give it in the place of X")
     refuse_foreign_kernel(kernel)
-    inputs = as_tensors(X, name="X")
+    is_maker = callable(kernel) and not isinstance(kernel, torch.nn.Module)
+    inputs = as_tensors(X, name="X") if is_maker else _as_matrix("X", X)
     bound: DataKernel | None = None
     if isinstance(kernel, kernels.Kernel):
         bound = PyroKernel(kernel, inputs)
     elif isinstance(kernel, torch.nn.Module):
         bound = GPyTorchKernel(kernel, inputs)
-    elif callable(kernel):
+    elif is_maker:
         bound = as_data_kernel(kernel(inputs))
     elif kernel is not None:
         raise TypeError(f"kernel must be a kernel of Pyro or GPyTorch, or make a DataKernel of the inputs; got {type(kernel).__name__}")

@@ -34,7 +34,7 @@ from pyro_truncated.gp.subset.alternation import (
 from pyro_truncated.gp.subset.objectives import NOISE_FLOOR, Basis, covariances_with, noise_from_log
 from pyro_truncated.gp.subset.regression import explained_share, warn_about_noise
 from pyro_truncated.utils.arguments import check_count, check_kinds, describe, names_arguments
-from pyro_truncated.utils.arrays import as_tensors
+from pyro_truncated.utils.arrays import as_data
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.constraints import LARGEST
 from pyro_truncated.utils.parameter_store import load_snapshot, snapshot
@@ -118,7 +118,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
     ) -> None:
         super().__init__()
         check_kinds(CoregionalizedGPRegression.__init__, generator=generator)
-        self.kernel, targets = bound_kernel(X, kernel), as_tensors(y)
+        self.kernel, targets = bound_kernel(X, kernel), as_data("y, the targets,", y)
         n, rank = self.kernel.num_data, check_count("rank", rank)
         if targets.dim() != 2 or len(targets) != n or targets.is_complex() or bool((targets.abs() > LARGEST).any()):
             raise ValueError(f"y, the targets, must be finite or NaN and of shape ({n}, H); got {describe(targets)}")

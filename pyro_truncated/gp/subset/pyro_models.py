@@ -23,7 +23,7 @@ from pyro_truncated.gp.kernels import outside_programs
 from pyro_truncated.gp.subset.objectives import check_index
 from pyro_truncated.gp.subset.subset_search import InducingSubset, SubsetSearch
 from pyro_truncated.utils.arguments import check_count, check_kinds, names_arguments
-from pyro_truncated.utils.arrays import as_tensors
+from pyro_truncated.utils.arrays import as_data
 from pyro_truncated.utils.parameter_store import UniqueModule, empty_store, spare_random_numbers
 
 
@@ -79,9 +79,9 @@ class SubsetModel(UniqueModule, Parameterized):
     def __init__(self, X: Any, y: Tensor, kernel: Any, num_inducing: int, index: Tensor | None, jitter: float) -> None:
         super().__init__()
         self.kernel: DataKernel = _check(bound_kernel(X, kernel))
-        n, y = self.kernel.num_data, as_tensors(y)
-        if not isinstance(y, Tensor) or not y.dim() or y.shape[-1] != n:
-            raise ValueError(f"y must be a tensor of shape (..., {n}), one target per training input; got {getattr(y, 'shape', type(y))}")
+        n, y = self.kernel.num_data, as_data("y", y)
+        if not y.dim() or y.shape[-1] != n:
+            raise ValueError(f"y must have shape (..., {n}), one target per training input; got {tuple(y.shape)}")
         num_inducing = check_count("num_inducing", num_inducing)
         check_kinds(SubsetModel.__init__, jitter=jitter)
         if num_inducing > n:

@@ -47,6 +47,7 @@ from pyro_truncated.gp.subset.objectives import (
 )
 from pyro_truncated.gp.subset.subset_search import SubsetSearch, make_search
 from pyro_truncated.utils.arguments import check_count, check_counts, check_kinds, names_arguments, renames
+from pyro_truncated.utils.arrays import check_units
 from pyro_truncated.utils.constraints import in_double
 
 # By default so many inducing inputs at first, and twice as many as long as that gains so much per data point or nothing is explained.
@@ -236,6 +237,7 @@ class SubsetGPRegression(torch.nn.Module):
         self.search = make_search(algorithm)
         self.generator = generator
         matrix = targets if targets.dim() == 2 else targets[:, None]
+        check_units("y, the targets,", matrix)
         scale = matrix.std(0)
         # Rounding errors of a constant are no deviation.
         varies = scale > 1e-15 * matrix.mean(0).abs()

@@ -221,7 +221,7 @@ def test_strings_and_loading():
 def test_bad_input():
     kernel, Y = toy(60)
     y = Y[:, 0]
-    with pytest.raises(ValueError, match=r"y must be a tensor of shape \(\.\.\., 60\)"):
+    with pytest.raises(ValueError, match=r"y must have shape \(\.\.\., 60\)"):
         SubsetSparseGPRegression(kernel, y[:5], num_inducing=3)
     with pytest.raises(ValueError, match="index must hold num_inducing=3 positions; got 10"):
         SubsetSparseGPRegression(kernel, y, num_inducing=3, index=INDEX)
