@@ -94,7 +94,7 @@ class GatedDecoder(UniqueModule):
     def __init__(self, outputs: Tensor, switches: Tensor, poses: Tensor, width: int = 64) -> None:
         super().__init__()
         for name, values in {"outputs": outputs, "switches": switches, "poses": poses}.items():
-            check_real(values, f"{name} of the examples")
+            check_real(values, name)
         if poses.dim() != 3 or poses.shape[:2] != switches.shape or len(outputs) != len(switches):
             raise ValueError(
                 f"examples (A, D), switches (A, H) and poses (A, H, P) must fit; got {tuple(outputs.shape)}, {tuple(switches.shape)}, "

@@ -20,6 +20,7 @@ import torch
 
 from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.shards import Portion, find_portion
+from pyro_truncated.distributions.binary_chains import BinaryChains
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import Conditional
 from pyro_truncated.program.chain_scorer import ChainLayout, ChainScorer
@@ -31,7 +32,7 @@ from pyro_truncated.program.inspection import refuse_hidden_latents, warn_about_
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.product_layout import ProductLayout
 from pyro_truncated.program.product_scorer import ProductScorer
-from pyro_truncated.program.sites import is_subsampled, sample_nodes
+from pyro_truncated.program.sites import is_subsampled, sample_nodes, unwrap
 from pyro_truncated.program.structures import warn_of_shared_subsamples
 from pyro_truncated.utils.arguments import naming_empty_plates
 from pyro_truncated.utils.console import note_once, readable_count
@@ -89,6 +90,11 @@ def find_product(
             steps.refuse_coupled_steps()
             warn_of_shared_subsamples(steps)
         return chains
+    if chains_beside := [name for name in layout.sites if isinstance(unwrap(trace.nodes[name]["fn"])[0], BinaryChains)]:
+        note_once(
+            f"{chains_beside} are sites of chains beside other discrete latents, or in a plate with them: their states are whole paths, "
+            f"{num_states} of them. Steps have sets where one site of chains is the only discrete latent: put all chains into one."
+        )
     inner = [frame for site in layout.sites.values() for frame in site.frames if frame.name not in layout.plates]
     is_partial = any(is_subsampled(frame) and frame.vectorized for frame in inner)
     if dependencies.scopes is None and not layout.read and layout.space.size > num_states:
@@ -166,10 +172,11 @@ def plate_portion(layout: Layout, arguments: Any) -> Portion | None:
     if portion is None or not portion.is_part:
         return portion
     if not layout.full_sizes or layout.full_sizes[0] != portion.size:
+        places = {name: [frame.name for frame in site.frames] for name, site in layout.sites.items()}
         raise NotImplementedError(
-            f"the rows of a shard must be the data points of the model's left-most plate; got {portion.size} rows for "
-            f"{list(layout.plates)} of sizes {list(layout.full_sizes)}, the plates that hold all discrete latents. "
-            "Train on all data in one process, without distributed.shard."
+            f"the rows of a shard must be the data points of the left-most plate that holds all discrete latents; got {portion.size} rows "
+            f"for {list(layout.plates)} of sizes {list(layout.full_sizes)}. The latents lie in the plates {places}: open one plate for all, "
+            "or train on all data in one process, without distributed.shard."
         )
     return portion.times(layout.num_data // portion.size)
 

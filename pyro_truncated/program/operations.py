@@ -178,4 +178,5 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         for part in value.values():
             yield from tensors_in(part)
     elif isinstance(value, (torch.distributions.Distribution, torch.distributions.Transform)):
-        yield from tensors_in(vars(value))
+        # A transform and its inverse hold each other.
+        yield from tensors_in({name: part for name, part in vars(value).items() if name != "_inv"})

@@ -175,7 +175,7 @@ def test_one_input_may_come_without_an_axis(container):
 
 @pytest.mark.parametrize("shape", [(0, 3), (0,), (4, 0)])
 def test_empty_inputs_are_named(shape):
-    with pytest.raises(ValueError, match="inputs must have a row and a column at least; got float64 of shape"):
+    with pytest.raises(ValueError, match="inputs, must have a row and a column at least; got float64 of shape"):
         gp.SubsetGPRegression(np.zeros(shape), np.zeros(shape[0]))
 
 

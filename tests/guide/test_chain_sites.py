@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 
 import pyro
@@ -257,3 +258,16 @@ def test_one_sequence_without_a_plate(form: str) -> None:
     Truncated_ELBO(search_steps=4).loss_and_grads(model, guide, y)
     # Kernels score states; otherwise the program is run for each block of candidates.
     assert (len(calls) < 20) == (form in ("linear", "superposition", "scales of columns"))
+
+
+def test_chains_beside_other_latents_are_whole_paths_and_it_says_so(caplog):
+    def model(y: Tensor) -> None:
+        with pyro.plate("sequences", len(y)):
+            for name in ("a", "b"):
+                s = pyro.sample(name, BinaryChains(torch.full((2,), 0.4), SWITCH.float().repeat(2, 1, 1), num_steps=y.shape[1]))
+                pyro.sample(f"y_{name}", dist.Normal(s, 0.7).to_event(2), obs=y)
+
+    with caplog.at_level(logging.INFO):
+        AutoTruncated(model, 8).setup(torch.zeros(2, 4, 2))
+    assert "['a', 'b'] are sites of chains beside other discrete latents" in caplog.text
+    assert "put all chains into one" in caplog.text

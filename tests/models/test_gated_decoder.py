@@ -129,5 +129,5 @@ def test_complex_examples_are_refused_by_name(name, is_array):
     examples[name] = examples[name].to(torch.complex64)
     if is_array:
         examples = {name: values.numpy() for name, values in examples.items()}
-    with pytest.raises(TypeError, match=f"^{name} of the examples must hold real numbers; got .*complex64$"):
+    with pytest.raises(TypeError, match=f"^{name} must hold real numbers; got .*complex64$"):
         GatedDecoder(**examples)

@@ -11,6 +11,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer import TraceEnum_ELBO, config_enumerate
 from torch import Tensor
 
 from pyro_truncated import AutoTruncated, Truncated_ELBO, VectorizationWarning, check_truncation
@@ -186,3 +187,20 @@ def test_inner_plates_whose_members_depend_on_each_other_hold_whole_states() -> 
         assert guide.product is None
         assert loss >= -evidence - 1e-9
     assert loss == pytest.approx(-evidence, rel=1e-10)
+
+
+def test_transforms_whose_inverse_is_known_are_no_circle():
+    """They and their inverses hold each other."""
+    prior = dist.LogNormal(0.0, 1.0)
+    assert prior.transforms[0].inv.inv is prior.transforms[0]
+
+    def model(y):
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Bernoulli(0.3))
+            pyro.sample("y", dist.Normal(3 * z, 1.0), obs=y)
+            pyro.sample("x", prior.expand([len(y)]), obs=y.exp())
+
+    y = torch.tensor([0.3, 2.5])
+    guide = AutoTruncated(model, 2)
+    exact = TraceEnum_ELBO(max_plate_nesting=1).loss(config_enumerate(model), lambda y: None, y)
+    assert Truncated_ELBO().loss(model, guide, y) == pytest.approx(exact, rel=1e-6)

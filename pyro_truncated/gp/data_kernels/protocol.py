@@ -666,7 +666,7 @@ def smooth_rbf(inputs: Tensor) -> PyroKernel:
     inputs = inputs if inputs.is_floating_point() else inputs.double()
     points = inputs if inputs.dim() == 2 else inputs[:, None]
     if not points.numel():
-        raise ValueError(f"inputs must have a row and a column at least; got {describe(inputs)}")
+        raise ValueError(f"X, the inputs, must have a row and a column at least; got {describe(inputs)}")
     check_units("inputs", points)
     dim = points.shape[1]
     spread = points.std(0, correction=0)
