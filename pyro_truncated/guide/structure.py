@@ -175,7 +175,7 @@ def plate_portion(layout: Layout, arguments: Any) -> Portion | None:
         places = {name: [frame.name for frame in site.frames] for name, site in layout.sites.items()}
         raise NotImplementedError(
             f"the rows of a shard must be the data points of the left-most plate that holds all discrete latents; got {portion.size} rows "
-            f"for {list(layout.plates)} of sizes {list(layout.full_sizes)}. The latents lie in the plates {places}: open one plate for all, "
+            f"for {list(layout.plates)} of sizes {list(layout.full_sizes)}. The latents lie in the plates {places}: open one for all, "
             "or train on all data in one process, without distributed.shard."
         )
     return portion.times(layout.num_data // portion.size)
