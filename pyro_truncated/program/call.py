@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pyro.poutine as poutine
 import torch
+from pyro.distributions.torch_distribution import MaskedDistribution
 from pyro.poutine.messenger import Messenger
 
 from pyro_truncated.program.sites import has_stock_density, unwrap
 from pyro_truncated.program.subsampling import SparseSubsamples, in_minibatch
+from pyro_truncated.program.supports import is_discrete
 from pyro_truncated.utils.arguments import naming_empty_plates
 from pyro_truncated.utils.parameter_store import Assign, isolate
 
@@ -44,6 +46,19 @@ class _ObservesTensors(Messenger):
         # None of torch's or Pyro's own densities is of complex numbers.
         if value.is_complex() and has_stock_density(unwrap(msg["fn"])[0]):
             raise TypeError(f"site '{msg['name']}' must observe real numbers, as its distribution says; got {value.dtype}")
+
+
+class _HidesMasked(Messenger):
+    """Effect handler that gives masks of discrete latents to their sites.
+
+    So what it switches off has one value, as under ``poutine.mask``.
+    """
+
+    def _pyro_sample(self, msg: Any) -> None:
+        fn = msg["fn"]
+        if not msg["is_observed"] and type(fn) is MaskedDistribution and is_discrete(fn):
+            msg["mask"] = fn._mask if msg["mask"] is None else msg["mask"] & fn._mask
+            msg["fn"] = fn.base_dist
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,7 +92,7 @@ class Call:
         Raises:
             TypeError: naming the site, if the program observes an array or a list.
         """
-        with _ObservesTensors():
+        with _ObservesTensors(), _HidesMasked():
             return poutine.trace(in_minibatch(self.model)).get_trace(*self.args, **self.kwargs)
 
     def run(self, values: Mapping[str, Any]) -> poutine.Trace:

@@ -11,7 +11,7 @@ import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest
 import torch
-from pyro.infer import TraceEnum_ELBO, config_enumerate
+from pyro.infer import Trace_ELBO, TraceEnum_ELBO, config_enumerate
 from torch import Tensor
 
 from pyro_truncated import AutoTruncated, EvolutionarySearch, Truncated_ELBO
@@ -142,3 +142,46 @@ def test_a_masked_flag_counts_where_the_next_number_does(num_states: int) -> Non
         for _ in range(20):
             loss = elbo.loss_and_grads(neighbours(mask), guide, x)
     assert loss == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("num_states", [2, 4])
+def test_a_mask_of_a_latents_own_distribution_is_that_of_its_site(num_states: int) -> None:
+    """A chain in a plate, whose ends differ, and a vector: bounds, also by Pyro's own ELBO, and marginals."""
+
+    def model(is_own: bool) -> None:
+        def sample(name: str, fn: object, mask: Tensor, **options: Tensor) -> Tensor:
+            with poutine.mask(mask=True if is_own else mask):
+                return pyro.sample(name, fn.mask(mask) if is_own else fn, **options)  # type: ignore[attr-defined]
+
+        z = torch.tensor(0)
+        with pyro.plate("data", 3):
+            for t, mask in enumerate(MASKS):
+                z = sample(f"z{t}", dist.Categorical(RATES[z]), mask)
+                sample(f"y{t}", dist.Normal(z.to(Y.dtype), 1.0), mask, obs=Y)
+            s = sample("s", dist.Bernoulli(RATES[0]).to_event(1), MASKS[2])
+            sample("x", dist.Normal(s.sum(-1), 1.0), MASKS[2], obs=Y)
+
+    found = []
+    for is_own in (True, False):
+        pyro.set_rng_seed(0)
+        guide, elbo = AutoTruncated(model, num_states), Truncated_ELBO(EvolutionarySearch(2, 2))
+        losses = [elbo.loss_and_grads(model, guide, is_own) for _ in range(3)]
+        losses += [Truncated_ELBO().loss(model, guide, is_own), Trace_ELBO().loss(model, guide, is_own)]
+        found.append((losses, guide.marginals()))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-9)
+    torch.testing.assert_close(found[0][1], found[1][1])
+
+
+def test_a_masked_distribution_counts_once_for_all_values() -> None:
+    """The evidence of what is seen, by hand."""
+
+    def model() -> None:
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Categorical(RATES[1]).mask(MASKS[1]))
+            pyro.sample("y", dist.Normal(z.to(Y.dtype), 1.0).mask(MASKS[1]), obs=Y)
+
+    evidence = (RATES[1].log() + dist.Normal(torch.arange(4.0), 1.0).log_prob(Y.unsqueeze(1))).logsumexp(1)[MASKS[1]].sum()
+    for num_states in (2, 4):
+        bound = -Truncated_ELBO().loss(model, AutoTruncated(model, num_states))
+        assert bound <= float(evidence) + 1e-9
+    assert bound == pytest.approx(float(evidence), rel=1e-9)
