@@ -22,7 +22,7 @@ from pyro_truncated.program.discovery import refuse_other_plates, refuse_other_v
 from pyro_truncated.program.known_levels import KnownLevels, find_idle
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.operations import BroadcastParts
-from pyro_truncated.program.sites import family, log_density, sample_nodes
+from pyro_truncated.program.sites import family, is_subsampled, log_density, sample_nodes
 from pyro_truncated.utils.console import note_once
 
 
@@ -128,9 +128,11 @@ class Probe:
         for name, other in scales.items():
             differs = other is not scale and other != scale
             if differs is not False and bool(torch.as_tensor(differs).any()):
+                frames = (frame for site in (first, name) for frame in self.nodes[site]["cond_indep_stack"] if is_subsampled(frame))
+                plate = next((frame.name for frame in frames), None)
+                advice = f"take all members of the plate '{plate}', which is subsampled" if plate else "give both the same poutine.scale"
                 raise ValueError(
-                    f"the latents '{first}' and '{name}' share a posterior, but have the scales {scale} and {other}. "
-                    "Give both the same poutine.scale."
+                    f"the latents '{first}' and '{name}' share a posterior, but have the scales {scale} and {other}: {advice}."
                 )
 
     def _check_structure(self) -> None:

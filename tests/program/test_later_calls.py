@@ -118,3 +118,18 @@ def test_looks_at_later_calls_take_the_rows_of_the_call():
         loss = Truncated_ELBO().loss(model, guide, y)
         joint = dist.Bernoulli(0.4).log_prob(z) + dist.Normal(z, 2**0.5).log_prob(y[model.rows[-1]])
         assert loss == pytest.approx(-4 * float(joint.logsumexp(0).sum()), rel=1e-5)
+
+
+def test_a_plate_that_a_later_call_subsamples_below_a_shared_latent_is_named():
+    def model(y, batch_size=None):
+        flag = pyro.sample("flag", dist.Bernoulli(0.4))
+        with pyro.plate("data", len(y), subsample_size=batch_size) as index:
+            z = pyro.sample("z", dist.Bernoulli(0.2 + 0.5 * flag))
+            pyro.sample("y", dist.Normal(z, 1.0), obs=y[index])
+
+    y = torch.zeros(5)
+    for whole_states in (True, False):
+        guide = AutoTruncated(model, num_states=64, whole_states=whole_states)
+        Truncated_ELBO().loss(model, guide, y)
+        with pytest.raises((ValueError, NotImplementedError), match=r"'data'"):
+            Truncated_ELBO().loss(model, guide, y, 2)
