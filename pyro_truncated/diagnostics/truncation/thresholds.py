@@ -158,7 +158,7 @@ def judge_gap(gap: np.ndarray, reference: str) -> list[Finding]:
     return [
         Finding(
             f"The bound is {gap.mean():.2f} nats per data point below {reference} (data point {worst}: {gap.max():.2f}).",
-            "Keep more states, or search with more variety: posteriors this spread out need both.",
+            "Keep more states, or search longer or with more variety.",
         )
     ]
 
