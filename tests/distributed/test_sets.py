@@ -258,7 +258,7 @@ def test_a_summed_elbo_refuses_what_counts_once_for_each_process():
 
 def test_what_several_processes_cannot_do_is_refused_by_name(crew):
     refused = {
-        "the plates that hold all discrete latents": crew.run(2, train, 3, model=flag_above),
+        "The latents lie in the plates {'flag': [], 'k': ['data']}": crew.run(2, train, 3, model=flag_above),
     }
     for words, errors in refused.items():
         for error in errors:
