@@ -90,10 +90,11 @@ def find_product(
             steps.refuse_coupled_steps()
             warn_of_shared_subsamples(steps)
         return chains
-    if chains_beside := [name for name in layout.sites if isinstance(unwrap(trace.nodes[name]["fn"])[0], BinaryChains)]:
+    chains_beside = [name for name in layout.sites if isinstance(unwrap(trace.nodes[name]["fn"])[0], BinaryChains)]
+    if chains_beside and layout.space.size > num_states:
         note_once(
-            f"{chains_beside} are sites of chains beside other discrete latents, or in a plate with them: their states are whole paths, "
-            f"{num_states} of them. Steps have sets where one site of chains is the only discrete latent: put all chains into one."
+            f"{chains_beside} are sites of chains beside other discrete latents: their states are whole paths, {num_states} of them. "
+            "Steps have sets where one site of chains is the only discrete latent: put all chains into one."
         )
     inner = [frame for site in layout.sites.values() for frame in site.frames if frame.name not in layout.plates]
     is_partial = any(is_subsampled(frame) and frame.vectorized for frame in inner)

@@ -268,6 +268,9 @@ def test_chains_beside_other_latents_are_whole_paths_and_it_says_so(caplog):
                 pyro.sample(f"y_{name}", dist.Normal(s, 0.7).to_event(2), obs=y)
 
     with caplog.at_level(logging.INFO):
+        AutoTruncated(model, 16).setup(torch.zeros(2, 1, 2))
+    assert "sites of chains" not in caplog.text  # all states are kept
+    with caplog.at_level(logging.INFO):
         AutoTruncated(model, 8).setup(torch.zeros(2, 4, 2))
     assert "['a', 'b'] are sites of chains beside other discrete latents" in caplog.text
     assert "put all chains into one" in caplog.text
