@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pyro
+import pyro.distributions as dist
 import torch
 from pyro.distributions import TorchDistribution
+from pyro.infer.reparam.reparam import Reparam
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -174,3 +177,51 @@ class BinaryChains(TorchDistribution):
         # The first step follows no other.
         first = torch.stack([1 - initial, initial], -1).unsqueeze(-2).expand_as(transition)
         return Transitions(safe_log(torch.stack([first, transition])), kind.masked_fill(~self.is_part, -1))
+
+
+class StepReparam(Reparam):
+    r"""Samples :class:`BinaryChains` step by step, a site for each step.
+
+    .. math:: s_1 \sim p(s_1), \qquad s_t \sim p(s_t \mid s_{t-1}), \qquad s = (s_1, \dots, s_T).
+
+    A guide keeps a set of states for each of these sites, whatever other discrete latents there are. Where the
+    chains are the only ones, the sets of the one site take less time.
+
+    Example:
+        >>> switch = torch.tensor([[0.9, 0.1], [0.2, 0.8]]).expand(3, 2, 2)
+        >>> @poutine.reparam(config={"s": StepReparam()})
+        ... def model(y):
+        ...     is_loud = pyro.sample("is_loud", dist.Bernoulli(0.5))
+        ...     s = pyro.sample("s", BinaryChains(torch.full((3,), 0.5), switch, num_steps=len(y)))
+        ...     pyro.sample("y", dist.Normal(s.sum(-1) * (1 + is_loud), 1.0).to_event(1), obs=y)
+        >>> guide = AutoTruncated(model, num_states=8)
+        >>> loss = Truncated_ELBO().loss(model, guide, torch.randn(20))
+        >>> guide.mode()["s_19"].shape
+        torch.Size([1, 3])
+
+    The sites are named after the one that they stand for, ``s_0``, ``s_1``, and so on, each with an event ``(M,)``.
+
+    Raises:
+        TypeError: for a site of another distribution.
+        ValueError: for one that is observed.
+    """
+
+    def apply(self, msg: Any) -> Any:
+        """Replaces a site by those of its steps."""
+        fn, name = msg["fn"], msg["name"]
+        if not isinstance(fn, BinaryChains):
+            raise TypeError(f"StepReparam is for sites of BinaryChains; '{name}' has {type(fn).__name__}")
+        if msg["is_observed"]:
+            raise ValueError(f"StepReparam is for latent sites; '{name}' is observed")
+        states: list[Tensor] = []
+        chance, after_off, after_on = fn.initial, fn.transition[..., 0, 1], fn.transition[..., 1, 1]
+        for t, is_part in enumerate(fn.is_part.unbind(-1)):
+            if t:
+                chance = torch.where(states[-1] != 0, after_on, after_off)
+            if fn.lengths is None:
+                step = dist.Bernoulli(chance, validate_args=False).to_event(1)
+            else:
+                step = dist.Bernoulli(torch.where(is_part.unsqueeze(-1), chance, 0.0), validate_args=False).to_event(1).mask(is_part)
+            states.append(pyro.sample(f"{name}_{t}", step))
+        value = torch.stack(torch.broadcast_tensors(*states), -2)
+        return {"fn": dist.Delta(value, event_dim=2), "value": value, "is_observed": True}

@@ -25,18 +25,23 @@ from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import Conditional
 from pyro_truncated.program.chain_scorer import ChainLayout, ChainScorer
 from pyro_truncated.program.changing_sites import refuse_changing_sites
+from pyro_truncated.program.densities import count_entries
 from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.discovery import refuse_partial_plates
-from pyro_truncated.program.factor_graph import CLIQUE_LIMIT, build_graph
+from pyro_truncated.program.factor_graph import CLIQUE_LIMIT, DENSITY_LIMIT, FactorGraph, Node, build_graph
 from pyro_truncated.program.inspection import refuse_hidden_latents, warn_about_running_statistics
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.product_layout import ProductLayout
 from pyro_truncated.program.product_scorer import ProductScorer
 from pyro_truncated.program.sites import is_subsampled, sample_nodes, unwrap
+from pyro_truncated.program.splitting import find_entries
 from pyro_truncated.program.structures import warn_of_shared_subsamples
 from pyro_truncated.utils.arguments import naming_empty_plates
 from pyro_truncated.utils.console import note_once, readable_count
 from pyro_truncated.utils.parameter_store import ShadowWatch, empty_store, isolate, refuse_shadowed_parameters, spare_random_numbers
+
+# Densities of one site on states of all its nodes, up to which its entries are told apart.
+_MOST_ENTRIES = 2**26
 
 
 def first_run(call: Call, conditional: Conditional | None) -> poutine.Trace:
@@ -94,7 +99,8 @@ def find_product(
     if chains_beside and layout.space.size > num_states:
         note_once(
             f"{chains_beside} are sites of chains beside other discrete latents: their states are whole paths, {num_states} of them. "
-            "Steps have sets where one site of chains is the only discrete latent: put all chains into one."
+            "For a set of states at each step put all chains into one site, if they are the only discrete latents, or write "
+            f"poutine.reparam(model, {{{chains_beside[0]!r}: StepReparam()}}) in place of the model."
         )
     inner = [frame for site in layout.sites.values() for frame in site.frames if frame.name not in layout.plates]
     is_partial = any(is_subsampled(frame) and frame.vectorized for frame in inner)
@@ -106,10 +112,59 @@ def find_product(
     if dependencies.scopes is None or layout.read or (layout.space.size <= num_states and not is_partial):
         return None
     graph = build_graph(trace, dependencies.scopes, layout.sites, num_states)
+    split = _split_graph(call, trace, layout, dependencies, graph, num_states)
+    product = None if split is None else _take_sets(call, layout, split, num_states)
+    if product is not None:
+        return product
     for sentence in graph.whole:
         note_once(sentence)
-    if len(graph.nodes) == 1:
+    if len(graph.nodes) == 1 or (product := _take_sets(call, layout, graph, num_states)) is not None:
+        return product
+    note_once(
+        f"the model's factor graph has {len(graph.nodes)} nodes, but its densities on sets of states, in dimensions left of its plates, "
+        "are others than on single states: populations hold whole states. Index shapes from the right (x.sum(-1, keepdim=True), x[..., 0], "
+        "Vindex), compute within the members of plates, and draw random numbers by pyro.sample."
+    )
+    return None
+
+
+def _split_graph(
+    call: Call, trace: poutine.Trace, layout: Layout, dependencies: Dependencies, graph: FactorGraph, num_states: int
+) -> FactorGraph | None:
+    """Returns a graph in which parts of a site's entries are factors.
+
+    It is ``None`` where that is no other graph, or one with large tables. Sites are those that join latents to nodes.
+    """
+    if not graph.mixing or dependencies.scopes is None:
         return None
+    with spare_random_numbers(), torch.no_grad():
+        layout.broadcasts_parts = True
+        try:
+            entries = find_entries(ProductScorer(call, ProductLayout(graph, layout)), dependencies.scopes)
+        finally:
+            layout.broadcasts_parts = False
+    if not entries:
+        return None
+    split = build_graph(trace, dependencies.scopes, layout.sites, num_states, entries)
+    sizes = [min(num_states, layout.part(node.sites, [name for name, _, _ in node.plates]).space.size) for node in split.nodes]
+    largest = max(sizes[node] * math.prod(sizes[other] for other in others) for node, others in enumerate(split.separators))
+    is_finer = (len(split.nodes), sum(map(_count_members, split.nodes))) > (len(graph.nodes), sum(map(_count_members, graph.nodes)))
+    # Densities of all entries on all states of their nodes, before they are split.
+    entries_of = {name: {split.colours[node]: sizes[node] for node in split.factors[name]} for name in entries}
+    nodes = sample_nodes(trace)
+    most = max(count_entries(nodes[name]) * math.prod(own.values()) for name, own in entries_of.items())
+    return split if is_finer and largest <= max(num_states**2, DENSITY_LIMIT) and most <= _MOST_ENTRIES else None
+
+
+def _count_members(node: Node) -> int:
+    return math.prod(size for _, _, size in node.plates)
+
+
+def _take_sets(call: Call, layout: Layout, graph: FactorGraph, num_states: int) -> ProductLayout | None:
+    """Returns a set of states for each node.
+
+    It is ``None`` where the model's densities do not take them.
+    """
     # Where nodes that no density joins are added up, as for a recorded total, each needs a dimension of its own.
     apart = dataclasses.replace(graph, colours=tuple(range(len(graph.nodes))))
     whole = math.prod(min(num_states, layout.part(node.sites, [name for name, _, _ in node.plates]).space.size) for node in graph.nodes)
@@ -129,11 +184,6 @@ def find_product(
                 warn_of_shared_subsamples(scorer)
                 return product
             layout.broadcasts_parts = False
-    note_once(
-        f"the model's factor graph has {len(graph.nodes)} nodes, but its densities on sets of states, in dimensions left of its plates, "
-        "are others than on single states: populations hold whole states. Index shapes from the right (x.sum(-1, keepdim=True), x[..., 0], "
-        "Vindex), compute within the members of plates, and draw random numbers by pyro.sample."
-    )
     return None
 
 

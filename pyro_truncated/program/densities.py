@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.distributions.utils import clamp_probs, probs_to_logits
 from torch.nn.functional import logsigmoid
 
+from pyro_truncated.program.operations import tensors_in
+
 # Entries up to which sites are computed together: a stack of larger ones takes memory.
 MAX_STACKED = 2**12
 _HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
@@ -111,6 +113,15 @@ class _Site(NamedTuple):
         """What sites share whose densities can be computed together."""
         tensors = (self.value, *self.parameters.values())
         return self.family, self.event_dim, self.batch_shape, *self.parameters, *((t.shape, t.dtype, t.device) for t in tensors)
+
+
+def coarsest_dtype(node: Any) -> torch.dtype:
+    """The coarsest floating-point type that a site's density is rounded to.
+
+    It is that of a parameter or of the value.
+    """
+    dtypes = {tensor.dtype for tensor in tensors_in([node["fn"], node["value"]]) if tensor.is_floating_point()}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
 
 
 def count_entries(node: Any) -> int:

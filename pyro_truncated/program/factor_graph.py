@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from pyro_truncated.program.entries import Entries
 from pyro_truncated.program.sites import DiscreteSite, density_nodes, sample_nodes
 from pyro_truncated.utils.console import readable_count, shorten_names
 
@@ -56,6 +58,8 @@ class FactorGraph:
         separators: by node, the nodes that share a clique with it when it is eliminated.
         colours: by node, a number that the other members of its cliques do not have.
         components: positions of the nodes that are connected, a tuple for each component.
+        entries: by observed site, its entries where they depend on different nodes; one factor is of all of them.
+        mixing: the observed sites with several entries that join latents to nodes of which few states are kept.
         whole: what is kept as whole states: a sentence for each component without small cliques, or each site whose members are joined.
     """
 
@@ -65,12 +69,24 @@ class FactorGraph:
     separators: tuple[tuple[int, ...], ...]
     colours: tuple[int, ...]
     components: tuple[tuple[int, ...], ...]
+    entries: Mapping[str, Entries] = dataclasses.field(default_factory=dict)
+    mixing: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
 
     @property
     def num_colours(self) -> int:
         """The number of different colours: the size of the largest clique."""
         return max(self.colours) + 1
+
+    def scopes(self, name: str) -> Sequence[tuple[int, ...]]:
+        """Returns the nodes of a site's factors.
+
+        There is one, or one for each part of its entries.
+        """
+        if (entries := self.entries.get(name)) is None:
+            return [self.factors[name]]
+        place = {site: number for number, node in enumerate(self.nodes) for site in node.sites}
+        return [tuple(sorted({place[site] for site in scope})) for scope in entries.scopes]
 
     def parent(self, node: int) -> int | None:
         """Returns the node that takes up this one's message.
@@ -85,7 +101,13 @@ class FactorGraph:
         return {node: place for place, node in enumerate(self.order)}
 
 
-def build_graph(trace: Any, scopes: Mapping[str, frozenset[str]], sites: Mapping[str, DiscreteSite], num_states: int) -> FactorGraph:
+def build_graph(
+    trace: Any,
+    scopes: Mapping[str, frozenset[str]],
+    sites: Mapping[str, DiscreteSite],
+    num_states: int,
+    entries: Mapping[str, Entries] | None = None,
+) -> FactorGraph:
     """The factor graph of a program.
 
     Sites at one place on which one observation depends are one node if they are all of a component.
@@ -97,41 +119,57 @@ def build_graph(trace: Any, scopes: Mapping[str, frozenset[str]], sites: Mapping
         scopes: by sample site, the latents that its density depends on.
         sites: discrete, by name.
         num_states: most states of a node.
+        entries: by observed site, what its entries depend on, where that is known.
     """
     # What follows from other sites has no density of its own.
-    plates = {name: _node_plates(node) for name, node in density_nodes(sample_nodes(trace)).items()}
-    scopes = {name: frozenset(scope & sites.keys()) | ({name} & sites.keys()) for name, scope in scopes.items() if name in plates}
-    scopes = {name: scope for name, scope in scopes.items() if scope}
+    plates: dict[Any, set[Plate]] = {name: _node_plates(node) for name, node in density_nodes(sample_nodes(trace)).items()}
+    factors: dict[Any, frozenset[str]] = {
+        name: frozenset(scope & sites.keys()) | ({name} & sites.keys()) for name, scope in scopes.items() if name in plates
+    }
+    entries = {} if entries is None else entries
+    for name, own in entries.items():
+        del factors[name]
+        factors |= {(name, number): scope for number, scope in enumerate(own.scopes)}
+        plates |= {(name, number): plates[name] | own.plates for number in range(len(own.scopes))}
+    factors = {name: scope for name, scope in factors.items() if scope}
     places = {name: set(plates[name]) for name in sites}
     joins: dict[str, tuple[str, str]] = {}
-    for name, scope in scopes.items():
+    for name, scope in factors.items():
         for site in scope:
             if beyond := places[site] - plates[name]:
-                joins[site] = name, min(beyond)[0]
+                joins[site] = name if isinstance(name, str) else name[0], min(beyond)[0]
             places[site] &= plates[name]
     sizes = {name: math.prod(site.in_plates({plate for plate, _, _ in places[name]}).cardinalities) for name, site in sites.items()}
-    graph = _Builder(scopes, places, sizes, num_states).build()
+    graph = _Builder(factors, places, sizes, num_states).build()
+    joins = {site: join for site, join in joins.items() if sizes[site] > num_states}
     joined = [
         f"'{name}' depends on several members of the plate '{plate}' of '{site}': they are one decision, with {num_states} of "
-        f"{readable_count(sizes[site])} states. Where it looks up a member by an index, nested plates with a mask keep members apart."
+        f"{readable_count(sizes[site])} states. "
+        "Members stay apart where each entry depends on one of them, as by an index of one plate, u[group]."
         for site, (name, plate) in joins.items()
-        if sizes[site] > num_states
     ]
-    stacked, observed = [], {name: scope for name, scope in scopes.items() if name not in sites}
+    observed = {name: scope for name, scope in factors.items() if isinstance(name, str) and name not in sites}
+    stacked, mixing = [], [name for name, _ in joins.values() if name in observed]
     for node in graph.nodes:
-        own, size = frozenset(node.sites), math.prod(sizes[name] for name in node.sites)
+        own_sites, size = frozenset(node.sites), math.prod(sizes[name] for name in node.sites)
+        if size <= num_states:
+            continue
         number = math.prod(size for _, _, size in node.plates)
+        divisible = [name for name, scope in observed.items() if scope & own_sites and trace.nodes[name]["fn"].shape().numel() > number]
+        mixing += [name for name in divisible if len(observed[name] & own_sites) > 1]
         # Latents that depend on each other otherwise too, as the steps of a chain.
-        is_sparse = any(scopes[name] & own - {name} for name in own) and not any(scopes[name] >= own for name in own)
-        divisible = [name for name, scope in observed.items() if scope == own and trace.nodes[name]["fn"].shape().numel() > number]
-        if size > num_states and is_sparse and divisible:
+        is_sparse = any(factors[name] & own_sites - {name} for name in own_sites)
+        is_sparse = is_sparse and not any(factors[name] >= own_sites for name in own_sites)
+        whole = [name for name in divisible if observed[name] == own_sites]
+        if is_sparse and whole:
             stacked.append(
-                f"'{divisible[0]}' depends on all of the sites {shorten_names(node.sites)}: a population holds whole states, {num_states} "
+                f"'{whole[0]}' depends on all of the sites {shorten_names(node.sites)}: a population holds whole states, {num_states} "
                 f"of {readable_count(size)}. If each entry depends on few of them, as on one step, observe each by a site of its own."
             )
     # What holds of many steps is said of the first one.
     alike = [(kind[0], f" The same holds of {len(kind) - 1} more." if len(kind) > 1 else "") for kind in (joined, stacked) if kind]
-    return graph if graph.whole else dataclasses.replace(graph, whole=tuple(sentence + more for sentence, more in alike))
+    sentences = graph.whole or tuple(sentence + more for sentence, more in alike)
+    return dataclasses.replace(graph, entries=entries, mixing=tuple(dict.fromkeys(mixing)), whole=sentences)
 
 
 def _node_plates(node: Mapping[str, Any]) -> set[Plate]:
@@ -145,7 +183,7 @@ class _Builder:
     """
 
     def __init__(
-        self, scopes: Mapping[str, frozenset[str]], places: Mapping[str, set[Plate]], sizes: Mapping[str, int], num_states: int
+        self, scopes: Mapping[Any, frozenset[str]], places: Mapping[str, set[Plate]], sizes: Mapping[str, int], num_states: int
     ) -> None:
         self._scopes, self._places, self._sizes, self._num_states = scopes, places, sizes, num_states
         self._nodes: dict[str, frozenset[str]] = {site: frozenset({site}) for site in sizes}
@@ -338,10 +376,16 @@ class _Builder:
             separators |= plan
             components.append(tuple(place[node] for node in self._current(component)))
         graph_nodes = [self._node(node) for node in nodes]
-        colours = _colour(order, separators)
+        # What stacks nodes broadcasts their states: in a dimension all have the same number.
+        has_parts = any(not isinstance(name, str) for name in self._scopes)
+        colours = _colour(order, separators, {node: self._node_limit(node) if has_parts else 1 for node in order})
+        # Factors of a site's entries have its name and a number.
+        sites: dict[str, set[str]] = defaultdict(set)
+        for name, scope in self._scopes.items():
+            sites[name if isinstance(name, str) else name[0]] |= scope
         return FactorGraph(
             nodes=tuple(graph_nodes),
-            factors={name: tuple(sorted({place[self._nodes[site]] for site in scope})) for name, scope in self._scopes.items()},
+            factors={name: tuple(sorted({place[self._nodes[site]] for site in scope})) for name, scope in sites.items()},
             order=tuple(place[node] for node in order),
             separators=tuple(tuple(sorted(place[other] for other in separators[node])) for node in nodes),
             colours=tuple(colours[node] for node in nodes),
@@ -368,15 +412,18 @@ def eliminate(
     """
     neighbours: dict[Any, set[Any]] = {node: set() for node in nodes}
     for clique in cliques:
+        if math.prod(map(size, clique)) > CLIQUE_LIMIT:
+            return None
         for node in clique:
             neighbours[node] |= set(clique) - {node}
     place = {node: position for position, node in enumerate(nodes)}
+    plates = {node: site_plates(node) for node in nodes}
+    # Ordered pairs of neighbours of each node that are none of each other, kept as edges come and go.
+    missing = {node: sum(len(around - neighbours[other]) - 1 for other in around) for node, around in neighbours.items()}
 
     def priority(node: Any) -> tuple[int, int, int]:
-        around = neighbours[node]
-        is_ready = all(site_plates(other) <= site_plates(node) for other in around)
-        missing = sum(len(around - neighbours[other]) - 1 for other in around)
-        return (0 if is_ready else 1, missing, place[node])
+        is_ready = all(plates[other] <= plates[node] for other in neighbours[node])
+        return (0 if is_ready else 1, missing[node], place[node])
 
     queue = [(priority(node), place[node]) for node in nodes]
     heapq.heapify(queue)
@@ -384,28 +431,50 @@ def eliminate(
     while queue:
         rank, position = heapq.heappop(queue)
         node = nodes[position]
-        if node in separators or rank != priority(node):
+        if node in separators or rank[1] != missing[node] or rank != priority(node):
             continue
         around = neighbours.pop(node)
         if rank[0] or math.prod(map(size, [node, *around])) > CLIQUE_LIMIT:
             return None
         separators[node] = around
-        for other in around:
-            neighbours[other] |= around - {other}
-            neighbours[other].discard(node)
-        stale = around.union(*(neighbours[other] for other in around))
-        for other in stale:
+        for other in _join(node, around, neighbours, missing):
             heapq.heappush(queue, (priority(other), place[other]))
     return separators
 
 
-def _colour(order: Sequence[Any], separators: Mapping[Any, set[Any]]) -> dict[Any, int]:
-    """Returns the smallest number that no node of the separator has.
+def _join(node: Any, around: set[Any], neighbours: Mapping[Any, set[Any]], missing: dict[Any, int]) -> set[Any]:
+    """Makes the neighbours of a node that goes neighbours of each other.
 
-    It is by node, from the last to the first. There are as many as the largest clique has nodes.
+    Returns the nodes whose numbers of missing pairs may have changed.
+    """
+    changed = set(around)
+    for other in around:
+        neighbours[other].discard(node)
+        missing[other] -= 2 * len(neighbours[other] - around)
+    for other, another in itertools.combinations(around, 2):
+        if another not in neighbours[other]:
+            common = neighbours[other] & neighbours[another]
+            for own in common:
+                missing[own] -= 2
+            changed |= common
+            missing[other] += 2 * (len(neighbours[other]) - len(common))
+            missing[another] += 2 * (len(neighbours[another]) - len(common))
+            neighbours[other].add(another)
+            neighbours[another].add(other)
+    return changed
+
+
+def _colour(order: Sequence[Any], separators: Mapping[Any, set[Any]], sizes: Mapping[Any, int]) -> dict[Any, int]:
+    """Returns by node a number that its separator does not have.
+
+    It is, from the last node to the first, the smallest one that nodes of other sizes do not have either. Where all sizes are equal, there
+    are as many as the largest clique has nodes.
     """
     colours: dict[Any, int] = {}
+    colour_sizes: dict[int, int] = {}
     for node in reversed(order):
-        neighbour_colours = {colours[other] for other in separators[node]}
-        colours[node] = next(colour for colour in range(len(neighbour_colours) + 1) if colour not in neighbour_colours)
+        taken = {colours[other] for other in separators[node]}
+        taken |= {colour for colour, size in colour_sizes.items() if size != sizes[node]}
+        colours[node] = next(colour for colour in range(len(taken) + 1) if colour not in taken)
+        colour_sizes[colours[node]] = sizes[node]
     return colours

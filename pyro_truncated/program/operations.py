@@ -6,7 +6,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,21 +85,82 @@ class Operations(TorchDispatchMode):
         return None
 
 
+class Shape(NamedTuple):
+    """The dimensions of a tensor behind those of states.
+
+    Attributes:
+        plain: how many there are in a plain run.
+        padded: how many there are on sets of states, with ones left of the plain ones.
+    """
+
+    plain: int
+    padded: int
+
+
 class BroadcastParts(TorchFunctionMode):
     """Broadcasts what ``torch.stack``, ``torch.cat``, ``torch.gather`` and the like put together.
 
     States lie in dimensions left of all others, those of several nodes in dimensions of their own. So latents with one shape in a plain
     run have different ones, or more dimensions than ``torch.einsum`` or ``torch.bmm`` are told of. What torch takes as it is stays so.
+
+    But an index of a latent, ``z[group]``, and a stack of several count the dimensions of a plain run. So do those of what has their shape.
+
+    Args:
+        latents: values of latents with their dimensions.
     """
 
+    def __init__(self, latents: Iterable[tuple[Tensor, Shape]] = ()) -> None:
+        super().__init__()
+        # By identity, while a tensor lives.
+        self._shapes: dict[int, tuple[weakref.ref[Tensor], Shape]] = {}
+        for latent, shape in latents:
+            if latent.dim() > shape.plain:
+                self._note(latent, shape)
+
+    def _note(self, tensor: Tensor, shape: Shape) -> None:
+        shapes, key = self._shapes, id(tensor)
+        shapes[key] = weakref.ref(tensor, lambda _: shapes.pop(key, None)), shape
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__getitem__" and id(args[0]) in self._shapes:
+            args = args[0], _behind_states(args[1], self._shapes[id(args[0])][1].plain)
+        if name == "stack" and (stack := self._stack_latents(*args, **(kwargs or {}))) is not None:
+            return stack
         try:
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
         except (RuntimeError, IndexError, ValueError):
-            broadcast = _BROADCAST.get(getattr(func, "__name__", ""))
+            broadcast = _BROADCAST.get(name)
             if broadcast is None:
                 raise
-        return broadcast(*args, **(kwargs or {}))
+            return broadcast(*args, **(kwargs or {}))
+        if self._shapes and isinstance(result, Tensor) and result.dim() and id(result) not in self._shapes:
+            alike = (self._shapes[id(part)][1] for part in tensors_in(args) if id(part) in self._shapes and part.shape == result.shape)
+            if (shape := next(alike, None)) is not None:
+                self._note(result, shape)
+        return result
+
+    def _stack_latents(self, tensors: Sequence[Tensor], dim: int = 0) -> Tensor | None:
+        shapes = {self._shapes[id(tensor)][1] if id(tensor) in self._shapes else None for tensor in tensors}
+        shape = shapes.pop() if len(shapes) == 1 else None
+        # In front of all plates there is no place for it but left of the states.
+        if shape is None or (shape.padded == shape.plain and dim == 0):
+            return None
+        if shape.padded > shape.plain:
+            tensors = [tensor.squeeze(-1 - shape.plain) for tensor in tensors]
+        result = _stack(tensors, dim - shape.plain - 1 if dim >= 0 else dim)
+        self._note(result, Shape(shape.plain + 1, max(shape.padded, shape.plain + 1)))
+        return result
+
+
+def _behind_states(index: Any, num_dims: int) -> Any:
+    """Returns an index of the last dimensions, given one of the first."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(part is Ellipsis for part in parts):
+        return index
+    counted = (part.dim() if isinstance(part, Tensor) and part.dtype == torch.bool else 1 for part in parts if part is not None)
+    rest = num_dims - sum(counted)
+    return (Ellipsis, *parts, *[slice(None)] * rest) if rest >= 0 else index
 
 
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:

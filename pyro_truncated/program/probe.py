@@ -5,7 +5,6 @@ It tells which data points are selected, what is observed of them, and their sca
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -21,7 +20,7 @@ from pyro_truncated.program.changing_sites import ChangingSitesError, changing_s
 from pyro_truncated.program.discovery import refuse_other_plates, refuse_other_values
 from pyro_truncated.program.known_levels import KnownLevels, find_idle
 from pyro_truncated.program.layout import Layout
-from pyro_truncated.program.operations import BroadcastParts
+from pyro_truncated.program.operations import BroadcastParts, Shape
 from pyro_truncated.program.sites import family, is_subsampled, log_density, sample_nodes
 from pyro_truncated.utils.console import note_once
 
@@ -115,7 +114,11 @@ class Probe:
 
         Nothing outside sees it, except parameters.
         """
-        with BroadcastParts() if self.layout.broadcasts_parts else contextlib.nullcontext():
+        if not self.layout.broadcasts_parts:
+            return self.call.run(values)
+        depth, sites = self.layout.depth, self.layout.sites
+        latents = ((values.get(name), Shape(site.depth + site.event_dim, depth + site.event_dim)) for name, site in sites.items())
+        with BroadcastParts((value, shape) for value, shape in latents if isinstance(value, Tensor)):
             return self.call.run(values)
 
     def _check_common_scale(self, sites: Iterable[str]) -> None:

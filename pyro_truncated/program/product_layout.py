@@ -112,10 +112,13 @@ class ProductLayout:
         return [self.root(component) for component in self.graph.components]
 
     @cached_property
-    def inner_plates(self) -> Mapping[str, frozenset[int]]:
-        """By factor, the plate dimensions that some node of it lies in."""
-        plates = self.tree.plates
-        return {name: frozenset().union(*(plates[node] for node in scope)) for name, scope in self.graph.factors.items()}
+    def scopes(self) -> Mapping[str, Sequence[tuple[int, ...]]]:
+        """By site, the nodes of its factors, as the graph has them."""
+        return {name: self.graph.scopes(name) for name in self.graph.factors}
+
+    def plates_of(self, scope: Sequence[int]) -> frozenset[int]:
+        """The plate dimensions that some of these nodes lie in."""
+        return frozenset().union(*(self.tree.plates[node] for node in scope))
 
     def evidence_by_node(self, messages: Messages) -> dict[int, Tensor]:
         """Returns, by node, the evidence of its component.

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +22,8 @@ from torch.autograd.function import once_differentiable
 
 from pyro_truncated.ops.elimination import IMPOSSIBLE, LogTables, Messages
 from pyro_truncated.program.call import Call
-from pyro_truncated.program.densities import MAX_STACKED, count_entries, log_density, once, site_log_densities
+from pyro_truncated.program.densities import MAX_STACKED, coarsest_dtype, count_entries, log_density, once, site_log_densities
+from pyro_truncated.program.entries import flatten, weigh, with_entries
 from pyro_truncated.program.factor_graph import DENSITY_LIMIT
 from pyro_truncated.program.known_levels import KnownLevels
 from pyro_truncated.program.operations import Operations, recognisable_size
@@ -37,6 +38,8 @@ from pyro_truncated.utils.arrays import rounding_tolerance
 NUM_TRIED = 3
 # Words of the sets of all groups: (rows, S, num_words) for each group.
 Sets = Sequence[Tensor]
+# The name of a sample site, with the nodes that it, or a part of its entries, depends on.
+Factor = tuple[str, tuple[int, ...]]
 
 
 def other_structure(problem: str, *, has_sets: bool = True) -> str:
@@ -272,7 +275,7 @@ class ProductScorer(Probe):
         if (first := self._reuse_first_run(sets)) is not None:
             return first
         with pyro.validation_enabled(False):
-            return self._build_tables(self._run_sets(sets))
+            return self._build_tables(self.run_sets(sets))
 
     def _reuse_first_run(self, sets: Sets) -> LogTables | None:
         """Returns the first run's tables if they are of these sets.
@@ -292,8 +295,8 @@ class ProductScorer(Probe):
             values.update(self.product.values(number, words, own, dtypes))
         return values
 
-    def _run_sets(self, sets: Sets) -> dict[str, Any]:
-        """The sample sites of a run on sets."""
+    def run_sets(self, sets: Sets) -> dict[str, Any]:
+        """The sample sites of a run on sets of the selected rows."""
         states = self._values(sets, [self.plate_sizes(group.nodes[0]) for group in self.product.groups], self.dtypes)
         try:
             with pyro.validation_enabled(False):
@@ -307,18 +310,17 @@ class ProductScorer(Probe):
 
     def _build_tables(self, nodes: Mapping[str, Any]) -> LogTables:
         """The tables of a run, those of the same nodes added up."""
-        factors, names = self.product.graph.factors, self._factor_names(nodes)
+        names = self._factor_names(nodes)
         sums: dict[tuple[int, ...], Tensor] = {}
         dtypes: dict[tuple[int, ...], torch.dtype] = {}
-        for name, table in self._site_tables(nodes, names):
-            scope = factors[name]
+        for (_, scope), table in self._site_tables(nodes, names):
             sums[scope] = sums[scope].double() + table if scope in sums else table
             dtypes[scope] = torch.promote_types(dtypes.get(scope, table.dtype), table.dtype)
-        scopes = list(dict.fromkeys(factors[name] for name in names))
+        scopes = list(dict.fromkeys(scope for name in names for scope in self.product.scopes[name]))
         entries = torch.cat([sums[scope].flatten() for scope in scopes]).double()
         lowest, highest = entries.detach().aminmax()
         if not bool(highest < math.inf):
-            self._refuse_infinite(dict(self._site_tables(nodes, names)))
+            self._refuse_infinite(self._site_tables(nodes, names))
         if bool(lowest < IMPOSSIBLE):
             entries = entries.clamp(min=IMPOSSIBLE)
         return LogTables(scopes, [sums[scope].shape for scope in scopes], entries, [dtypes[scope] for scope in scopes])
@@ -326,7 +328,7 @@ class ProductScorer(Probe):
     def _factor_names(self, nodes: Mapping[str, Any]) -> list[str]:
         return [name for name in self.product.graph.factors if name in nodes and name not in self.uncovered_latents]
 
-    def _site_tables(self, nodes: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    def _site_tables(self, nodes: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[Factor, Tensor]]:
         """The tables of sample sites, which may hold NaN.
 
         Large ones come one by one, so that whoever adds them up needs no memory for all.
@@ -337,19 +339,22 @@ class ProductScorer(Probe):
                 parts[0].append(name)
             else:
                 parts.append([name])
+        entries = self.product.graph.entries
         for part in parts:
             with pyro.validation_enabled(False):
-                log_probs = self._log_probs([nodes[name] for name in part])
-                tables = [self._table(nodes[name], log_prob) for name, log_prob in zip(part, log_probs, strict=True)]
+                split = [with_entries(nodes[name], entries[name].event_dim) if name in entries else nodes[name] for name in part]
+                log_probs = self._log_probs(split)
+                tables = [self._tables(node, log_prob) for node, log_prob in zip(split, log_probs, strict=True)]
             del log_probs
-            yield from zip(part, tables, strict=True)
+            for name, own in zip(part, tables, strict=True):
+                yield from zip(((name, scope) for scope in self.product.scopes[name]), own, strict=True)
 
     @staticmethod
-    def _refuse_infinite(tables: Mapping[str, Tensor]) -> None:
-        name = next(name for name, table in tables.items() if not bool((table < math.inf).all()))
-        kind, number = "NaN" if bool(tables[name].isnan().any()) else "+inf", int((~(tables[name] < math.inf)).sum())
+    def _refuse_infinite(tables: Iterable[tuple[Factor, Tensor]]) -> None:
+        name, table = next((name, table) for (name, _), table in tables if not bool((table < math.inf).all()))
+        kind, number = "NaN" if bool(table.isnan().any()) else "+inf", int((~(table < math.inf)).sum())
         raise ValueError(
-            f"the log density of site '{name}' is {kind} for {number} of {tables[name].numel()} states. "
+            f"the log density of site '{name}' is {kind} for {number} of {table.numel()} states. "
             "Check the model's parameters and data (missing values need a distribution that allows them)."
         )
 
@@ -362,13 +367,37 @@ class ProductScorer(Probe):
             # What depends on an impossible value may be anything.
             log_prob = torch.where(log_prob.isnan(), -math.inf, log_prob)
         table: Tensor = log_prob.reshape((1,) * (product.tree.num_dims - log_prob.dim()) + tuple(log_prob.shape))
-        plates = product.inner_plates[node["name"]]
-        inner = [frame.dim for frame in node["cond_indep_stack"] if frame.vectorized and frame.dim not in plates]
         others = set(range(-product.tree.num_dims, -product.tree.depth)) - {product.tree.dim(node) for node in scope}
         if any(table.shape[dim] > 1 for dim in others):
             raise ValueError(other_structure(f"the sites ['{node['name']}'] depend on other discrete latents"))
+        return self._sum_inner(node, table, scope)
+
+    def _sum_inner(self, node: Any, table: Tensor, scope: tuple[int, ...], dims: Collection[int] = ()) -> Tensor:
+        """Sums over plates of a site that no node lies in.
+
+        Further dimensions may be given.
+        """
+        tree, plates = self.product.tree, self.product.plates_of(scope)
+        inner = {frame.dim for frame in node["cond_indep_stack"] if frame.vectorized}.union(dims) - plates
         # Where all members of a plate have the same density it is held once.
-        return once(table.sum(inner, keepdim=True) if inner else table, start=product.tree.num_dims - product.tree.depth)
+        return once(table.sum(sorted(inner), keepdim=True) if inner else table, start=tree.num_dims - tree.depth)
+
+    def _tables(self, node: Any, log_prob: Tensor) -> list[Tensor]:
+        """A table for each part of a site's entries, or one."""
+        tree, scopes = self.product.tree, self.product.scopes[node["name"]]
+        if (entries := self.product.graph.entries.get(node["name"])) is None:
+            return [self._table(node, log_prob)]
+        log_prob = weigh(node, log_prob, node["scale"] / self.evidence_scale(scopes[0][0]), entries.event_dim)
+        if self.product.layout.sites_to_check:
+            log_prob = torch.where(log_prob.isnan(), -math.inf, log_prob)
+        table = flatten(log_prob, entries.dims, entries.event_dim, tree.num_dims)
+        plates = range(-tree.depth, 0)
+        try:
+            tables = list(entries.split(table, [(*map(tree.dim, scope), *plates) for scope in scopes]))
+        except ValueError as error:
+            raise ValueError(other_structure(f"the site '{node['name']}' {error}")) from error
+        looked_up = [dim for _, dim, _ in entries.plates]
+        return [self._sum_inner(node, own, scope, looked_up) for own, scope in zip(tables, scopes, strict=True)]
 
     def _log_probs(self, nodes: Sequence[Any]) -> Sequence[Tensor]:
         layout = self.product.layout
@@ -497,7 +526,7 @@ class ProductScorer(Probe):
             size = min(NUM_TRIED + distinct.index(group.space.size), group.space.size)
             words = group.space.random((self.num_rows(number), size), 0.5, generator).to(self.device)
             sets.append(words[:1].expand_as(words) if product.shares_sets else words)
-        nodes = self._run_sets(sets)
+        nodes = self.run_sets(sets)
         together = dict(self._site_tables(nodes, self._factor_names(nodes)))
         beyond = (node for node in density_nodes(nodes).values() if node["is_observed"] and not self.is_inside(node))
         takes_plates = all(len(node["fn"].batch_shape) <= product.layout.depth for node in beyond)
@@ -538,7 +567,7 @@ class ProductScorer(Probe):
             nodes = sample_nodes(self.run({**self.values, **values}))
         return next(filter(None, (operations.reduced_site(nodes, place) for place in range(len(dimensions)))), None)
 
-    def _agrees_with_single_run(self, together: Mapping[str, Tensor], sets: Sets, generator: torch.Generator) -> bool:
+    def _agrees_with_single_run(self, together: Mapping[Factor, Tensor], sets: Sets, generator: torch.Generator) -> bool:
         """Whether tables agree with a run of random states of the sets."""
         product = self.product
         levels: dict[str, Tensor] = {}
@@ -550,13 +579,14 @@ class ProductScorer(Probe):
                 single = own.gather(1, index.unsqueeze(-1).expand(-1, -1, own.shape[-1])).squeeze(1)
                 levels |= product.node_layouts[node].site_values(group.space.unpack(single), self.plate_sizes(node), self.dtypes)
         with pyro.validation_enabled(False):
-            singly = dict(self._site_tables(sample_nodes(self.run({**self.values, **levels})), list(together)))
-        return all(self._agree(product.graph.factors[name], table, singly[name], places) for name, table in together.items())
+            names = list(dict.fromkeys(name for name, _ in together))
+            singly = dict(self._site_tables(sample_nodes(self.run({**self.values, **levels})), names))
+        return all(self._agree(factor, table, singly[factor], places) for factor, table in together.items())
 
-    def _agree(self, scope: tuple[int, ...], table: Tensor, expected: Tensor, places: Mapping[int, Tensor]) -> bool:
+    def _agree(self, factor: Factor, table: Tensor, expected: Tensor, places: Mapping[int, Tensor]) -> bool:
         # One state, without dimensions, adapts to the type of other tensors; sets do not.
-        dtypes, tree = (table.dtype, expected.dtype), self.product.tree
-        for node in scope:
+        dtypes, tree = (table.dtype, expected.dtype, coarsest_dtype(self.nodes[factor[0]])), self.product.tree
+        for node in factor[1]:
             if table.shape[tree.dim(node)] > 1:
                 table = torch.take_along_dim(table, places[node], dim=tree.dim(node))
         table, expected = (own.double().clamp(min=IMPOSSIBLE) for own in (table, expected))

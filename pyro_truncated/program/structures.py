@@ -178,6 +178,8 @@ def _crossing_sites(scorer: LogJoint | ProductScorer | ChainScorer, dependencies
     if dependencies.scopes is None:
         return sorted(nodes.keys() - latents)
     graph = scorer.product.graph
+    for name, entries in graph.entries.items():
+        plates[name] = plates.get(name, set()) | {plate for plate, _, _ in entries.plates}
     return sorted(
         {
             name

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from pyro_truncated.program.candidate_runs import CandidateRuns, RunMode, sum_block
 from pyro_truncated.program.changing_sites import ChangingSitesError
+from pyro_truncated.program.densities import coarsest_dtype
 from pyro_truncated.program.linear_sites import linear_superpositions
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.operations import recognisable_size
@@ -110,17 +111,17 @@ def choose_run_mode(log_joint: LogJoint) -> tuple[RunMode, bool]:
         if isinstance(together, Exception):
             log_joint.layout.broadcasts_parts = True
             broadcast, most_dims = _terms(log_joint, words, "together")
-            log_joint.layout.broadcasts_parts = _difference(broadcast, single) is None
+            log_joint.layout.broadcasts_parts = _difference(log_joint, broadcast, single) is None
             together = broadcast if log_joint.layout.broadcasts_parts else together
         is_enumerable = most_dims <= log_joint.depth + 1 and not log_joint.layout.broadcasts_parts
-        culprit = _difference(together, single)
+        culprit = _difference(log_joint, together, single)
         read = log_joint.layout.read
         is_random = _warn_if_unlike(log_joint, words, single)
         reduced = None if isinstance(together, Exception) or culprit is not None or read or is_random else _warn_if_reduced(log_joint)
         if is_random or (culprit is None and not read and reduced is None):
             return "together", is_enumerable
         # The draws of a conditional are no matter for vmap.
-        is_mapped = log_joint.conditional is None and _difference(_terms(log_joint, words, "vmap")[0], single) is None
+        is_mapped = log_joint.conditional is None and _difference(log_joint, _terms(log_joint, words, "vmap")[0], single) is None
         run_mode: RunMode = "vmap" if is_mapped else "singly"
         if isinstance(together, Exception):
             where, problem = _error_line(together), f"{type(together).__name__}: {next(iter(str(together).splitlines()), '')}"
@@ -160,10 +161,10 @@ def _warn_if_unlike(log_joint: LogJoint, words: Tensor, single: dict[str, Tensor
     number = words.shape[1]
     order = (torch.arange(number, device=words.device) + torch.arange(len(words), device=words.device).unsqueeze(-1)) % number
     beside_others = words.gather(1, order.unsqueeze(-1).expand_as(words))
-    name = _difference(_terms(log_joint, beside_others, "singly")[0], _reorder_candidates(single, order))
+    name = _difference(log_joint, _terms(log_joint, beside_others, "singly")[0], _reorder_candidates(single, order))
     if not name:
         return False
-    random_site = _difference(_terms(log_joint, words, "singly")[0], single)
+    random_site = _difference(log_joint, _terms(log_joint, words, "singly")[0], single)
     if random_site:
         warnings.warn(
             f"site '{random_site}' gets other log probabilities whenever the same states are scored: the model draws random numbers "
@@ -240,7 +241,7 @@ def _terms(log_joint: LogJoint, words: Tensor, run_mode: RunMode) -> tuple[dict[
         return error, runs.most_dims
 
 
-def _difference(actual: Mapping[str, Tensor] | Exception, expected: Mapping[str, Tensor] | Exception) -> str | None:
+def _difference(log_joint: LogJoint, actual: Mapping[str, Tensor] | Exception, expected: Mapping[str, Tensor] | Exception) -> str | None:
     """Returns the first site with differing log probabilities.
 
     The name is empty for an error.
@@ -248,17 +249,19 @@ def _difference(actual: Mapping[str, Tensor] | Exception, expected: Mapping[str,
     if isinstance(actual, Exception) or isinstance(expected, Exception):
         return ""
     for name, value in expected.items():
+        # Those of a conditional have names of their own.
+        dtypes = [coarsest_dtype(log_joint.nodes[name])] if name in log_joint.nodes else []
         other = actual.get(name)
-        if other is None or not _agree(other, value):
+        if other is None or not _agree(other, value, *dtypes):
             return name
     return None
 
 
-def _agree(actual: Tensor, expected: Tensor) -> bool:
+def _agree(actual: Tensor, expected: Tensor, *dtypes: torch.dtype) -> bool:
     if actual.dim() != expected.dim() or any(one not in (1, size) for one, size in zip(actual.shape, expected.shape, strict=True)):
         return False
     # One state, without dimensions, adapts to the type of other tensors; many states do not.
-    tolerance = rounding_tolerance(expected, actual.dtype, expected.dtype)
+    tolerance = rounding_tolerance(expected, actual.dtype, expected.dtype, *dtypes)
     return torch.allclose(actual.expand(expected.shape).double(), expected.double(), rtol=0.0, atol=tolerance, equal_nan=True)
 
 
@@ -344,7 +347,7 @@ def _takes_shared_states(log_joint: LogJoint) -> bool:
         apart, _ = _terms(log_joint, words.contiguous(), "together")
         log_joint.layout.takes_shared_states = True
         shared, _ = _terms(log_joint, words, "together")
-    return _difference(shared, apart) is None
+    return _difference(log_joint, shared, apart) is None
 
 
 def _clamped_priors(log_joint: LogJoint) -> frozenset[str]:

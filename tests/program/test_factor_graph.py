@@ -155,12 +155,13 @@ def test_a_component_without_small_cliques_keeps_whole_states_and_says_so(caplog
     assert "whole states, 4 of" in caplog.text
 
 
-def test_members_of_a_plate_that_an_index_looks_up_are_one_decision_and_it_says_so(caplog):
+def test_pairs_of_members_that_an_index_looks_up_are_one_decision_and_it_says_so(caplog):
     def model(y):
         with pyro.plate("groups", 8):
             u = pyro.sample("u", dist.Bernoulli(0.3))
         with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(u[..., torch.arange(len(y)) % 8], 1.0), obs=y)
+            neighbours = u[..., torch.arange(len(y)) % 8] + u[..., torch.arange(1, 1 + len(y)) % 8]
+            pyro.sample("y", dist.Normal(neighbours, 1.0), obs=y)
 
     with caplog.at_level(logging.INFO):
         assert graph_of(model, 4, torch.zeros(16)) is None
@@ -183,14 +184,14 @@ def test_the_members_of_one_of_two_crossed_plates_are_one_decision():
     assert not graph.whole
 
 
-def test_steps_that_one_observation_stacks_are_whole_states_and_it_says_so(caplog):
+def test_steps_that_one_observation_adds_up_are_whole_states_and_it_says_so(caplog):
     def model(y, is_chain):
         z, steps = torch.tensor(0.0), []
         with pyro.plate("data", len(y)):
             for t in range(y.shape[1]):
                 z = pyro.sample(f"z_{t}", dist.Bernoulli(0.2 + 0.6 * z if is_chain else 0.3))
                 steps.append(z)
-            mean = torch.stack(torch.broadcast_tensors(*steps), -1)
+            mean = torch.stack(torch.broadcast_tensors(*steps), -1).cumsum(-1)
             pyro.sample("y", dist.Normal(mean, 1.0).to_event(1), obs=y)
 
     expected = "'y' depends on all of the sites z_0, z_1, z_2, z_3, ...: a population holds whole states, 4 of 64."

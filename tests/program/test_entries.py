@@ -1,0 +1,214 @@
+"""Observations whose entries depend on different latents: each part of them is a factor of its own."""
+
+from __future__ import annotations
+
+import logging
+
+import pyro
+import pyro.distributions as dist
+import pyro.poutine as poutine
+import pytest
+import torch
+from pyro.infer import TraceEnum_ELBO, config_enumerate
+
+from pyro_truncated import AutoTruncated, Truncated_ELBO
+
+TRANSITION = torch.tensor([[0.8, 0.15, 0.05], [0.1, 0.8, 0.1], [0.05, 0.25, 0.7]], dtype=torch.float64)
+WEIGHT = torch.tensor([[1.0, -0.5], [0.3, 2.0]], dtype=torch.float64)
+ONE = torch.ones((), dtype=torch.float64)
+
+
+def draw(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def locations():
+    return pyro.param("loc", lambda: torch.tensor([-1.0, 0.0, 1.5], dtype=torch.float64))
+
+
+def evaluate(model, guide, elbo, *args):
+    """A loss and its gradient."""
+    loss = elbo.loss_and_grads(model, guide, *args)
+    parameter = pyro.get_param_store()._params["loc"]
+    gradient, parameter.grad = parameter.grad.clone(), None
+    return loss, gradient
+
+
+def chain_in_event(y, is_stacked):
+    steps, z = [], torch.tensor(0)
+    with pyro.plate("data", len(y)):
+        for t in pyro.markov(range(y.shape[1])):
+            z = pyro.sample(f"z_{t}", dist.Categorical(TRANSITION[z]))
+            steps.append(z)
+            if not is_stacked:
+                pyro.sample(f"y_{t}", dist.Normal(locations()[z], 0.6 * ONE), obs=y[:, t])
+        if is_stacked:
+            pyro.sample("y", dist.Normal(locations()[torch.stack(steps, -1)], 0.6 * ONE).to_event(1), obs=y)
+
+
+def loop_over_data(y, is_stacked):
+    means = []
+    for n in range(len(y)):
+        z = pyro.sample(f"z_{n}", dist.Categorical(TRANSITION[1]))
+        means.append(locations()[z])
+        if not is_stacked:
+            pyro.sample(f"y_{n}", dist.Normal(means[n], 0.6 * ONE), obs=y[n, 0])
+    if is_stacked:
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(torch.stack(means, -1), 0.6 * ONE), obs=y[:, 0])
+
+
+def two_chains_under_a_flag(y, is_stacked):
+    """Steps of two chains and a flag, in a plate of sequences, below a plate of time."""
+    means = []
+    with pyro.plate("data", len(y), dim=-2):
+        flag = pyro.sample("flag", dist.Bernoulli(0.3 * ONE))
+        a, b = torch.tensor(0), torch.tensor(0)
+        for t in pyro.markov(range(y.shape[1])):
+            a = pyro.sample(f"a_{t}", dist.Categorical(TRANSITION[a]))
+            b = pyro.sample(f"b_{t}", dist.Bernoulli(0.2 + 0.6 * b * ONE))
+            means.append((1 + flag) * locations()[a.long()] - b)
+            if not is_stacked:
+                pyro.sample(f"y_{t}", dist.Normal(means[t], 0.6 * ONE), obs=y[:, t : t + 1])
+        if is_stacked:
+            with pyro.plate("time", y.shape[1], dim=-1):
+                pyro.sample("y", dist.Normal(torch.cat(means, -1), 0.6 * ONE), obs=y)
+
+
+@pytest.mark.parametrize("model", [chain_in_event, loop_over_data, two_chains_under_a_flag])
+def test_stacked_observations_equal_those_of_single_steps(model):
+    """Loss, gradient and marginals are those of exact enumeration; with smaller sets the loss is a bound."""
+    y = draw(3, 7)
+    guide = AutoTruncated(model, 8)
+    loss, gradient = evaluate(model, guide, Truncated_ELBO(), y, True)
+    enumerated = config_enumerate(lambda y: model(y, False), "parallel")
+    exact = evaluate(enumerated, lambda y: None, TraceEnum_ELBO(max_plate_nesting=2), y)
+    assert loss == pytest.approx(exact[0], rel=1e-12)
+    torch.testing.assert_close(gradient, exact[1], rtol=1e-10, atol=1e-10)
+    singly = AutoTruncated(model, 8)
+    Truncated_ELBO().loss(model, singly, y, False)
+    torch.testing.assert_close(guide.marginals(), singly.marginals(), rtol=1e-10, atol=1e-12)
+    small = AutoTruncated(model, 2)
+    bound = Truncated_ELBO().loss(model, small, y, True)
+    assert small.product is not None
+    assert bound >= loss - 1e-9
+
+
+GROUP = torch.randint(6, (40,), generator=torch.Generator().manual_seed(1))
+LOOKUPS = {
+    "left": lambda z, loc: loc[z[GROUP]],
+    "right": lambda z, loc: loc[z[..., GROUP]],
+    "derived": lambda z, loc: loc[z][GROUP],
+    "gather": lambda z, loc: loc[z.index_select(-1, GROUP)],
+}
+
+
+@pytest.mark.parametrize("lookup", LOOKUPS.values(), ids=LOOKUPS)
+def test_a_plate_that_an_index_looks_up_has_a_set_for_each_member(lookup):
+    """As in tables with a row for each label: the evidence is a product over groups."""
+    y = draw(40)
+
+    def model(y):
+        with pyro.plate("groups", 6):
+            z = pyro.sample("z", dist.Categorical(TRANSITION[1]))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(lookup(z, locations()), 0.6 * ONE), obs=y)
+
+    guide = AutoTruncated(model, 4)
+    loss, gradient = evaluate(model, guide, Truncated_ELBO(), y)
+    loc = torch.tensor([-1.0, 0.0, 1.5], dtype=torch.float64, requires_grad=True)
+    log_joint = TRANSITION[1].log().expand(6, 3).index_add(0, GROUP, dist.Normal(loc, 0.6 * ONE).log_prob(y.unsqueeze(-1)))
+    exact = -log_joint.logsumexp(-1).sum()
+    assert loss == pytest.approx(exact.item(), rel=1e-12)
+    torch.testing.assert_close(gradient, torch.autograd.grad(exact, loc)[0], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(guide.marginals()["z"].squeeze(0), log_joint.detach().softmax(-1), rtol=1e-10, atol=1e-12)
+
+
+def annotators(y, item, annotator):
+    """Dawid and Skene's model of labels, whose parameters begin uniform."""
+    confusion = pyro.param("confusion", lambda: torch.full((3, 3, 3), 1 / 3, dtype=torch.float64), constraint=dist.constraints.simplex)
+    with pyro.plate("items", 6):
+        z = pyro.sample("z", dist.Categorical(TRANSITION[1]))
+    with pyro.plate("labels", len(y)):
+        pyro.sample("y", dist.Categorical(confusion[annotator, z[item]]), obs=y)
+
+
+def test_parameters_that_hide_what_a_density_depends_on_are_no_matter():
+    """Uniform ones do not, at first. A look at others leaves them as they were."""
+    generator = torch.Generator().manual_seed(2)
+    y, annotator = torch.randint(3, (40,), generator=generator), torch.randint(3, (40,), generator=generator)
+    guide = AutoTruncated(annotators, 4)
+    Truncated_ELBO().loss(annotators, guide, y, GROUP, annotator)
+    assert bool((pyro.param("confusion") == 1 / 3).all())
+    confusion = torch.rand(3, 3, 3, generator=generator, dtype=torch.float64)
+    pyro.get_param_store()["confusion"] = confusion = confusion / confusion.sum(-1, keepdim=True)
+    log_joint = TRANSITION[1].log().expand(6, 3).index_add(0, GROUP, confusion.log()[annotator, :, y])
+    loss = Truncated_ELBO().loss(annotators, guide, y, GROUP, annotator)
+    assert loss == pytest.approx(-float(log_joint.logsumexp(-1).sum()), rel=1e-12)
+
+
+def test_another_lookup_of_the_same_shape_is_refused_and_inferred_for():
+    generator = torch.Generator().manual_seed(2)
+    y, annotator = torch.randint(3, (40,), generator=generator), torch.randint(3, (40,), generator=generator)
+    other = torch.randint(6, (40,), generator=generator)
+    guide = AutoTruncated(annotators, 4)
+    confusion = TRANSITION.expand(3, 3, 3)
+    pyro.param("confusion", confusion.clone(), constraint=dist.constraints.simplex)
+    Truncated_ELBO().loss(annotators, guide, y, GROUP, annotator)
+    with pytest.raises(ValueError, match="another structure than when the guide was set up"):
+        Truncated_ELBO().loss(annotators, guide, y, other, annotator)
+    log_joint = TRANSITION[1].log().expand(6, 3).index_add(0, other, confusion.log()[annotator, :, y])
+    new = guide.infer((y, other, annotator))
+    assert Truncated_ELBO().loss(annotators, new, y, other, annotator) == pytest.approx(-float(log_joint.logsumexp(-1).sum()), rel=1e-12)
+
+
+def running_sums(z):
+    return torch.stack(z, -1).cumsum(-1)
+
+
+def differences(z):
+    return torch.stack([after - before for before, after in zip((0.0, *z), z, strict=False)], -1)
+
+
+@pytest.mark.parametrize("combine", [running_sums, differences])
+def test_entries_that_depend_on_several_steps(combine, caplog):
+    """Sums of all earlier steps keep whole states, and it is said; differences of two have sets."""
+    y = draw(3, 10)
+
+    def model(y):
+        z, steps = torch.zeros((), dtype=torch.float64), []
+        with pyro.plate("data", len(y)):
+            for t in range(10):
+                z = pyro.sample(f"z_{t}", dist.Bernoulli(0.2 + 0.6 * z))
+                steps.append(z)
+            pyro.sample("y", dist.Normal(combine(torch.broadcast_tensors(*steps)), 1.0).to_event(1), obs=y)
+
+    guide = AutoTruncated(model, 64)
+    with caplog.at_level(logging.INFO):
+        loss = Truncated_ELBO().loss(model, guide, y)
+    exact = Truncated_ELBO().loss(model, AutoTruncated(model, 1024), y)
+    if combine is differences:
+        assert loss == pytest.approx(exact, rel=1e-12)
+        assert len(guide.product.graph.nodes) == 10
+    else:
+        assert guide.product is None
+        assert "'y' depends on all of the sites z_0, z_1, z_2, z_3, ...: a population holds whole states, 64 of 1024" in caplog.text
+
+
+def test_a_mask_and_a_scale_count_once_for_each_entry():
+    y, is_seen = draw(3, 7), draw(3) > -0.5
+
+    def model(y, is_stacked):
+        steps, z = [], torch.tensor(0)
+        with pyro.plate("data", len(y)), poutine.scale(scale=2.0):
+            for t in range(7):
+                z = pyro.sample(f"z_{t}", dist.Categorical(TRANSITION[z]))
+                steps.append(z)
+                if not is_stacked:
+                    pyro.sample(f"y_{t}", dist.Normal(locations()[z], 0.6 * ONE).mask(is_seen), obs=y[:, t])
+            if is_stacked:
+                with poutine.mask(mask=is_seen):
+                    pyro.sample("y", dist.Normal(locations()[torch.stack(steps, -1)], 0.6 * ONE).to_event(1), obs=y)
+
+    losses = [Truncated_ELBO().loss(model, AutoTruncated(model, 8), y, is_stacked) for is_stacked in (True, False)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
