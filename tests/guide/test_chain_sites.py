@@ -16,7 +16,7 @@ from pyro.infer.autoguide import AutoGuideList, AutoNormal
 from torch import Tensor
 
 from pyro_truncated import AutoTruncated, EvolutionarySearch, Truncated_ELBO, check_truncation
-from pyro_truncated.distributions import BinaryChains, LinearSuperposition
+from pyro_truncated.distributions import BinaryChains, LinearSuperposition, StepReparam
 
 DOUBLE = torch.float64
 SWITCH = torch.tensor([[0.9, 0.1], [0.3, 0.7]], dtype=DOUBLE)
@@ -273,4 +273,92 @@ def test_chains_beside_other_latents_are_whole_paths_and_it_says_so(caplog):
     with caplog.at_level(logging.INFO):
         AutoTruncated(model, 8).setup(torch.zeros(2, 4, 2))
     assert "['a', 'b'] are sites of chains beside other discrete latents" in caplog.text
-    assert "put all chains into one" in caplog.text
+    assert "poutine.reparam(model, {'a': StepReparam()})" in caplog.text
+
+
+def chains(name: str, num_chains: int, num_steps: int, lengths: Tensor | None = None) -> Tensor:
+    initial = torch.full((num_chains,), 0.4, dtype=DOUBLE)
+    return pyro.sample(name, BinaryChains(initial, SWITCH.repeat(num_chains, 1, 1), num_steps, lengths))
+
+
+def of_single_site(y: Tensor, lengths: Tensor | None = None) -> float:
+    """The loss of a program with one site of all chains."""
+
+    def model(y: Tensor) -> None:
+        with pyro.plate("sequences", len(y)):
+            mask = torch.ones(y.shape[:2], dtype=torch.bool) if lengths is None else torch.arange(y.shape[1]) < lengths.unsqueeze(-1)
+            s = chains("s", y.shape[2], y.shape[1], lengths)
+            pyro.sample("y", dist.Normal(s * weight(y.shape[2]), 0.7).mask(mask.unsqueeze(-1)).to_event(2), obs=y)
+
+    return Truncated_ELBO().loss(model, AutoTruncated(model, 2 ** y.shape[2]), y)
+
+
+def weight(num_chains: int) -> Tensor:
+    return torch.arange(1.0, 1.0 + num_chains, dtype=DOUBLE)
+
+
+def stepwise(model, *names: str):
+    return poutine.reparam(model, {name: StepReparam() for name in names})
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("lengths", [None, torch.tensor([9, 3, 6])], ids=["one length", "lengths"])
+def test_uncoupled_chains_that_are_sampled_step_by_step_have_sets_of_their_own(lengths):
+    def model(y: Tensor, x: Tensor) -> None:
+        with pyro.plate("sequences", len(y)):
+            mask = torch.ones(y.shape[:2], dtype=torch.bool) if lengths is None else torch.arange(9) < lengths.unsqueeze(-1)
+            a, b = chains("a", 3, y.shape[1], lengths), chains("b", 2, x.shape[1])
+            pyro.sample("y", dist.Normal(a * weight(3), 0.7).mask(mask.unsqueeze(-1)).to_event(2), obs=y)
+            pyro.sample("x", dist.Normal(b * weight(2), 0.7).to_event(2), obs=x)
+
+    y, x = draw(3, 9, 3), draw(3, 5, 2)
+    split = stepwise(model, "a", "b")
+    guide = AutoTruncated(split, 8)
+    exact = of_single_site(y, lengths) + of_single_site(x)
+    assert Truncated_ELBO().loss(split, guide, y, x) == pytest.approx(exact, rel=1e-12)
+    assert SVI(split, guide, pyro.optim.Adam({}), Trace_ELBO()).evaluate_loss(y, x) == pytest.approx(exact, rel=1e-12)
+    assert len(guide.product.graph.nodes) == 9 + 5
+    drawn = poutine.trace(poutine.reparam(model, {"a": StepReparam(), "b": StepReparam()})).get_trace(y, x).nodes["a"]["value"]
+    assert lengths is None or bool((drawn[1, 3:] == 0).all())
+
+
+def test_coupled_chains_of_two_sites_equal_those_of_one():
+    def model(y: Tensor) -> None:
+        with pyro.plate("sequences", len(y)):
+            s = torch.cat(torch.broadcast_tensors(chains("a", 1, y.shape[1]), chains("b", 1, y.shape[1])), -1)
+            pyro.sample("y", dist.Normal((s * weight(2)).sum(-1, keepdim=True), 0.7).to_event(2), obs=y)
+
+    def single(y: Tensor) -> None:
+        with pyro.plate("sequences", len(y)):
+            s = chains("s", 2, y.shape[1])
+            pyro.sample("y", dist.Normal((s * weight(2)).sum(-1, keepdim=True), 0.7).to_event(2), obs=y)
+
+    y, split = draw(2, 12, 1), stepwise(model, "a", "b")
+    losses = [Truncated_ELBO().loss(program, AutoTruncated(program, 4), y) for program in (split, single)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+def test_a_flag_above_chains_has_a_set_beside_those_of_the_steps():
+    def model(y: Tensor, flags: Tensor | None = None) -> None:
+        with pyro.plate("sequences", len(y)):
+            flag = pyro.sample("flag", dist.Bernoulli(torch.tensor(0.3, dtype=DOUBLE)), obs=flags)
+            s = chains("s", 2, y.shape[1])
+            pyro.sample("y", dist.Normal((1 + flag)[..., None, None] * s * weight(2), 0.7).to_event(2), obs=y)
+
+    y, split = draw(1, 12, 2), stepwise(model, "s")
+    guide = AutoTruncated(split, 4)
+    loss = Truncated_ELBO().loss(split, guide, y)
+    given = torch.tensor([-Truncated_ELBO().loss(model, AutoTruncated(model, 4), y, torch.full((1,), v).double()) for v in (0.0, 1.0)])
+    assert loss == pytest.approx(-float(given.double().logsumexp(0)), rel=1e-6)
+    assert float(guide.marginals()["flag"]) == pytest.approx(float(given.softmax(0)[1]), abs=1e-5)
+
+
+def test_only_latent_chains_are_sampled_step_by_step():
+    with pytest.raises(TypeError, match="StepReparam is for sites of BinaryChains; 'z' has Bernoulli"):
+        stepwise(lambda: pyro.sample("z", dist.Bernoulli(0.3)), "z")()
+    observed = poutine.condition(lambda: chains("s", 2, 3), {"s": torch.zeros(3, 2, dtype=DOUBLE)})
+    with pytest.raises(ValueError, match="StepReparam is for latent sites; 's' is observed"):
+        stepwise(observed, "s")()
