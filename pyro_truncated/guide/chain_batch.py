@@ -106,6 +106,10 @@ class ChainBatch(SetBatch[ChainScorer]):
 
     # --- the free energy and its gradient ---
 
+    def evidence(self) -> Tensor:
+        """Returns the evidence of each sequence in this run, ``(N,)``."""
+        return self.posterior().free_energy()
+
     def free_energy(self) -> Tensor:
         """The scaled free energy, differentiable in whatever the model is."""
         if self.is_idle:

@@ -48,6 +48,10 @@ class SetBatch(ProgramBatch[_Scorer]):
         """
         raise NotImplementedError
 
+    def evidence(self) -> Tensor:
+        """The evidence of each data point in this run, ``(N,)``."""
+        raise NotImplementedError
+
     def _check_place(self) -> None:
         """Checks that the sets can serve the model where it is.
 
@@ -167,6 +171,21 @@ class ProductBatch(SetBatch[ProductScorer]):
         return populations
 
     # --- the free energy and its gradient ---
+
+    @torch.no_grad()
+    def evidence(self, sets: Sequence[Tensor] | None = None) -> Tensor:
+        """Returns the evidence of each data point on its sets or others.
+
+        It has shape ``(N,)``, in float64. Data points are the members of the plates that all nodes share.
+        """
+        scorer = self.scorer
+        total = torch.zeros(scorer.sizes, dtype=torch.float64, device=scorer.device)
+        for root, rows in zip(scorer.product.roots, scorer.evidence(scorer.messages(self.sets() if sets is None else sets)), strict=True):
+            dims = scorer.product.node_layouts[root].dims
+            beyond = [place for place, dim in enumerate(dims) if dim not in scorer.layout.dims]
+            own = rows.reshape(scorer.plate_sizes(root))
+            total = total + (own.sum(beyond) if beyond else own)
+        return total.flatten()
 
     def free_energy(self) -> Tensor:
         """The scaled free energy, differentiable in whatever the model is."""

@@ -100,7 +100,7 @@ class ProductPosterior(SetReadings):
 
         Data points are the members of the plates that all nodes share.
         """
-        return torch.stack([product_evidence(batch, batch.sets()) for batch in self.batches]).mean(0)
+        return torch.stack([batch.evidence() for batch in self.batches]).mean(0)
 
     def mode(self) -> dict[str, Tensor]:
         """Returns the most probable joint state of the sets' product.
@@ -205,22 +205,6 @@ class ProductPosterior(SetReadings):
 @torch.no_grad()
 def _messages(batch: ProductBatch, *, maximum: bool = False) -> Messages:
     return batch.scorer.messages(batch.sets(), maximum=maximum)
-
-
-@torch.no_grad()
-def product_evidence(batch: ProductBatch, sets: Sequence[Tensor]) -> Tensor:
-    """Returns the evidence ``(N,)`` of the product of some sets.
-
-    It is that of each member of the plates that all nodes share.
-    """
-    scorer = batch.scorer
-    total = torch.zeros(scorer.sizes, dtype=torch.float64, device=scorer.device)
-    for root, rows in zip(scorer.product.roots, scorer.evidence(scorer.messages(sets)), strict=True):
-        dims = scorer.product.node_layouts[root].dims
-        beyond = [place for place, dim in enumerate(dims) if dim not in scorer.layout.dims]
-        own = rows.reshape(scorer.plate_sizes(root))
-        total = total + (own.sum(beyond) if beyond else own)
-    return total.flatten()
 
 
 def _average(populations: Sequence[Population]) -> Population:

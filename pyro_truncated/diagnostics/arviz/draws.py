@@ -366,7 +366,7 @@ def draw(call: Call, guide: Any, num_draws: int) -> Draws:
     with _plates_like_the_model(guide, call):
         part = _find_truncated_guide(call, guide)
         if part is None or part.product is not None:
-            return draw_from_guide(call, guide, num_draws)
+            return draw_from_guide(call, guide, num_draws, part)
         return draw_jointly(call, guide, part, num_draws)
 
 
@@ -408,13 +408,16 @@ def trace_guide(call: Call, guide: Any) -> poutine.Trace:
     return trace
 
 
-def draw_from_guide(call: Call, guide: Any, num_draws: int) -> Draws:
-    """Draws latents of the guide, enumerated latents and missing data."""
+def draw_from_guide(call: Call, guide: Any, num_draws: int, part: AutoTruncated | None = None) -> Draws:
+    """Draws latents of the guide, enumerated latents and missing data.
+
+    A part of it may have sets of states.
+    """
     program: _Program | None = None
     for _ in range(num_draws):
         guide_trace = trace_guide(call, guide)
         if program is None:
-            program = _Program(call, guide_trace)
+            program = _Program(call, guide_trace, part)
         program.add(guide_trace)
     assert program is not None
     return program.result()
@@ -423,7 +426,7 @@ def draw_from_guide(call: Call, guide: Any, num_draws: int) -> Draws:
 class _Program:
     """A model whose latents come from guide, enumeration, or the model."""
 
-    def __init__(self, call: Call, guide_trace: poutine.Trace) -> None:
+    def __init__(self, call: Call, guide_trace: poutine.Trace, part: AutoTruncated | None) -> None:
         self.call = call
         with spare_random_numbers():
             self.nodes = sample_nodes(self._run({name: node["value"] for name, node in sample_nodes(guide_trace).items()}))
@@ -439,6 +442,14 @@ class _Program:
         self.local = data_latents(self.nodes) | {name for name in inside if role(self.nodes[name]) == "latent"}
         self.leaves = leaves(call, self.nodes, self.local - set(enumerable))
         self.collector = Collector(self.local)
+        self.part = part if part is not None and part.layout.plates and self.enumeration is None else None
+        if self.part is not None and self.local - self.leaves - self.part.layout.sites.keys():
+            # What other guides draw for each data point is not summed out.
+            self.part = None
+        self.inside = [] if self.enumeration is None else self.enumeration.inside
+        if self.part is not None:
+            scorer = self.part.batch(call, _values_of_others(self.part, guide_trace)).scorer
+            self.inside = [name for name, node in self.nodes.items() if scorer.is_inside(node)]
 
     def _refuse_prior_draws(self) -> None:
         unknown = sorted(self.drawn_anew - leaves(self.call, self.nodes, self.drawn_anew))
@@ -465,32 +476,43 @@ class _Program:
         likelihoods = likelihoods_given_all(nodes)
         if self.enumeration is not None:
             evidence = self.enumeration.log_evidence(values)
-            likelihoods = self._with_marginal(likelihoods, values)
+            if self.enumeration.plates:
+                likelihoods = self._with_marginal(likelihoods, self.enumeration.log_likelihood(values, self.leaves))
+        if self.part is not None:
+            with torch.no_grad(), poutine.block():
+                batch: Any = self.part.batch(self.call, _values_of_others(self.part, guide_trace))
+                likelihoods = self._with_marginal(likelihoods, batch.evidence().reshape(batch.scorer.sizes))
         guide_trace.compute_log_prob()
         log_weight = evidence - torch.as_tensor(guide_trace.log_prob_sum()).double()
         self.collector.add(nodes, lp, lp - log_weight, likelihoods)
 
-    def _with_marginal(self, likelihoods: dict[str, Tensor], values: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _with_marginal(self, likelihoods: dict[str, Tensor], marginal: Tensor) -> dict[str, Tensor]:
         """Replaces likelihoods given discrete draws by one with them summed out."""
-        assert self.enumeration is not None
-        if not self.enumeration.plates:
-            return likelihoods
-        marginal = self.enumeration.log_likelihood(values, self.leaves)
-        others = {name: value for name, value in likelihoods.items() if name not in self.enumeration.inside}
-        return {joint_name(self.nodes, self.enumeration.inside): marginal, **others}
+        others = {name: value for name, value in likelihoods.items() if name not in self.inside}
+        return {joint_name(self.nodes, self.inside): marginal, **others}
 
     def result(self) -> Draws:
         """All draws stacked."""
-        plates = self.enumeration.plates if self.enumeration is not None else {}
-        discrete = self.enumeration.local if self.enumeration is not None else frozenset()
+        plates, summed_out = {}, frozenset[str]()
+        if self.enumeration is not None:
+            plates, summed_out = self.enumeration.plates, self.enumeration.local
+        if self.part is not None:
+            frames = {frame.name: int(frame.size) for node in self.nodes.values() for frame in node["cond_indep_stack"]}
+            plates, summed_out = {name: frames[name] for name in self.part.layout.plates}, frozenset(self.part.layout.sites)
         return Draws(
             nodes=self.nodes,
             **self.collector.stack(),
             local=self.local,
-            conditional_on=self.local - discrete - self.leaves,
+            conditional_on=self.local - summed_out - self.leaves,
             plates=plates or data_plate_sizes(self.nodes),
-            joint=joint_name(self.nodes, self.enumeration.inside) if self.enumeration is not None and plates else "",
+            joint=joint_name(self.nodes, self.inside) if plates else "",
         )
+
+
+def _values_of_others(part: AutoTruncated, guide_trace: poutine.Trace) -> dict[str, Any]:
+    """What a run of a guide has drawn beside one part."""
+    own = {*part.layout.sites, *part.index_names}
+    return {name: node["value"] for name, node in guide_trace.nodes.items() if node["type"] == "sample" and name not in own}
 
 
 def draw_states(call: Call, guide: AutoTruncated, num_draws: int) -> Draws:
@@ -541,11 +563,9 @@ def _likelihood_name(log_joint: LogJoint) -> str:
 def draw_jointly(call: Call, guide: Any, part: AutoTruncated, num_draws: int) -> Draws:
     """Draws states and other latents; populations are scored for each draw."""
     accumulator: _Accumulator | None = None
-    own = {*part.layout.sites, part.index_name}
     for _ in range(num_draws):
         guide_trace = poutine.trace(call.with_program(guide)).get_trace()
-        others = {name: node["value"] for name, node in guide_trace.nodes.items() if node["type"] == "sample" and name not in own}
-        log_joint = part.make_scorer(*call.args, values=others, **call.kwargs)
+        log_joint = part.make_scorer(*call.args, values=_values_of_others(part, guide_trace), **call.kwargs)
         refuse_subsamples(log_joint.nodes)
         if accumulator is None:
             accumulator = _Accumulator(call, part, log_joint, num_draws)

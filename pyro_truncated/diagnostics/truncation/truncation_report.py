@@ -31,7 +31,7 @@ from pyro_truncated.diagnostics.truncation.thresholds import Finding, warn_findi
 from pyro_truncated.distributed.shards import find_part
 from pyro_truncated.guide.chain_batch import ChainBatch
 from pyro_truncated.guide.product_batch import ProductBatch
-from pyro_truncated.guide.product_posterior import ProductPosterior, product_evidence
+from pyro_truncated.guide.product_posterior import ProductPosterior
 from pyro_truncated.guide.set_search import NodeScores, ScoredSets
 from pyro_truncated.guide.truncated_posterior import TruncatedPosterior
 from pyro_truncated.program.call import Call
@@ -135,20 +135,20 @@ def check_product(
             return _add_findings(_check_chains(batch, steps), part.num_states, warn)
         assert isinstance(batch, ProductBatch)
         sets = batch.sets()
-        free_energy = product_evidence(batch, sets)
+        free_energy = batch.evidence(sets)
         nodes = [_node_report(batch, sets, number) for number in range(len(sets))]
         certified = _certify(batch, free_energy, nodes)
         seek = batch.set_search(is_new=True)
         searched_sets = seek.improve(sets, search, steps).sets
-        searched = torch.maximum(product_evidence(batch, searched_sets), free_energy)
+        searched = torch.maximum(batch.evidence(searched_sets), free_energy)
         start = [_double(batch, words, number) for number, words in enumerate(searched_sets)]
         doubled_sets = seek.improve(start, search, steps).sets
-        doubled = torch.maximum(product_evidence(batch, doubled_sets), searched)
+        doubled = torch.maximum(batch.evidence(doubled_sets), searched)
         product = batch.scorer.product
         size = {node: own.space.size for node, own in enumerate(product.node_layouts)}
         cliques = [math.prod(size[member] for member in (node, *others)) for node, others in enumerate(product.graph.separators)]
         largest = max(*size.values(), *cliques)
-        exact = plain(product_evidence(batch, full_sets(batch))) if largest <= trust.ENUMERATED_LIMIT else None
+        exact = plain(batch.evidence(full_sets(batch))) if largest <= trust.ENUMERATED_LIMIT else None
         cut = _layout_findings(part.layout, ProductPosterior([batch]).marginals())
     report = ProductReport(plain(free_energy), plain(certified), plain(searched), plain(doubled), exact, nodes, cut)
     return _add_findings(report, part.num_states, warn)

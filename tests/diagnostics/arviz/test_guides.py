@@ -24,8 +24,9 @@ from pyro.infer.autoguide import (
     AutoNormalMessenger,
 )
 
-from pyro_truncated import AutoTruncated, ClosedForm, GibbsEM, GibbsGuide, GPSelect, diagnose, to_arviz
+from pyro_truncated import AutoTruncated, ClosedForm, GibbsEM, GibbsGuide, GPSelect, Truncated_ELBO, diagnose, to_arviz
 from pyro_truncated.diagnostics import convert_owner
+from pyro_truncated.distributions import BinaryChains
 from pyro_truncated.models import MaxSpikeSlabSparseCoding
 from pyro_truncated.utils.arviz_compat import ARVIZ_V1, get_dataset, group_names
 
@@ -302,6 +303,47 @@ def test_gibbs_guides(generator):
     assert posterior["s"].dtype == np.int8
     assert likelihood["y"].dims == ("chain", "draw", "data")
     assert likelihood.attrs["conditional_on"] == "s, z"
+
+
+SWITCH = torch.tensor([[0.8, 0.2], [0.3, 0.7]], dtype=torch.float64)
+
+
+def steps(y):
+    """A chain of four steps, whose nodes have sets."""
+    height = pyro.sample("height", dist.Normal(torch.tensor(1.0, dtype=torch.float64), 0.5))
+    with pyro.plate("data", 6):
+        z = torch.tensor(0)
+        for t in range(3):
+            z = pyro.sample(f"z_{t}", dist.Categorical(SWITCH[z]))
+            pyro.sample(f"y_{t}", dist.Normal(height * z, 0.6), obs=y[t])
+
+
+def chains(y):
+    height = pyro.sample("height", dist.Normal(torch.tensor(1.0, dtype=torch.float64), 0.5))
+    with pyro.plate("data", 6):
+        z = pyro.sample("z", BinaryChains(SWITCH[0, 1:], SWITCH.unsqueeze(0), num_steps=3))
+        pyro.sample("y", dist.Normal(height * z.squeeze(-1), 0.6).to_event(1), obs=y.mT)
+
+
+@pytest.mark.parametrize("model", [steps, chains])
+def test_states_of_sets_are_summed_out_of_the_likelihood_of_each_data_point(model, generator):
+    """They are as in an enumeration of all states of a data point, under each draw of the other latents."""
+    y = torch.randn(3, 6, generator=generator, dtype=torch.float64)
+    guide = AutoGuideList(model)
+    guide.append(AutoNormal(poutine.block(model, expose=["height"])))
+    guide.append(AutoTruncated(model, num_states=4))
+    trained(model, guide, y, elbo=Truncated_ELBO())
+    idata = to_arviz(model, guide, y, num_samples=5, num_chains=1, num_predictive=0)
+    likelihood = get_dataset(idata, "log_likelihood")
+    assert "conditional_on" not in likelihood.attrs
+    (values,) = likelihood.data_vars.values()
+    assert values.dims == ("chain", "draw", "data")
+    for height, value in zip(get_dataset(idata, "posterior")["height"].values.ravel(), values.values[0], strict=True):
+        total = []
+        for path in itertools.product((0, 1), repeat=3):
+            prior = [SWITCH[before, now] for before, now in itertools.pairwise((0, *path))]
+            total.append(sum(map(torch.log, prior)) + dist.Normal(height * torch.tensor(path).double(), 0.6).log_prob(y.mT).sum(-1))
+        np.testing.assert_allclose(value, torch.stack(total).logsumexp(0).numpy(), rtol=1e-5)
 
 
 def test_subsamples_are_refused(y):
