@@ -34,14 +34,11 @@ from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.product_layout import ProductLayout
 from pyro_truncated.program.product_scorer import ProductScorer
 from pyro_truncated.program.sites import is_subsampled, sample_nodes, unwrap
-from pyro_truncated.program.splitting import find_entries
+from pyro_truncated.program.splitting import MOST_ENTRIES, find_entries
 from pyro_truncated.program.structures import warn_of_shared_subsamples
 from pyro_truncated.utils.arguments import naming_empty_plates
 from pyro_truncated.utils.console import note_once, readable_count
 from pyro_truncated.utils.parameter_store import ShadowWatch, empty_store, isolate, refuse_shadowed_parameters, spare_random_numbers
-
-# Densities of one site on states of all its nodes, up to which its entries are told apart.
-_MOST_ENTRIES = 2**26
 
 
 def first_run(call: Call, conditional: Conditional | None) -> poutine.Trace:
@@ -153,7 +150,7 @@ def _split_graph(
     entries_of = {name: {split.colours[node]: sizes[node] for node in split.factors[name]} for name in entries}
     nodes = sample_nodes(trace)
     most = max(count_entries(nodes[name]) * math.prod(own.values()) for name, own in entries_of.items())
-    return split if is_finer and largest <= max(num_states**2, DENSITY_LIMIT) and most <= _MOST_ENTRIES else None
+    return split if is_finer and largest <= max(num_states**2, DENSITY_LIMIT) and most <= MOST_ENTRIES else None
 
 
 def _count_members(node: Node) -> int:

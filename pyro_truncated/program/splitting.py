@@ -24,10 +24,8 @@ from pyro_truncated.program.sites import is_subsampled, sample_nodes
 from pyro_truncated.utils.arrays import rounding_tolerance
 from pyro_truncated.utils.parameter_store import load_snapshot, snapshot
 
-# Densities of changed states that are looked at, beyond which sites stay as they are, and those of one run.
-_MOST_CHANGES, _MOST_AT_ONCE = 2**28, 2**24
-# Rows of random states that changes are looked at from.
-_NUM_ROWS = 16
+# Densities of one site on states of all its nodes up to which its entries are told apart.
+MOST_ENTRIES = 2**26
 
 
 class Pattern(NamedTuple):
@@ -88,8 +86,9 @@ class _EntrySearch:
         if self._is_subsampled or len(self._plates) > 1 or not has_one_scale or (not self._dims and not self._event_dim):
             return None
         patterns = [pattern for site in self._sites for pattern in self._patterns(site)]
-        number = max(1, -(-_NUM_ROWS // max(1, scorer.num_data)))
-        if len(patterns) * number * self._node["fn"].shape().numel() > _MOST_CHANGES:
+        # From sixteen random states at least.
+        number = max(1, -(-16 // max(1, scorer.num_data)))
+        if len(patterns) * number * self._node["fn"].shape().numel() > 4 * MOST_ENTRIES:
             return None
         generator = torch.Generator().manual_seed(0)
         with _generic_parameters(scorer, self._name, generator), torch.no_grad(), pyro.validation_enabled(False):
@@ -111,7 +110,7 @@ class _EntrySearch:
         changes: dict[Pattern, Tensor] = {}
         for node in product.graph.factors[self._name]:
             own = [pattern for pattern in patterns if pattern.site in product.graph.nodes[node].sites]
-            size = max(1, _MOST_AT_ONCE // max(1, self._node["fn"].shape().numel()))
+            size = max(1, MOST_ENTRIES // 4 // max(1, self._node["fn"].shape().numel()))
             for start in range(0, len(own), size):
                 part = own[start : start + size]
                 changes |= dict(zip(part, self._changes_with(node, part, base, generator), strict=True))
