@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from pyro_truncated.distributions.binary_chains import BinaryChains, StepReparam
+from pyro_truncated.distributions.binary_chains import BinaryChains
 from pyro_truncated.distributions.components import (
     Component,
     ComponentLowRankNormal,
@@ -57,7 +57,6 @@ __all__ = [
     "Positions",
     "SceneParameters",
     "SpikeSlabSuperposition",
-    "StepReparam",
     "Superposition",
     "categorical",
     "component_products",

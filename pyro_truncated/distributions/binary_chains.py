@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
+import pyro.poutine as poutine
 import torch
 from pyro.distributions import TorchDistribution
 from pyro.infer.reparam.reparam import Reparam
@@ -179,49 +181,37 @@ class BinaryChains(TorchDistribution):
         return Transitions(safe_log(torch.stack([first, transition])), kind.masked_fill(~self.is_part, -1))
 
 
-class StepReparam(Reparam):
-    r"""Samples :class:`BinaryChains` step by step, a site for each step.
+class _StepReparam(Reparam):
+    """Samples chains step by step, a site for each step."""
+
+    def apply(self, msg: Any) -> Any:
+        """Replaces a site by those of its steps, with their values."""
+        fn, observed = msg["fn"], msg["value"] if msg["is_observed"] else None
+        states: list[Tensor] = []
+        chance, after_off, after_on = fn.initial, fn.transition[..., 0, 1], fn.transition[..., 1, 1]
+        for t, (name, is_part) in enumerate(zip(step_names(msg["name"], fn), fn.is_part.unbind(-1), strict=True)):
+            if t:
+                chance = torch.where(states[-1] != 0, after_on, after_off)
+            step = dist.Bernoulli(chance, validate_args=False).to_event(1)
+            if fn.lengths is not None:
+                chance = torch.where(is_part.unsqueeze(-1), chance, 0.0)
+                step = dist.Bernoulli(chance, validate_args=False).to_event(1).mask(is_part)
+            states.append(pyro.sample(name, step, obs=None if observed is None else observed[..., t, :]))
+        value = torch.stack(torch.broadcast_tensors(*states), -2) if observed is None else observed
+        return {"fn": dist.Delta(value, event_dim=2), "value": value, "is_observed": True}
+
+
+def step_names(name: str, chains: BinaryChains) -> list[str]:
+    """Names of the sites of steps that stand for one of chains."""
+    return [f"{name}_step_{t}" for t in range(chains.num_steps)]
+
+
+def run_by_steps(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    r"""Runs a program whose chains are sampled step by step.
 
     .. math:: s_1 \sim p(s_1), \qquad s_t \sim p(s_t \mid s_{t-1}), \qquad s = (s_1, \dots, s_T).
 
-    A guide keeps a set of states for each of these sites, whatever other discrete latents there are. Where the
-    chains are the only ones, the sets of the one site take less time.
-
-    Example:
-        >>> switch = torch.tensor([[0.9, 0.1], [0.2, 0.8]]).expand(3, 2, 2)
-        >>> @poutine.reparam(config={"s": StepReparam()})
-        ... def model(y):
-        ...     is_loud = pyro.sample("is_loud", dist.Bernoulli(0.5))
-        ...     s = pyro.sample("s", BinaryChains(torch.full((3,), 0.5), switch, num_steps=len(y)))
-        ...     pyro.sample("y", dist.Normal(s.sum(-1) * (1 + is_loud), 1.0).to_event(1), obs=y)
-        >>> guide = AutoTruncated(model, num_states=8)
-        >>> loss = Truncated_ELBO().loss(model, guide, torch.randn(20))
-        >>> guide.mode()["s_19"].shape
-        torch.Size([1, 3])
-
-    The sites are named after the one that they stand for, ``s_0``, ``s_1``, and so on, each with an event ``(M,)``.
-
-    Raises:
-        TypeError: for a site of another distribution.
-        ValueError: for one that is observed.
+    Its joint density is the same, and each step is a site.
     """
-
-    def apply(self, msg: Any) -> Any:
-        """Replaces a site by those of its steps."""
-        fn, name = msg["fn"], msg["name"]
-        if not isinstance(fn, BinaryChains):
-            raise TypeError(f"StepReparam is for sites of BinaryChains; '{name}' has {type(fn).__name__}")
-        if msg["is_observed"]:
-            raise ValueError(f"StepReparam is for latent sites; '{name}' is observed")
-        states: list[Tensor] = []
-        chance, after_off, after_on = fn.initial, fn.transition[..., 0, 1], fn.transition[..., 1, 1]
-        for t, is_part in enumerate(fn.is_part.unbind(-1)):
-            if t:
-                chance = torch.where(states[-1] != 0, after_on, after_off)
-            if fn.lengths is None:
-                step = dist.Bernoulli(chance, validate_args=False).to_event(1)
-            else:
-                step = dist.Bernoulli(torch.where(is_part.unsqueeze(-1), chance, 0.0), validate_args=False).to_event(1).mask(is_part)
-            states.append(pyro.sample(f"{name}_{t}", step))
-        value = torch.stack(torch.broadcast_tensors(*states), -2)
-        return {"fn": dist.Delta(value, event_dim=2), "value": value, "is_observed": True}
+    with poutine.reparam(config=lambda site: _StepReparam() if isinstance(site["fn"], BinaryChains) else None):
+        return model(*args, **kwargs)

@@ -89,7 +89,7 @@ class ProductPosterior(SetReadings):
         for name, site, table in self._read_by_site(lambda population: population.value_probabilities()):
             own = table[..., : max(site.cardinalities)]
             marginals[name] = self._flatten_data(name, own[..., 1] if site.kind == "boolean" else own)
-        return marginals
+        return self._join_steps(marginals)
 
     def pairwise_marginals(self, first: str, second: str) -> Tensor:
         """Joint marginals of two sites, see :meth:`AutoTruncated.pairwise_marginals`."""
@@ -107,14 +107,14 @@ class ProductPosterior(SetReadings):
 
         It has shape ``(N, *site shape)``; under several draws it is that of the first.
         """
-        return {name: self._flatten_data(name, value) for name, value in self._find_mode().items()}
+        return self._join_steps({name: self._flatten_data(name, value) for name, value in self._find_mode().items()})
 
     def _find_mode(self) -> dict[str, Tensor]:
         return {name: value.squeeze(0) for name, value in self._states(_messages(self.batch, maximum=True).draw(None)).items()}
 
     def median(self) -> dict[str, Tensor]:
         """The most probable joint state, shaped as the model's sites."""
-        return self._as_model(self._find_mode())
+        return self._join_steps(self._as_model(self._find_mode()))
 
     def sample(self, num_samples: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Independent draws, ``(num_samples, N, *site shape)``."""
@@ -125,7 +125,7 @@ class ProductPosterior(SetReadings):
             for batch, count in zip(self.batches, counts.tolist(), strict=True)
             if count
         ]
-        return {name: self._flatten_data(name, torch.cat([states[name] for states in parts]), 1) for name in parts[0]}
+        return self._join_steps({name: self._flatten_data(name, torch.cat([states[name] for states in parts]), 1) for name in parts[0]})
 
     def quantiles(self, quantiles: Sequence[float] | Tensor) -> dict[str, Tensor]:
         r"""Returns quantiles, shaped ``(Q, ...)`` as the model's sites.
@@ -143,9 +143,12 @@ class ProductPosterior(SetReadings):
                 raise NotImplementedError(f"the values of the one-hot site '{name}' have no order; use mode(), median() or marginals()")
             levels = quantile_levels(table, shares, max(site.cardinalities))
             quantile_values[name] = [self._as_model({name: site.to_values(level)})[name] for level in levels]
-        return {name: torch.stack(values) for name, values in quantile_values.items()}
+        return self._join_steps({name: torch.stack(values) for name, values in quantile_values.items()})
 
     # --- from rows to sites ---
+
+    def _join_steps(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self.batch.scorer.product.join_steps(values)
 
     def _read_by_site(self, read: Callable[[Population], Tensor]) -> list[tuple[str, Any, Tensor]]:
         """What is read from populations, ``(rows, L, ...)``, by site: ``(*plates, *event, ...)``."""
@@ -274,7 +277,13 @@ class ProductProgramRun(ProgramRun):
         for own in product.node_layouts:
             for name, site in own.sites.items():
                 if name not in scorer.observed_sites:
-                    result[name] = self._sample_delta(site, states[name], plates, scorer, hidden.get(name, torch.zeros((), dtype=dtype)))
+                    is_step = any(name in steps for steps in product.steps.values())
+                    none = torch.zeros((), dtype=dtype)
+                    result[name] = self._sample_delta(site, states[name], plates, scorer, hidden.get(name, none), is_auxiliary=is_step)
+        result = product.join_steps(result)
+        for name, steps in product.steps.items():
+            site = dataclasses.replace(layout.sites[steps[0]], name=name, event_shape=tuple(result[name].shape[-2:]))
+            result[name] = self._sample_delta(site, result[name], plates, scorer, torch.zeros((), dtype=dtype), steps[0])
         return result
 
     def _sample_position(self, own: Any, position: Tensor, log_prob: Tensor, plates: Mapping[str, Any], scorer: ProductScorer) -> None:
@@ -287,20 +296,31 @@ class ProductProgramRun(ProgramRun):
             position, log_prob = (trim(value, 0, depth) for value in (position, log_prob))
             pyro.sample(self._guide.name_index(own.sites), dist.Delta(position, log_density=log_prob), infer=infer)
 
-    def _sample_delta(self, site: Any, value: Tensor, plates: Mapping[str, Any], scorer: ProductScorer, hidden: Tensor) -> Tensor:
+    def _sample_delta(
+        self,
+        site: Any,
+        value: Tensor,
+        plates: Mapping[str, Any],
+        scorer: ProductScorer,
+        hidden: Tensor,
+        scaled_as: str | None = None,
+        *,
+        is_auxiliary: bool = False,
+    ) -> Tensor:
         """Samples a site as a point mass.
 
-        The guide's density gives back what a mask takes away from the model's.
+        The guide's density gives back what a mask takes away from the model's. Auxiliary ones are none of the model's.
         """
         with ExitStack() as stack:
             for frame in site.frames:
                 if frame.vectorized:
                     enter(stack, plates[frame.name])
-            stack.enter_context(poutine.scale(scale=scorer.scale_beyond_subsamples(site.name)))
+            stack.enter_context(poutine.scale(scale=scorer.scale_beyond_subsamples(scaled_as or site.name)))
             value = trim(value, site.event_dim, site.depth)
             density = -hidden.to(value.device).expand(value.shape[: value.dim() - site.event_dim])
             stack.enter_context(self._layout.extra_plates_for(site, density.dim()))
-            return pyro.sample(site.name, dist.Delta(value, log_density=density, event_dim=site.event_dim))
+            infer: Any = {"is_auxiliary": True} if is_auxiliary else {}
+            return pyro.sample(site.name, dist.Delta(value, log_density=density, event_dim=site.event_dim), infer=infer)
 
 
 def _draw_shape(particles: list[Any], depth: int) -> tuple[int, ...]:

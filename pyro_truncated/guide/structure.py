@@ -92,12 +92,11 @@ def find_product(
             steps.refuse_coupled_steps()
             warn_of_shared_subsamples(steps)
         return chains
-    chains_beside = [name for name in layout.sites if isinstance(unwrap(trace.nodes[name]["fn"])[0], BinaryChains)]
-    if chains_beside and layout.space.size > num_states:
+    if names := chains_beside_others(trace, layout, num_states):
         note_once(
-            f"{chains_beside} are sites of chains beside other discrete latents: their states are whole paths, {num_states} of them. "
-            "For a set of states at each step put all chains into one site, if they are the only discrete latents, or write "
-            f"poutine.reparam(model, {{{chains_beside[0]!r}: StepReparam()}}) in place of the model."
+            f"{names} are sites of chains beside other discrete latents, and the densities of a step depend on other steps: their states "
+            f"are whole paths, {num_states} of them. For a set of states at each step put all chains into one site, if they are the only "
+            "discrete latents."
         )
     inner = [frame for site in layout.sites.values() for frame in site.frames if frame.name not in layout.plates]
     is_partial = any(is_subsampled(frame) and frame.vectorized for frame in inner)
@@ -184,6 +183,18 @@ def _take_sets(call: Call, layout: Layout, graph: FactorGraph, num_states: int) 
     return None
 
 
+def chains_beside_others(trace: poutine.Trace, layout: Layout, num_states: int) -> list[str]:
+    """Sites of chains beside others, if not all paths are kept."""
+    if layout.space.size <= num_states or len(layout.sites) == 1:
+        return []
+    return [name for name in layout.sites if is_chains(trace.nodes[name])]
+
+
+def is_chains(node: Any) -> bool:
+    """Whether a sample site is one of binary chains."""
+    return isinstance(unwrap(node["fn"])[0], BinaryChains)
+
+
 def note_whole_states(trace: poutine.Trace, layout: Layout, dependencies: Dependencies, num_states: int) -> None:
     """Says where a conditional alone makes populations hold whole states."""
     if dependencies.scopes is None or layout.read or layout.space.size <= num_states:
@@ -201,10 +212,10 @@ def without_states(trace: Any, layout: Layout) -> torch.device:
 
     It returns the device that they were on.
     """
-    nodes = sample_nodes(trace)
-    for name in layout.sites:
-        nodes[name]["value"] = nodes[name]["value"].new_zeros(()).expand(nodes[name]["value"].shape)
-    device: torch.device = nodes[next(iter(layout.sites))]["value"].device
+    nodes = [node for name, node in sample_nodes(trace).items() if name in layout.sites or is_chains(node)]
+    for node in nodes:
+        node["value"] = node["value"].new_zeros(()).expand(node["value"].shape)
+    device: torch.device = nodes[0]["value"].device
     return device
 
 

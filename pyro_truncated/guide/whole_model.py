@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -17,9 +18,11 @@ import torch
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 
+from pyro_truncated.distributions.binary_chains import run_by_steps, step_names
 from pyro_truncated.guide.companion_guides import Companions, refuse_subsampled_latents, share_plates
 from pyro_truncated.guide.plates import SharedPlates, model_plates, plate_subsamples, refuse_other_size
 from pyro_truncated.guide.structure import (
+    chains_beside_others,
     find_layout,
     find_product,
     first_run,
@@ -29,14 +32,15 @@ from pyro_truncated.guide.structure import (
 )
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import RUN_MODES, Conditional, RunMode
-from pyro_truncated.program.chain_scorer import ChainLayout, ChainScorer
+from pyro_truncated.program.chain_scorer import ChainLayout, ChainScorer, CoupledStepsError
+from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.discovery import refuse_partial_plates
 from pyro_truncated.program.inspection import ordinary_tensors
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.product_layout import ProductLayout
 from pyro_truncated.program.product_scorer import ProductScorer
-from pyro_truncated.program.sites import sample_nodes
+from pyro_truncated.program.sites import sample_nodes, unwrap
 from pyro_truncated.program.structures import KnownStructures, refuse_other_structure, warn_of_shared_subsamples
 from pyro_truncated.program.subsampling import SparseSubsamples
 from pyro_truncated.program.vectorization import run_mode_for
@@ -139,6 +143,11 @@ class WholeModelGuide(AutoGuide):
         return self.layout.space
 
     @property
+    def discrete_sites(self) -> set[str]:
+        """Names of the discrete sites, of whole chains and their steps."""
+        return {*self.layout.sites, *(self._product.steps if isinstance(self._product, ProductLayout) else ())}
+
+    @property
     def index_name(self) -> str:
         """Name of the auxiliary index site."""
         return self.name_index(self.layout.sites)
@@ -179,7 +188,8 @@ class WholeModelGuide(AutoGuide):
             self._structures.add(call, sample_nodes(trace))
             self._layout, dependencies = find_layout(call, trace, self.max_count, self.num_states)
             is_whole = self.whole_states or self.holds_whole_states or self.conditional is not None
-            self._product = None if is_whole else find_product(call, trace, self._layout, dependencies, self.num_states)
+            if not is_whole:
+                self._find_sets(call, trace, dependencies)
             if not self.whole_states and self.conditional is not None:
                 note_whole_states(trace, self._layout, dependencies, self.num_states)
             if self._product is None:
@@ -192,6 +202,36 @@ class WholeModelGuide(AutoGuide):
                 scorer = self._whole_scorer(call)
                 warn_of_shared_subsamples(scorer)
                 self._run_mode, self.is_enumerable = run_mode_for(self.vectorize, scorer, self.num_states)
+
+    def _find_sets(self, call: Call, trace: poutine.Trace, dependencies: Dependencies) -> None:
+        """Finds the nodes of the factor graph, if any.
+
+        Sites of chains beside other latents are taken step by step, where that serves. So is a single one whose steps are coupled.
+        """
+        assert self._layout is not None
+        names, refusal = chains_beside_others(trace, self._layout, self.num_states), None
+        if not names:
+            try:
+                self._product = find_product(call, trace, self._layout, dependencies, self.num_states)
+            except CoupledStepsError as error:
+                names, refusal = list(self._layout.sites), error
+        if names:
+            steps = call.with_program(functools.partial(run_by_steps, call.model))
+            stepwise = first_run(steps, None)
+            layout, among_steps = find_layout(steps, stepwise, self.max_count, self.num_states)
+            product = find_product(steps, stepwise, layout, among_steps, self.num_states)
+            if isinstance(product, ProductLayout):
+                product.steps = {name: step_names(name, unwrap(trace.nodes[name]["fn"])[0]) for name in names}
+                self._layout, self._product = layout, product
+                return
+            if refusal is not None:
+                raise refusal
+            self._product = find_product(call, trace, self._layout, dependencies, self.num_states)
+
+    def _as_scored(self, call: Call) -> Call:
+        """The call whose densities are scored, chains step by step perhaps."""
+        has_steps = isinstance(self._product, ProductLayout) and bool(self._product.steps)
+        return call.with_program(functools.partial(run_by_steps, call.model)) if has_steps else call
 
     def _keep_prototype(self, trace: poutine.Trace) -> None:
         """Keeps the latents of a run, as Pyro's guides do."""
@@ -235,6 +275,7 @@ class WholeModelGuide(AutoGuide):
                 "AutoTruncated cannot be traced by torch.jit: its states change while it trains. Use TraceEnum_ELBO, not JitTraceEnum_ELBO."
             )
         self.setup(*call.args, **call.kwargs)
+        call = self._as_scored(call)
         names = [name for name in self.layout.other_latents if name not in (values or {})]
         if names and self.conditional is None:
             warnings.warn(

@@ -99,6 +99,10 @@ class _Steps:
         self.sites, self.space, self.num_data = [name], space, num_data
 
 
+class CoupledStepsError(NotImplementedError):
+    """The density of a step depends on other steps of its chains."""
+
+
 class ChainScorer(Probe):
     """Log likelihoods of states of all steps in a run.
 
@@ -172,7 +176,7 @@ class ChainScorer(Probe):
         log_prob = fn.log_prob(node["value"], *node["args"], **node["kwargs"])
         shape = log_prob.shape[log_prob.dim() - num_event :]
         if not num_event or shape[0] != self.product.num_steps:
-            raise NotImplementedError(
+            raise CoupledStepsError(
                 f"the density of site '{node['name']}' has no dimension for the {self.product.num_steps} steps of "
                 f"'{self.product.site.name}'. Make them the left-most dimension of its event, as in "
                 "dist.Normal(s @ weight, 1.0).to_event(2), or use AutoTruncated(..., whole_states=True)."
@@ -210,7 +214,7 @@ class ChainScorer(Probe):
         dtype = torch.float32 if torch.float32 in self.dtypes.values() else torch.float64
         if not torch.allclose(scores[..., 2], expected, rtol=1e3 * torch.finfo(dtype).eps, atol=1e-3 if dtype == torch.float32 else 1e-9):
             names = sorted(self.layout.dependents - {self.product.site.name})
-            raise NotImplementedError(
+            raise CoupledStepsError(
                 f"the densities of {names} at a step depend on other steps of '{self.product.site.name}' too. Make the previous step "
                 "a part of the state, or use AutoTruncated(..., whole_states=True)"
             )

@@ -76,6 +76,7 @@ class ProductLayout:
         groups: nodes whose sets are rows of one population.
         tree: the order in which states are summed out.
         shares_sets: whether the model takes one value for all members of a plate.
+        steps: by site of binary chains, the sites of its steps, which stand for it.
     """
 
     def __init__(self, graph: FactorGraph, layout: Layout) -> None:
@@ -87,7 +88,17 @@ class ProductLayout:
         self.groups = tuple(NodeGroup(tuple(nodes), tuple(self.node_layouts[node] for node in nodes)) for nodes in groups.values())
         plates = tuple(frozenset(own.dims) for own in self.node_layouts)
         self.shares_sets = False
+        self.steps: Mapping[str, Sequence[str]] = {}
         self.tree = BucketTree(graph.order, graph.separators, graph.colours, plates, layout.depth)
+
+    def join_steps(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns what is told by site, with steps of chains put together.
+
+        The chains of a step are in the last dimension; steps come before it.
+        """
+        steps = {name for names in self.steps.values() for name in names}
+        joined = {name: torch.stack(torch.broadcast_tensors(*(values[step] for step in own)), -2) for name, own in self.steps.items()}
+        return {name: value for name, value in values.items() if name not in steps} | joined
 
     @cached_property
     def dtypes(self) -> Mapping[str, torch.dtype]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 
 import pyro
@@ -15,8 +14,8 @@ from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoGuideList, AutoNormal
 from torch import Tensor
 
-from pyro_truncated import AutoTruncated, EvolutionarySearch, Truncated_ELBO, check_truncation
-from pyro_truncated.distributions import BinaryChains, LinearSuperposition, StepReparam
+from pyro_truncated import AutoTruncated, EvolutionarySearch, Truncated_ELBO, check_truncation, to_arviz
+from pyro_truncated.distributions import BinaryChains, LinearSuperposition
 
 DOUBLE = torch.float64
 SWITCH = torch.tensor([[0.9, 0.1], [0.3, 0.7]], dtype=DOUBLE)
@@ -153,21 +152,6 @@ def test_beside_another_guide() -> None:
     assert -0.4 < sum(losses[-200:]) / 200 + evidence < 0.6
 
 
-def test_likelihoods_of_other_steps_are_refused() -> None:
-    model, y = program("coupled"), torch.randn(2, 6, 3, dtype=DOUBLE)
-    with pytest.raises(NotImplementedError, match=r"\['y'\] at a step depend on other steps of 's'"):
-        AutoTruncated(model, num_states=4)(y)
-
-    def summed(y: Tensor) -> None:
-        with pyro.plate("sequences", 2):
-            s = pyro.sample("s", BinaryChains(torch.full((2,), 0.4), torch.full((2, 2, 2), 0.5), 6))
-            pyro.sample("y", dist.Normal(s.sum((-1, -2)), 1.0), obs=y)
-
-    with pytest.raises(NotImplementedError, match="left-most dimension of its event"):
-        AutoTruncated(summed, num_states=3)(torch.randn(2))
-    assert AutoTruncated(summed, num_states=3, whole_states=True)(torch.randn(2))["s"].shape == (2, 6, 2)
-
-
 def test_states_are_saved_and_loaded() -> None:
     model, y = program("normal", 4), torch.randn(2, 6, 3, dtype=DOUBLE)
     guide = AutoTruncated(model, num_states=6)
@@ -260,22 +244,6 @@ def test_one_sequence_without_a_plate(form: str) -> None:
     assert (len(calls) < 20) == (form in ("linear", "superposition", "scales of columns"))
 
 
-def test_chains_beside_other_latents_are_whole_paths_and_it_says_so(caplog):
-    def model(y: Tensor) -> None:
-        with pyro.plate("sequences", len(y)):
-            for name in ("a", "b"):
-                s = pyro.sample(name, BinaryChains(torch.full((2,), 0.4), SWITCH.float().repeat(2, 1, 1), num_steps=y.shape[1]))
-                pyro.sample(f"y_{name}", dist.Normal(s, 0.7).to_event(2), obs=y)
-
-    with caplog.at_level(logging.INFO):
-        AutoTruncated(model, 16).setup(torch.zeros(2, 1, 2))
-    assert "sites of chains" not in caplog.text  # all states are kept
-    with caplog.at_level(logging.INFO):
-        AutoTruncated(model, 8).setup(torch.zeros(2, 4, 2))
-    assert "['a', 'b'] are sites of chains beside other discrete latents" in caplog.text
-    assert "poutine.reparam(model, {'a': StepReparam()})" in caplog.text
-
-
 def chains(name: str, num_chains: int, num_steps: int, lengths: Tensor | None = None) -> Tensor:
     initial = torch.full((num_chains,), 0.4, dtype=DOUBLE)
     return pyro.sample(name, BinaryChains(initial, SWITCH.repeat(num_chains, 1, 1), num_steps, lengths))
@@ -293,12 +261,18 @@ def of_single_site(y: Tensor, lengths: Tensor | None = None) -> float:
     return Truncated_ELBO().loss(model, AutoTruncated(model, 2 ** y.shape[2]), y)
 
 
+def marginals_of_single_site(y: Tensor) -> Tensor:
+    def model(y: Tensor) -> None:
+        with pyro.plate("sequences", len(y)):
+            pyro.sample("y", dist.Normal(chains("s", y.shape[2], y.shape[1]) * weight(y.shape[2]), 0.7).to_event(2), obs=y)
+
+    guide = AutoTruncated(model, 2 ** y.shape[2])
+    Truncated_ELBO().loss(model, guide, y)
+    return guide.marginals()["s"]
+
+
 def weight(num_chains: int) -> Tensor:
     return torch.arange(1.0, 1.0 + num_chains, dtype=DOUBLE)
-
-
-def stepwise(model, *names: str):
-    return poutine.reparam(model, {name: StepReparam() for name in names})
 
 
 def draw(*shape: int) -> Tensor:
@@ -315,14 +289,15 @@ def test_uncoupled_chains_that_are_sampled_step_by_step_have_sets_of_their_own(l
             pyro.sample("x", dist.Normal(b * weight(2), 0.7).to_event(2), obs=x)
 
     y, x = draw(3, 9, 3), draw(3, 5, 2)
-    split = stepwise(model, "a", "b")
-    guide = AutoTruncated(split, 8)
+    guide = AutoTruncated(model, 8)
     exact = of_single_site(y, lengths) + of_single_site(x)
-    assert Truncated_ELBO().loss(split, guide, y, x) == pytest.approx(exact, rel=1e-12)
-    assert SVI(split, guide, pyro.optim.Adam({}), Trace_ELBO()).evaluate_loss(y, x) == pytest.approx(exact, rel=1e-12)
+    assert Truncated_ELBO().loss(model, guide, y, x) == pytest.approx(exact, rel=1e-12)
+    assert SVI(model, guide, pyro.optim.Adam({}), Trace_ELBO()).evaluate_loss(y, x) == pytest.approx(exact, rel=1e-12)
     assert len(guide.product.graph.nodes) == 9 + 5
-    drawn = poutine.trace(poutine.reparam(model, {"a": StepReparam(), "b": StepReparam()})).get_trace(y, x).nodes["a"]["value"]
-    assert lengths is None or bool((drawn[1, 3:] == 0).all())
+    drawn, marginals = guide.sample_posterior(4), guide.marginals()
+    assert drawn["a"].shape == (4, 3, 9, 3)
+    assert lengths is None or bool((drawn["a"][:, 1, 3:] == 0).all())
+    torch.testing.assert_close(marginals["b"], marginals_of_single_site(x))
 
 
 def test_coupled_chains_of_two_sites_equal_those_of_one():
@@ -336,8 +311,8 @@ def test_coupled_chains_of_two_sites_equal_those_of_one():
             s = chains("s", 2, y.shape[1])
             pyro.sample("y", dist.Normal((s * weight(2)).sum(-1, keepdim=True), 0.7).to_event(2), obs=y)
 
-    y, split = draw(2, 12, 1), stepwise(model, "a", "b")
-    losses = [Truncated_ELBO().loss(program, AutoTruncated(program, 4), y) for program in (split, single)]
+    y = draw(2, 12, 1)
+    losses = [Truncated_ELBO().loss(program, AutoTruncated(program, 4), y) for program in (model, single)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
@@ -348,17 +323,83 @@ def test_a_flag_above_chains_has_a_set_beside_those_of_the_steps():
             s = chains("s", 2, y.shape[1])
             pyro.sample("y", dist.Normal((1 + flag)[..., None, None] * s * weight(2), 0.7).to_event(2), obs=y)
 
-    y, split = draw(1, 12, 2), stepwise(model, "s")
-    guide = AutoTruncated(split, 4)
-    loss = Truncated_ELBO().loss(split, guide, y)
+    y = draw(1, 12, 2)
+    guide = AutoTruncated(model, 4)
+    loss = Truncated_ELBO().loss(model, guide, y)
     given = torch.tensor([-Truncated_ELBO().loss(model, AutoTruncated(model, 4), y, torch.full((1,), v).double()) for v in (0.0, 1.0)])
     assert loss == pytest.approx(-float(given.double().logsumexp(0)), rel=1e-6)
     assert float(guide.marginals()["flag"]) == pytest.approx(float(given.softmax(0)[1]), abs=1e-5)
 
 
-def test_only_latent_chains_are_sampled_step_by_step():
-    with pytest.raises(TypeError, match="StepReparam is for sites of BinaryChains; 'z' has Bernoulli"):
-        stepwise(lambda: pyro.sample("z", dist.Bernoulli(0.3)), "z")()
-    observed = poutine.condition(lambda: chains("s", 2, 3), {"s": torch.zeros(3, 2, dtype=DOUBLE)})
-    with pytest.raises(ValueError, match="StepReparam is for latent sites; 's' is observed"):
-        stepwise(observed, "s")()
+def test_chains_that_are_observed_in_some_sequences_are_given_there():
+    """Beside a flag, as semi-supervised programs have them."""
+    states, y = (torch.rand(3, 8, 2, generator=torch.Generator().manual_seed(1)) < 0.5).double(), draw(3, 8, 2)
+
+    def model(y: Tensor, states: Tensor | None = None) -> None:
+        with pyro.plate("sequences", len(y)):
+            flag = pyro.sample("flag", dist.Bernoulli(torch.full((len(y),), 0.3, dtype=DOUBLE)))
+            s = pyro.sample("s", BinaryChains(torch.full((2,), 0.4, dtype=DOUBLE), SWITCH.repeat(2, 1, 1), 8), obs=states)
+            pyro.sample("y", dist.Normal((1 + flag)[..., None, None] * s * weight(2), 0.7).to_event(2), obs=y)
+
+    guide = AutoTruncated(model, 4)
+    Truncated_ELBO().loss(model, guide, y)
+    terms = [dist.Normal((1 + flag) * states * weight(2), 0.7).log_prob(y).sum((1, 2)) for flag in (0.0, 1.0)]
+    prior = BinaryChains(torch.full((2,), 0.4, dtype=DOUBLE), SWITCH.repeat(2, 1, 1), 8).log_prob(states)
+    exact = prior + torch.stack([terms[0] + math.log(0.7), terms[1] + math.log(0.3)]).logsumexp(0)
+    assert Truncated_ELBO().loss(model, guide, y, states) == pytest.approx(-float(exact.sum()), rel=1e-6)
+
+
+def test_densities_of_several_steps_have_sets_too():
+    """An observation of each step depends on the one before, too: chains are then taken step by step."""
+    y = draw(3, 4, 3)
+    model = program("coupled")
+    guide = AutoTruncated(model, 4)
+    assert Truncated_ELBO().loss(model, guide, y) == pytest.approx(-evidence(model, y).sum().item(), rel=1e-9)
+    assert guide.marginals()["s"].shape == guide.mode()["s"].shape == (3, 4, 2)
+    assert guide.sample_posterior(5)["s"].shape == (5, 3, 4, 2)
+
+    def summed(y: Tensor) -> None:
+        with pyro.plate("sequences", 2):
+            s = pyro.sample("s", BinaryChains(torch.full((2,), 0.4), torch.full((2, 2, 2), 0.5), 6))
+            pyro.sample("y", dist.Normal(s.sum((-1, -2)), 1.0), obs=y)
+
+    with pytest.raises(NotImplementedError, match="left-most dimension of its event"):
+        AutoTruncated(summed, num_states=3)(torch.randn(2))
+    assert AutoTruncated(summed, num_states=3, whole_states=True)(torch.randn(2))["s"].shape == (2, 6, 2)
+
+
+def flagged(y: Tensor, batch_size: int | None = None) -> None:
+    switch = pyro.param("switch", lambda: SWITCH.repeat(2, 1, 1), constraint=dist.constraints.simplex)
+    with pyro.plate("sequences", len(y), subsample_size=batch_size) as rows:
+        flag = pyro.sample("flag", dist.Bernoulli(torch.tensor(0.3, dtype=DOUBLE)))
+        s = pyro.sample("s", BinaryChains(torch.full((2,), 0.4, dtype=DOUBLE), switch, y.shape[1]))
+        pyro.sample("y", dist.Normal((1 + flag)[..., None, None] * s * weight(2), 0.7).to_event(2), obs=y[rows])
+
+
+def test_a_guide_that_takes_chains_step_by_step_is_like_any_other():
+    """Gradients, minibatches, new sequences, copies of the state, ArviZ and Pyro's own losses."""
+    y, elbo = draw(4, 3, 2), Truncated_ELBO()
+    guide = AutoTruncated(flagged, 4)
+    loss = elbo.loss_and_grads(flagged, guide, y)
+    gradient = pyro.get_param_store()._params["switch"].grad.clone()
+    total = []
+    for flag in (0.0, 1.0):
+        given = poutine.condition(flagged, {"flag": torch.full((4,), flag, dtype=DOUBLE)})
+        total.append(evidence(given, y) + math.log(0.3 if flag else 0.7))
+    exact = -torch.stack(total).logsumexp(0)
+    assert loss == pytest.approx(exact.sum().item(), rel=1e-6)
+    expected = torch.autograd.grad(exact.sum(), pyro.get_param_store()._params["switch"])[0]
+    torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-6)
+    assert Trace_ELBO().loss(flagged, guide, y) == pytest.approx(loss, rel=1e-9)
+    assert elbo.loss(flagged, guide.infer(y[:2]), y[:2]) == pytest.approx(exact[:2].sum().item(), rel=1e-6)
+    again = AutoTruncated(flagged, 4)
+    again.load_state_dict(guide.state_dict())
+    again.refresh_(y)
+    torch.testing.assert_close(again.marginals(), guide.marginals())
+    likelihood = to_arviz(flagged, guide, y, num_samples=2, num_chains=1, num_predictive=0)["log_likelihood"]["y"]
+    torch.testing.assert_close(torch.as_tensor(likelihood.values[0, 0]), -exact.detach(), rtol=1e-6, atol=1e-6)
+    minibatches = AutoTruncated(flagged, 4)
+    losses = [elbo.loss(flagged, minibatches, y, 2) for _ in range(100)]
+    # A mean over 100 draws of two of four terms: their false-alarm rate is below one in a million at five standard errors.
+    standard_error = 4 * exact.std().item() / math.sqrt(3 * 100)
+    assert sum(losses) / 100 == pytest.approx(loss, abs=5 * standard_error)

@@ -443,7 +443,7 @@ class _Program:
         self.leaves = leaves(call, self.nodes, self.local - set(enumerable))
         self.collector = Collector(self.local)
         self.part = part if part is not None and part.layout.plates and self.enumeration is None else None
-        if self.part is not None and self.local - self.leaves - self.part.layout.sites.keys():
+        if self.part is not None and self.local - self.leaves - self.part.discrete_sites:
             # What other guides draw for each data point is not summed out.
             self.part = None
         self.inside = [] if self.enumeration is None else self.enumeration.inside
@@ -498,7 +498,7 @@ class _Program:
             plates, summed_out = self.enumeration.plates, self.enumeration.local
         if self.part is not None:
             frames = {frame.name: int(frame.size) for node in self.nodes.values() for frame in node["cond_indep_stack"]}
-            plates, summed_out = {name: frames[name] for name in self.part.layout.plates}, frozenset(self.part.layout.sites)
+            plates, summed_out = {name: frames[name] for name in self.part.layout.plates}, frozenset(self.part.discrete_sites)
         return Draws(
             nodes=self.nodes,
             **self.collector.stack(),
@@ -511,7 +511,7 @@ class _Program:
 
 def _values_of_others(part: AutoTruncated, guide_trace: poutine.Trace) -> dict[str, Any]:
     """What a run of a guide has drawn beside one part."""
-    own = {*part.layout.sites, *part.index_names}
+    own = {*part.discrete_sites, *part.index_names}
     return {name: node["value"] for name, node in guide_trace.nodes.items() if node["type"] == "sample" and name not in own}
 
 
