@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from pyro_truncated.distributions.binary_chains import BinaryChains
+from pyro_truncated.distributions.chains import BinaryChains, CategoricalChains
 from pyro_truncated.distributions.components import (
     Component,
     ComponentLowRankNormal,
@@ -36,6 +36,7 @@ __all__ = [
     "BernoulliMaximum",
     "BinaryChains",
     "Canvas",
+    "CategoricalChains",
     "Component",
     "ComponentLowRankNormal",
     "ComponentMultivariateNormal",

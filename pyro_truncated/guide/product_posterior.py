@@ -89,7 +89,7 @@ class ProductPosterior(SetReadings):
         for name, site, table in self._read_by_site(lambda population: population.value_probabilities()):
             own = table[..., : max(site.cardinalities)]
             marginals[name] = self._flatten_data(name, own[..., 1] if site.kind == "boolean" else own)
-        return self._join_steps(marginals)
+        return self.batch.scorer.product.join_steps(marginals, is_by_value=True)
 
     def pairwise_marginals(self, first: str, second: str) -> Tensor:
         """Joint marginals of two sites, see :meth:`AutoTruncated.pairwise_marginals`."""

@@ -20,7 +20,7 @@ import torch
 
 from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.shards import Portion, find_portion
-from pyro_truncated.distributions.binary_chains import BinaryChains
+from pyro_truncated.distributions.chains import MarkovChains
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import Conditional
 from pyro_truncated.program.chain_scorer import ChainLayout, ChainScorer
@@ -92,7 +92,7 @@ def find_product(
             steps.refuse_coupled_steps()
             warn_of_shared_subsamples(steps)
         return chains
-    if names := chains_beside_others(trace, layout, num_states):
+    if names := chains_by_steps(trace, layout, num_states):
         note_once(
             f"{names} are sites of chains beside other discrete latents, and the densities of a step depend on other steps: their states "
             f"are whole paths, {num_states} of them. For a set of states at each step put all chains into one site, if they are the only "
@@ -183,16 +183,19 @@ def _take_sets(call: Call, layout: Layout, graph: FactorGraph, num_states: int) 
     return None
 
 
-def chains_beside_others(trace: poutine.Trace, layout: Layout, num_states: int) -> list[str]:
-    """Sites of chains beside others, if not all paths are kept."""
-    if layout.space.size <= num_states or len(layout.sites) == 1:
+def chains_by_steps(trace: poutine.Trace, layout: Layout, num_states: int) -> list[str]:
+    """Sites of chains whose steps are nodes of the graph.
+
+    These are all but a single one of binary chains, which has messages of its own, and those of which all paths are kept.
+    """
+    if layout.space.size <= num_states or ChainLayout.from_trace(trace, layout) is not None:
         return []
     return [name for name in layout.sites if is_chains(trace.nodes[name])]
 
 
 def is_chains(node: Any) -> bool:
-    """Whether a sample site is one of binary chains."""
-    return isinstance(unwrap(node["fn"])[0], BinaryChains)
+    """Whether a sample site is one of chains."""
+    return isinstance(unwrap(node["fn"])[0], MarkovChains)
 
 
 def note_whole_states(trace: poutine.Trace, layout: Layout, dependencies: Dependencies, num_states: int) -> None:

@@ -18,11 +18,11 @@ import torch
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 
-from pyro_truncated.distributions.binary_chains import run_by_steps, step_names
+from pyro_truncated.distributions.chains import run_by_steps, step_names
 from pyro_truncated.guide.companion_guides import Companions, refuse_subsampled_latents, share_plates
 from pyro_truncated.guide.plates import SharedPlates, model_plates, plate_subsamples, refuse_other_size
 from pyro_truncated.guide.structure import (
-    chains_beside_others,
+    chains_by_steps,
     find_layout,
     find_product,
     first_run,
@@ -209,7 +209,7 @@ class WholeModelGuide(AutoGuide):
         Sites of chains beside other latents are taken step by step, where that serves. So is a single one whose steps are coupled.
         """
         assert self._layout is not None
-        names, refusal = chains_beside_others(trace, self._layout, self.num_states), None
+        names, refusal = chains_by_steps(trace, self._layout, self.num_states), None
         if not names:
             try:
                 self._product = find_product(call, trace, self._layout, dependencies, self.num_states)

@@ -16,7 +16,7 @@ from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from pyro_truncated import ops
-from pyro_truncated.distributions.binary_chains import BinaryChains
+from pyro_truncated.distributions.chains import BinaryChains
 from pyro_truncated.ops.binary_chains import Transitions
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.layout import Layout

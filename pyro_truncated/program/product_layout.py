@@ -91,13 +91,16 @@ class ProductLayout:
         self.steps: Mapping[str, Sequence[str]] = {}
         self.tree = BucketTree(graph.order, graph.separators, graph.colours, plates, layout.depth)
 
-    def join_steps(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def join_steps(self, values: Mapping[str, Tensor], *, is_by_value: bool = False) -> dict[str, Tensor]:
         """Returns what is told by site, with steps of chains put together.
 
-        The chains of a step are in the last dimension; steps come before it.
+        Steps come before the chains, which are last, or before all values of a chain in what is told of each value.
         """
         steps = {name for names in self.steps.values() for name in names}
-        joined = {name: torch.stack(torch.broadcast_tensors(*(values[step] for step in own)), -2) for name, own in self.steps.items()}
+        joined = {}
+        for name, own in self.steps.items():
+            has_values = is_by_value and self.layout.sites[own[0]].kind != "boolean"
+            joined[name] = torch.stack(torch.broadcast_tensors(*(values[step] for step in own)), -3 if has_values else -2)
         return {name: value for name, value in values.items() if name not in steps} | joined
 
     @cached_property

@@ -6,11 +6,13 @@ import itertools
 import math
 
 import pyro
+import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest
 import torch
 
-from pyro_truncated.distributions import BinaryChains
+from pyro_truncated import AutoTruncated, Truncated_ELBO
+from pyro_truncated.distributions import BinaryChains, CategoricalChains
 from pyro_truncated.ops import binary_chains as chains
 from pyro_truncated.states import StateSpace
 
@@ -141,3 +143,79 @@ def test_arguments_are_checked() -> None:
         BinaryChains(initial, transition, 0)
     with pytest.raises(ValueError, match="support"):
         BinaryChains(initial, transition, 3).log_prob(torch.full((3, 2), 0.5, dtype=torch.float64))
+
+
+def categories(num_chains: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random parameters of chains; one value never follows another one."""
+    generator = torch.Generator().manual_seed(0)
+    initial = torch.rand(num_chains, number, dtype=torch.float64, generator=generator)
+    transition = torch.rand(num_chains, number, number, dtype=torch.float64, generator=generator)
+    transition[..., 0, -1] = 0.0
+    return initial / initial.sum(-1, keepdim=True), transition / transition.sum(-1, keepdim=True)
+
+
+def test_categorical_chains_are_products_of_transitions() -> None:
+    initial, transition = categories(2, 3)
+    every = torch.tensor(list(itertools.product(range(3), repeat=6))).view(-1, 3, 2)
+    actual = CategoricalChains(initial, transition, 3).log_prob(every).exp()
+    expected = torch.ones(len(every), dtype=torch.float64)
+    for m in range(2):
+        first, second, third = every[..., m].unbind(-1)
+        expected *= initial[m, first] * transition[m, first, second] * transition[m, second, third]
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-15)
+    assert float(actual.sum()) == pytest.approx(1.0, abs=1e-12)
+
+
+def test_draws_of_categorical_chains_follow_their_probabilities() -> None:
+    """Frequencies of 20,000 draws: a false alarm, beyond five standard errors in one of 81, has a chance below one in ten thousand."""
+    chains = CategoricalChains(*categories(1, 3), 4, torch.tensor([4, 2]))
+    drawn = chains.sample((20_000,))
+    assert bool((drawn[:, 1, 2:] == 0).all())
+    code = (drawn[:, 0, :, 0] * 3 ** torch.arange(4)).sum(-1).bincount(minlength=81) / 20_000
+    paths = torch.tensor([[number // 3**t % 3 for t in range(4)] for number in range(81)])
+    chance = CategoricalChains(*categories(1, 3), 4).log_prob(paths.unsqueeze(-1)).exp()
+    assert bool(((code - chance).abs() <= 5 * (chance * (1 - chance) / 20_000).sqrt()).all())
+
+
+def test_shapes_of_categorical_chains_are_checked() -> None:
+    initial, transition = categories(2, 3)
+    with pytest.raises(ValueError, match=r"initial must have shape \(\*batch, M, V\)"):
+        CategoricalChains(initial, transition[..., :2], 3)
+    with pytest.raises(ValueError, match="lengths"):
+        CategoricalChains(initial, transition, 3, torch.tensor([4]))
+    larger = CategoricalChains(initial, transition, 3).expand([5])
+    assert larger.log_prob(larger.sample()).shape == (5,)
+
+
+@pytest.mark.parametrize("lengths", [None, torch.tensor([6, 2])], ids=["one length", "lengths"])
+def test_a_guide_on_categorical_chains_sums_over_all_paths(lengths: torch.Tensor | None) -> None:
+    """Loss and marginals by a forward pass, of which all steps of two chains have nine states."""
+    initial, transition = categories(2, 3)
+    y = torch.randn(2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    is_part = torch.ones(2, 6, dtype=torch.bool) if lengths is None else torch.arange(6) < lengths.unsqueeze(-1)
+
+    def model(y: torch.Tensor) -> None:
+        with pyro.plate("sequences", 2):
+            s = pyro.sample("s", CategoricalChains(initial, transition, 6, lengths))
+            mean = (s * torch.tensor([1.0, -0.4], dtype=torch.float64)).sum(-1)
+            pyro.sample("y", dist.Normal(mean, 0.7).mask(is_part).to_event(1), obs=y)
+
+    guide = AutoTruncated(model, num_states=9)
+    loss = Truncated_ELBO().loss(model, guide, y)
+    first = (initial[0, :, None] * initial[1]).flatten()
+    table = torch.kron(transition[0], transition[1])
+    means = torch.tensor([a - 0.4 * b for a in range(3) for b in range(3)], dtype=torch.float64)
+    total = 0.0
+    for n in range(2):
+        length = 6 if lengths is None else int(lengths[n])
+        density = dist.Normal(means, 0.7).log_prob(y[n, :length].unsqueeze(-1)).exp()
+        forward = [first * density[0]]
+        for t in range(1, length):
+            forward.append((forward[-1] @ table) * density[t])
+        total += float(forward[-1].sum().log())
+        last = (forward[-1] / forward[-1].sum()).view(3, 3)
+        at_end = guide.marginals()["s"][n, length - 1]
+        torch.testing.assert_close(at_end, torch.stack([last.sum(1), last.sum(0)]), rtol=1e-9, atol=1e-12)
+    assert loss == pytest.approx(-total, rel=1e-9)
+    assert guide.marginals()["s"].shape == (2, 6, 2, 3)
+    assert guide.sample_posterior(4)["s"].shape == (4, 2, 6, 2)
