@@ -238,7 +238,7 @@ class CategoricalChains(MarkovChains):
         >>> def model(y):
         ...     with pyro.plate("sequences", len(y)):
         ...         s = pyro.sample("s", CategoricalChains(torch.full((1, 3), 1 / 3), switch, num_steps=y.shape[1]))
-        ...         pyro.sample("y", dist.Normal(s.squeeze(-1), 0.5).to_event(1), obs=y)
+        ...         pyro.sample("y", dist.Normal(1.0 * s.squeeze(-1), 0.5).to_event(1), obs=y)
         >>> guide = AutoTruncated(model)
         >>> loss = Truncated_ELBO().loss(model, guide, torch.randn(5, 30))
         >>> guide.marginals()["s"].shape
