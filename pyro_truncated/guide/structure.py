@@ -28,9 +28,11 @@ from pyro_truncated.program.changing_sites import refuse_changing_sites
 from pyro_truncated.program.densities import count_entries
 from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.discovery import refuse_partial_plates
+from pyro_truncated.program.entries import Entries
 from pyro_truncated.program.factor_graph import CLIQUE_LIMIT, DENSITY_LIMIT, FactorGraph, Node, build_graph
 from pyro_truncated.program.inspection import refuse_hidden_latents, warn_about_running_statistics
 from pyro_truncated.program.layout import Layout
+from pyro_truncated.program.operations import BROADCASTS
 from pyro_truncated.program.product_layout import ProductLayout
 from pyro_truncated.program.product_scorer import ProductScorer
 from pyro_truncated.program.sites import is_subsampled, sample_nodes, unwrap
@@ -134,11 +136,10 @@ def _split_graph(
     if not graph.mixing or dependencies.scopes is None:
         return None
     with spare_random_numbers(), torch.no_grad():
-        layout.broadcasts_parts = True
-        try:
-            entries = find_entries(ProductScorer(call, ProductLayout(graph, layout)), dependencies.scopes)
-        finally:
-            layout.broadcasts_parts = False
+        entries: dict[str, Entries] = {}
+        for layout.broadcasts_parts in BROADCASTS[1:]:
+            entries = entries or find_entries(ProductScorer(call, ProductLayout(graph, layout)), dependencies.scopes)
+        layout.broadcasts_parts = ""
     if not entries:
         return None
     split = build_graph(trace, dependencies.scopes, layout.sites, num_states, entries)
@@ -171,15 +172,15 @@ def _take_sets(call: Call, layout: Layout, graph: FactorGraph, num_states: int) 
         exact = {name for own in product.node_layouts if own.space.size <= num_states for name in own.sites}
         with spare_random_numbers(), torch.no_grad():
             scorer = ProductScorer(call, product)
-            layout.broadcasts_parts = not scorer.takes_sets()
-            if not layout.broadcasts_parts or scorer.takes_sets():
-                layout.idle_sites -= exact
-                # Where nodes are in no plate there is nothing to share.
-                product.shares_sets = any(own.dims for own in product.node_layouts)
-                product.shares_sets = product.shares_sets and scorer.agrees_on_sets()
-                warn_of_shared_subsamples(scorer)
-                return product
-            layout.broadcasts_parts = False
+            for layout.broadcasts_parts in BROADCASTS:
+                if scorer.takes_sets():
+                    layout.idle_sites -= exact
+                    # Where nodes are in no plate there is nothing to share.
+                    product.shares_sets = any(own.dims for own in product.node_layouts)
+                    product.shares_sets = product.shares_sets and scorer.agrees_on_sets()
+                    warn_of_shared_subsamples(scorer)
+                    return product
+            layout.broadcasts_parts = ""
     return None
 
 

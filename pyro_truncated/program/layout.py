@@ -201,7 +201,7 @@ class Layout(SiteLayout):
         is_linear: whether all observations are normal around a linear function of the discrete site.
         coupled_site: a site whose density at a data point depends on the states of others, so that their posteriors are not independent.
         takes_shared_states: whether the model takes states of size one at the data plates.
-        broadcasts_parts: whether what the model stacks, gathers or multiplies is broadcast first.
+        broadcasts_parts: how what the model stacks, gathers or multiplies is broadcast first, one of ``BROADCASTS``.
         idle_sites: names of the sites whose entries have one value where masks switch them off, if they change no density there.
         readers: by discrete site, the other sites whose densities depend on it.
         varying_masks: names of the sites whose masks depend on discrete latents.
@@ -266,7 +266,7 @@ class Layout(SiteLayout):
         self.clamped_sites: frozenset[str] = frozenset()
         self.is_linear = False
         self.coupled_site: str | None = None
-        self.takes_shared_states = self.broadcasts_parts = False
+        self.takes_shared_states, self.broadcasts_parts = False, ""
         self.nesting: int = sufficient_nesting(latent_nodes(trace), self.depth)
 
     def note_readers(self, dependencies: Dependencies) -> None:

@@ -97,6 +97,10 @@ class Shape(NamedTuple):
     padded: int
 
 
+# How what a model puts together is broadcast: not at all, or with stacks of latents outside of plates as events, or as plates.
+BROADCASTS = ("", "events", "plates")
+
+
 class BroadcastParts(TorchFunctionMode):
     """Broadcasts what ``torch.stack``, ``torch.cat``, ``torch.gather`` and the like put together.
 
@@ -107,10 +111,12 @@ class BroadcastParts(TorchFunctionMode):
 
     Args:
         latents: values of latents with their dimensions.
+        fills_plates: whether a stack of latents that lie outside of plates becomes the members of a plate, and no event.
     """
 
-    def __init__(self, latents: Iterable[tuple[Tensor, Shape]] = ()) -> None:
+    def __init__(self, latents: Iterable[tuple[Tensor, Shape]] = (), *, fills_plates: bool = False) -> None:
         super().__init__()
+        self._fills_plates = fills_plates
         # By identity, while a tensor lives.
         self._shapes: dict[int, tuple[weakref.ref[Tensor], Shape]] = {}
         for latent, shape in latents:
@@ -135,10 +141,21 @@ class BroadcastParts(TorchFunctionMode):
                 raise
             return broadcast(*args, **(kwargs or {}))
         if self._shapes and isinstance(result, Tensor) and result.dim() and id(result) not in self._shapes:
-            alike = (self._shapes[id(part)][1] for part in tensors_in(args) if id(part) in self._shapes and part.shape == result.shape)
-            if (shape := next(alike, None)) is not None:
-                self._note(result, shape)
+            self._note_broadcast(result, list(tensors_in(args)))
         return result
+
+    def _note_broadcast(self, result: Tensor, parts: Sequence[Tensor]) -> None:
+        """Notes the dimensions of what has the shape that its arguments have together."""
+        shapes = [self._shapes[id(part)][1] for part in parts if id(part) in self._shapes]
+        if not shapes or len({shape.padded for shape in shapes}) > 1:
+            return
+        plain = max(shape.plain for shape in shapes)
+        try:
+            is_alike = torch.broadcast_shapes(*(part.shape for part in parts)) == result.shape
+        except RuntimeError:
+            return
+        if is_alike and all(part.dim() <= plain for part in parts if id(part) not in self._shapes):
+            self._note(result, Shape(plain, shapes[0].padded))
 
     def _stack_latents(self, tensors: Sequence[Tensor], dim: int = 0) -> Tensor | None:
         shapes = {self._shapes[id(tensor)][1] if id(tensor) in self._shapes else None for tensor in tensors}
@@ -146,10 +163,11 @@ class BroadcastParts(TorchFunctionMode):
         # In front of all plates there is no place for it but left of the states.
         if shape is None or (shape.padded == shape.plain and dim == 0):
             return None
-        if shape.padded > shape.plain:
+        has_room = self._fills_plates and shape.padded > shape.plain
+        if has_room:
             tensors = [tensor.squeeze(-1 - shape.plain) for tensor in tensors]
         result = _stack(tensors, dim - shape.plain - 1 if dim >= 0 else dim)
-        self._note(result, Shape(shape.plain + 1, max(shape.padded, shape.plain + 1)))
+        self._note(result, Shape(shape.plain + 1, shape.padded if has_room else shape.padded + 1))
         return result
 
 

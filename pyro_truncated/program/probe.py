@@ -118,7 +118,8 @@ class Probe:
             return self.call.run(values)
         depth, sites = self.layout.depth, self.layout.sites
         latents = ((values.get(name), Shape(site.depth + site.event_dim, depth + site.event_dim)) for name, site in sites.items())
-        with BroadcastParts((value, shape) for value, shape in latents if isinstance(value, Tensor)):
+        parts = [(value, shape) for value, shape in latents if isinstance(value, Tensor)]
+        with BroadcastParts(parts, fills_plates=self.layout.broadcasts_parts == "plates"):
             return self.call.run(values)
 
     def _check_common_scale(self, sites: Iterable[str]) -> None:

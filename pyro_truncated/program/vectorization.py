@@ -27,7 +27,7 @@ from pyro_truncated.program.changing_sites import ChangingSitesError
 from pyro_truncated.program.densities import coarsest_dtype
 from pyro_truncated.program.linear_sites import linear_superpositions
 from pyro_truncated.program.log_joint import LogJoint
-from pyro_truncated.program.operations import recognisable_size
+from pyro_truncated.program.operations import BROADCASTS, recognisable_size
 from pyro_truncated.program.packed_scoring import PackedModel
 from pyro_truncated.program.provenance import PythonReads
 from pyro_truncated.program.zero_probabilities import certain_values, impossible_entries
@@ -109,10 +109,7 @@ def choose_run_mode(log_joint: LogJoint) -> tuple[RunMode, bool]:
             return "together", True
         together, most_dims = _terms(log_joint, words, "together")
         if isinstance(together, Exception):
-            log_joint.layout.broadcasts_parts = True
-            broadcast, most_dims = _terms(log_joint, words, "together")
-            log_joint.layout.broadcasts_parts = _difference(log_joint, broadcast, single) is None
-            together = broadcast if log_joint.layout.broadcasts_parts else together
+            together, most_dims = _with_broadcasts(log_joint, words, single, together, most_dims)
         is_enumerable = most_dims <= log_joint.depth + 1 and not log_joint.layout.broadcasts_parts
         culprit = _difference(log_joint, together, single)
         read = log_joint.layout.read
@@ -136,6 +133,18 @@ def choose_run_mode(log_joint: LogJoint) -> tuple[RunMode, bool]:
     if log_joint.run_mode == "together":
         _warn(run_mode, where, problem)
     return run_mode, False
+
+
+def _with_broadcasts(
+    log_joint: LogJoint, words: Tensor, single: dict[str, Tensor], error: Exception, most_dims: int
+) -> tuple[dict[str, Tensor] | Exception, int]:
+    """Scores where what the model puts together is broadcast, if that serves; the error otherwise."""
+    for log_joint.layout.broadcasts_parts in BROADCASTS[1:]:
+        terms, dims = _terms(log_joint, words, "together")
+        if _difference(log_joint, terms, single) is None:
+            return terms, dims
+    log_joint.layout.broadcasts_parts = ""
+    return error, most_dims
 
 
 def _warn_if_reduced(log_joint: LogJoint) -> str | None:

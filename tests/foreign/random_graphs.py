@@ -1,4 +1,4 @@
-"""Random structured programs of seeds: chains, loops, trees and hierarchies with masks; against brute force and whole states."""
+"""Random structured programs of seeds: chains, trees, hierarchies, masks, stacks and lookups; against brute force and whole states."""
 
 from __future__ import annotations
 
@@ -44,11 +44,31 @@ class Observation:
 
 
 @dataclasses.dataclass(frozen=True)
+class Rows:
+    """A table whose rows look up members of the plate of data points."""
+
+    parents: tuple[tuple[int, float], ...]
+    index: tuple[int, ...]
+    values: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Graph:
-    """A random program."""
+    """A random program.
+
+    Attributes:
+        variables: its latents.
+        observations: what is observed of them, each by a site of its own.
+        stacked: observations of global latents in one site, whose entries are an event or members of a plate.
+        is_event: whether they are an event.
+        rows: a table.
+    """
 
     variables: tuple[Variable, ...]
     observations: tuple[Observation, ...]
+    stacked: tuple[Observation, ...] = ()
+    is_event: bool = True
+    rows: Rows | None = None
 
     def run(self) -> None:
         """Samples all statements."""
@@ -70,9 +90,22 @@ class Graph:
                     pyro.factor(f"y_{position}", -0.4 * (number - own.value).square())
                 else:
                     pyro.sample(f"y_{position}", dist.Normal(number, 0.7), obs=torch.tensor(own.value))
+        if self.stacked:
+            means = torch.stack([self._number(own.parents, values, slope) for own in self.stacked], -1)
+            observed = torch.tensor([own.value for own in self.stacked])
+            if self.is_event:
+                pyro.sample("stacked", dist.Normal(means, 0.7).to_event(1), obs=observed)
+            else:
+                with pyro.plate("stack", len(self.stacked), dim=-1):
+                    pyro.sample("stacked", dist.Normal(means, 0.7), obs=observed)
+        if self.rows is not None:
+            with pyro.plate("rows", len(self.rows.index), dim=-2):
+                looked_up = {parent: values[parent][..., torch.tensor(self.rows.index), :] for parent, _ in self.rows.parents}
+                number = self._number(self.rows.parents, looked_up, slope)
+                pyro.sample("row", dist.Normal(number, 0.7), obs=torch.tensor(self.rows.values).unsqueeze(-1))
 
     @staticmethod
-    def _number(parents: tuple[tuple[int, float], ...], values: list[Tensor], slope: Tensor) -> Tensor:
+    def _number(parents: tuple[tuple[int, float], ...], values: Any, slope: Tensor) -> Tensor:
         number = 0.5 * slope
         for parent, weight in parents:
             number = number + weight * slope * values[parent]
@@ -124,7 +157,22 @@ def draw(seed: int) -> Graph:
         parents = tuple((i, rng.uniform(-1.5, 1.5)) for i in chosen)
         is_masked = place != "global" and rng.random() < 0.2
         observations.append(Observation(place, parents, rng.random() < 0.25, is_masked, rng.uniform(-1, 2)))
-    return Graph(tuple(variables), tuple(observations))
+    stacked = [own for own in observations if own.place == "global" and not own.is_factor and rng.random() < 0.7]
+    if len(stacked) > 1 and rng.random() < 0.7:
+        observations = [own for own in observations if own not in stacked]
+    else:
+        stacked = []
+    return Graph(tuple(variables), tuple(observations), tuple(stacked), rng.random() < 0.5, _draw_rows(rng, variables))
+
+
+def _draw_rows(rng: random.Random, variables: list[Variable]) -> Rows | None:
+    inside = [i for i, one in enumerate(variables) if one.place == "data"]
+    if not inside or rng.random() < 0.5:
+        return None
+    chosen = rng.sample(inside, min(len(inside), rng.choice([1, 1, 2])))
+    number = rng.randint(1, 4)
+    index, values = (tuple(draw() for _ in range(number)) for draw in (lambda: rng.randrange(_DATA), lambda: rng.uniform(-1, 2)))
+    return Rows(tuple((i, rng.uniform(-1.5, 1.5)) for i in chosen), index, values)
 
 
 @dataclasses.dataclass(frozen=True)
