@@ -129,9 +129,10 @@ class BinaryChains(MarkovChains):
 
     def step(self, before: Tensor | None, is_part: Tensor | None = None) -> TorchDistribution:
         """The distribution of a step, see :meth:`MarkovChains.step`."""
-        chance = self.initial
+        # Parameters have one batch shape, but a step depends only on what its own are computed from.
+        chance = _once(self.initial)
         if before is not None:
-            chance = torch.where(before != 0, self.transition[..., 1, 1], self.transition[..., 0, 1])
+            chance = torch.where(before != 0, _once(self.transition[..., 1, 1]), _once(self.transition[..., 0, 1]))
         if is_part is not None:
             chance = torch.where(is_part.unsqueeze(-1), chance, 0.0)
         step: TorchDistribution = dist.Bernoulli(chance, validate_args=False).to_event(1)
@@ -347,3 +348,11 @@ def run_by_steps(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     with poutine.reparam(config=lambda site: _StepReparam() if isinstance(site["fn"], MarkovChains) else None):
         return model(*args, **kwargs)
+
+
+def _once(parameter: Tensor) -> Tensor:
+    """Returns a parameter ``(*batch, M)`` with one entry along expanded batch dimensions."""
+    for dim in range(parameter.dim() - 1):
+        if parameter.stride(dim) == 0:
+            parameter = parameter.narrow(dim, 0, 1)
+    return parameter

@@ -14,7 +14,9 @@ import torch
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
+from pyro_truncated.ops.elimination import IMPOSSIBLE
 from pyro_truncated.program.sites import has_stock_density
+from pyro_truncated.utils.arrays import rounding_tolerance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Entries:
         event_dim: number of event dimensions, whose positions are entries.
         plate: a plate of latents of which each entry looks up one member, with dimension and size; ``None`` if there is none.
         member: by entry, that member, ``(E,)``; zeros if there is none.
+        is_constant: by entry, whether no latent changed it when the model was first seen, ``(E,)``.
     """
 
     scopes: tuple[frozenset[str], ...]
@@ -38,6 +41,7 @@ class Entries:
     event_dim: int
     plate: tuple[str, int, int] | None
     member: Tensor
+    is_constant: Tensor
 
     @property
     def plates(self) -> set[tuple[str, int, int]]:
@@ -61,6 +65,7 @@ class Entries:
         """
         if table.shape[-1] != len(self.part):
             raise ValueError(f"had {len(self.part)} entries, and now has {table.shape[-1]}")
+        self._check_constant(table)
         tables: dict[int, Tensor] = {}
         kinds: dict[tuple[int, ...], list[int]] = {}
         for number, own in enumerate(dims):
@@ -74,6 +79,7 @@ class Entries:
             place = torch.full((len(self.scopes),), -1)
             place[numbers] = torch.arange(len(numbers))
             chosen = (place[self.part] >= 0).nonzero().flatten()
+            self._check_others(table, narrow, own, chosen)
             index = place[self.part[chosen]] * self.num_members + self.member[chosen]
             empty = narrow.new_zeros(*narrow.shape[:-1], len(numbers) * self.num_members)
             sums = empty.index_add(-1, index.to(table.device), narrow[..., chosen.to(table.device)])
@@ -81,6 +87,36 @@ class Entries:
                 tables[number] = part.squeeze(-1) if self.plate is None else part.transpose(self.plate[1] - 1, -1).squeeze(-1)
         for number in range(len(self.scopes)):
             yield tables[number]
+
+    def _check_constant(self, table: Tensor) -> None:
+        """Refuses entries that depend on latents only now.
+
+        To which member of a plate they belong is not known.
+        """
+        if bool(self.is_constant.any()):
+            own = table.detach()[..., self.is_constant.to(table.device)].flatten(0, -2)
+            _refuse_differences(own, own[:1])
+
+    @staticmethod
+    def _check_others(table: Tensor, narrow: Tensor, own: Sequence[int], chosen: Tensor) -> None:
+        """Refuses entries that depend on other latents than they did.
+
+        Of these latents the last state is looked at.
+        """
+        depth = table.dim() - 1
+        other = table.detach()
+        for dim in range(-depth, 0):
+            if dim not in own and table.shape[dim - 1] > 1:
+                other = other.narrow(dim - 1, table.shape[dim - 1] - 1, 1)
+        if other.shape == narrow.shape and other.data_ptr() != narrow.data_ptr():
+            chosen = chosen.to(table.device)
+            _refuse_differences(other[..., chosen], narrow.detach()[..., chosen])
+
+
+def _refuse_differences(table: Tensor, expected: Tensor) -> None:
+    both = (part.nan_to_num(nan=IMPOSSIBLE, neginf=IMPOSSIBLE) for part in (table, expected))
+    if bool((torch.sub(*both).abs() > rounding_tolerance(expected)).any()):
+        raise ValueError("has entries that depend on other latents than they did")
 
 
 def count_event_dims(fn: Any) -> int:

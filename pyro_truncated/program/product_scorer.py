@@ -25,6 +25,7 @@ from pyro_truncated.program.call import Call
 from pyro_truncated.program.densities import MAX_STACKED, coarsest_dtype, count_entries, log_density, once, site_log_densities
 from pyro_truncated.program.entries import flatten, weigh, with_entries
 from pyro_truncated.program.factor_graph import DENSITY_LIMIT
+from pyro_truncated.program.generic_parameters import generic_parameters
 from pyro_truncated.program.known_levels import KnownLevels
 from pyro_truncated.program.operations import Operations, recognisable_size
 from pyro_truncated.program.probe import Probe
@@ -498,11 +499,15 @@ class ProductScorer(Probe):
     def takes_sets(self) -> bool:
         """Whether a run on sets of states agrees with a single one.
 
-        Then the model takes many states at once.
+        Then the model takes many states at once. Parameters that are zero, as weights at first, do not tell.
         """
-        with contextlib.suppress(RuntimeError, IndexError, ValueError):
-            return self._reduced_site(torch.Generator().manual_seed(0)) is None and self.agrees_on_sets()
+        generator = torch.Generator().manual_seed(0)
+        with contextlib.suppress(RuntimeError, IndexError, ValueError), self._generic_parameters(generator):
+            return self._reduced_site(generator) is None and self.agrees_on_sets()
         return False
+
+    def _generic_parameters(self, generator: torch.Generator) -> contextlib.AbstractContextManager[None]:
+        return generic_parameters(self, self.product.graph.factors, generator)
 
     @torch.no_grad()
     def agrees_on_sets(self) -> bool:
@@ -513,7 +518,7 @@ class ProductScorer(Probe):
         generator = torch.Generator().manual_seed(1)
         # Few rows may have states by chance that hide a difference.
         number = max(1, min(8, 128 // sum(map(self.num_rows, range(len(self.product.groups))))))
-        with contextlib.suppress(RuntimeError, IndexError, ValueError):
+        with contextlib.suppress(RuntimeError, IndexError, ValueError), self._generic_parameters(generator):
             return all(self._takes_random_sets(generator) for _ in range(number))
         return False
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pyro
@@ -18,11 +18,11 @@ from torch import Tensor
 from pyro_truncated.ops.elimination import IMPOSSIBLE
 from pyro_truncated.program.densities import coarsest_dtype
 from pyro_truncated.program.entries import Entries, count_event_dims, flatten, with_entries
+from pyro_truncated.program.generic_parameters import generic_parameters
 from pyro_truncated.program.layout import SiteLayout
 from pyro_truncated.program.product_scorer import ProductScorer
-from pyro_truncated.program.sites import is_subsampled, sample_nodes
+from pyro_truncated.program.sites import is_subsampled
 from pyro_truncated.utils.arrays import rounding_tolerance
-from pyro_truncated.utils.parameter_store import load_snapshot, snapshot
 
 # Densities of one site on states of all its nodes up to which its entries are told apart.
 MOST_ENTRIES = 2**26
@@ -91,7 +91,7 @@ class _EntrySearch:
         if len(patterns) * number * self._node["fn"].shape().numel() > 4 * MOST_ENTRIES:
             return None
         generator = torch.Generator().manual_seed(0)
-        with _generic_parameters(scorer, self._name, generator), torch.no_grad(), pyro.validation_enabled(False):
+        with generic_parameters(scorer, [self._name], generator), torch.no_grad(), pyro.validation_enabled(False):
             changes = torch.stack([self._changes(patterns, generator) for _ in range(number)]).any(0)
         return self._read(patterns, changes)
 
@@ -137,7 +137,7 @@ class _EntrySearch:
         is_other = (table[1:] - table[:1]).abs() > rounding_tolerance(table, table.dtype, coarsest_dtype(self._node))
         if len(is_other) != len(patterns):
             return torch.zeros(len(patterns), table.shape[-1], dtype=torch.bool)
-        return is_other.flatten(1, -2).any(1).cpu()
+        return is_other.reshape(len(patterns), -1, is_other.shape[-1]).any(1).cpu()
 
     def _positions(self, layout: SiteLayout, pattern: Pattern) -> tuple[slice, Tensor]:
         """Where the latents of a pattern's site are, and which change."""
@@ -185,40 +185,4 @@ class _EntrySearch:
         part = (is_kept.cumsum(0) - 1).clamp(min=0)[part]
         scopes = [frozenset(site for site, is_own in zip(self._sites, kind, strict=True) if is_own) for kind in kinds.T[is_kept].tolist()]
         plate = next(iter(self._plates), None)
-        return Entries(tuple(scopes), part, self._dims, self._event_dim, plate, member.clamp(min=0))
-
-
-@contextlib.contextmanager
-def _generic_parameters(scorer: ProductScorer, name: str, generator: torch.Generator) -> Iterator[None]:
-    """Moves the parameters of a site's density a little, for a while.
-
-    Those that are zero or equal hide what it depends on.
-    """
-    with torch.enable_grad(), pyro.validation_enabled(False):
-        node = sample_nodes(scorer.run(scorer.values))[name]
-        log_prob = node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"])
-    tensors = [leaf.data for leaf in _leaves(log_prob)]
-    values = snapshot(tensors)
-    try:
-        for tensor, value in zip(tensors, values, strict=True):
-            noise = torch.randn(value.shape, generator=generator).to(value)
-            size = torch.where(value == 0, value.abs().mean().clamp(min=1e-3), value.abs())
-            tensor.add_(0.1 * size * noise)
-        yield
-    finally:
-        load_snapshot(tensors, values)
-
-
-def _leaves(tensor: Tensor) -> list[Tensor]:
-    """The parameters that a tensor is computed from."""
-    leaves: dict[int, Tensor] = {}
-    functions, seen = [tensor.grad_fn], set[Any]()
-    while functions:
-        function: Any = functions.pop()
-        if function is None or function in seen:
-            continue
-        seen.add(function)
-        if (variable := getattr(function, "variable", None)) is not None:
-            leaves[id(variable)] = variable
-        functions += [after for after, _ in function.next_functions]
-    return list(leaves.values())
+        return Entries(tuple(scopes), part, self._dims, self._event_dim, plate, member.clamp(min=0), ~depends.any(0))

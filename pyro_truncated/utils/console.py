@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import math
 import os
 import sys
 import threading
@@ -98,4 +99,4 @@ def shorten_names(names: Sequence[str]) -> str:
 
 def readable_count(number: int) -> str:
     """Returns a count as text, if huge its order of magnitude."""
-    return str(number) if number < 10**7 else f"about 10^{len(str(number)) - 1}"
+    return str(number) if number < 10**7 else f"about 10^{math.floor(math.log10(number))}"

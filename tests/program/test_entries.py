@@ -12,6 +12,7 @@ import torch
 from pyro.infer import TraceEnum_ELBO, config_enumerate
 
 from pyro_truncated import AutoTruncated, Truncated_ELBO
+from pyro_truncated.distributions import BinaryChains
 
 TRANSITION = torch.tensor([[0.8, 0.15, 0.05], [0.1, 0.8, 0.1], [0.05, 0.25, 0.7]], dtype=torch.float64)
 WEIGHT = torch.tensor([[1.0, -0.5], [0.3, 2.0]], dtype=torch.float64)
@@ -212,3 +213,72 @@ def test_a_mask_and_a_scale_count_once_for_each_entry():
 
     losses = [Truncated_ELBO().loss(model, AutoTruncated(model, 8), y, is_stacked) for is_stacked in (True, False)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+def test_a_stack_of_latents_without_plates_has_sets():
+    y = draw(5)
+
+    def model(y):
+        steps = [pyro.sample(f"z_{t}", dist.Categorical(TRANSITION[1])) for t in range(5)]
+        pyro.sample("y", dist.Normal(locations()[torch.stack(steps, -1)], 0.6 * ONE).to_event(1), obs=y)
+
+    guide = AutoTruncated(model, 3)
+    loss = Truncated_ELBO().loss(model, guide, y)
+    assert len(guide.product.graph.nodes) == 5
+    emission = dist.Normal(locations().detach(), 0.6 * ONE).log_prob(y.unsqueeze(-1))
+    assert loss == pytest.approx(-float((emission + TRANSITION[1].log()).logsumexp(-1).sum()), rel=1e-12)
+
+
+def test_weights_that_are_zero_at_first_do_not_hide_where_states_lie():
+    """Rows look up steps that are stacked; the loss is exact after the weight has changed."""
+    y, step = draw(40), GROUP % 3
+
+    def model(y):
+        weight = pyro.param("loc", torch.zeros((), dtype=torch.float64))
+        steps = torch.stack([pyro.sample(f"s_{t}", dist.Bernoulli(0.4 * ONE)) for t in range(3)], -1)
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Normal(weight * steps[..., step], ONE), obs=y)
+
+    guide = AutoTruncated(model, 4)
+    Truncated_ELBO().loss(model, guide, y)
+    pyro.get_param_store()["loc"] = 0.8 * ONE
+    loss = Truncated_ELBO().loss(model, guide, y)
+    log_joint = torch.tensor([0.6, 0.4], dtype=torch.float64).log().expand(3, 2)
+    log_joint = log_joint.index_add(0, step, dist.Normal(torch.tensor([0.0, 0.8], dtype=torch.float64), ONE).log_prob(y.unsqueeze(-1)))
+    assert loss == pytest.approx(-float(log_joint.logsumexp(-1).sum()), rel=1e-12)
+
+
+def test_labels_that_told_nothing_when_the_guide_was_set_up_are_refused_later():
+    """To which group such a row belongs is not known."""
+    emission = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.7, 0.2], [0.3, 0.5, 0.2]], dtype=torch.float64)
+
+    def model(y):
+        with pyro.plate("groups", 6):
+            z = pyro.sample("z", dist.Categorical(TRANSITION[1]))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Categorical(emission[z[GROUP]]), obs=y)
+
+    y = torch.arange(40) % 3
+    guide = AutoTruncated(model, 3)
+    Truncated_ELBO().loss(model, guide, y)
+    with pytest.raises(ValueError, match="entries that depend on other latents"):
+        Truncated_ELBO().loss(model, guide, (y + 1) % 3)
+    other = guide.infer((y + 1) % 3)
+    log_joint = TRANSITION[1].log().expand(6, 3).index_add(0, GROUP, emission.log()[:, (y + 1) % 3].mT)
+    assert Truncated_ELBO().loss(model, other, (y + 1) % 3) == pytest.approx(-float(log_joint.logsumexp(-1).sum()), rel=1e-12)
+
+
+def test_a_flag_that_switches_the_transitions_of_chains_is_a_node_of_its_own():
+    """The start, which has the batch of the transitions, does not depend on it."""
+    switch = torch.tensor([[0.9, 0.1], [0.2, 0.8]], dtype=torch.float64).expand(2, 2, 2)
+
+    def model(y):
+        flag = pyro.sample("flag", dist.Bernoulli(0.4 * ONE))[..., None, None, None]
+        s = pyro.sample("s", BinaryChains(0.3 * ONE.expand(2), torch.where(flag == 1, switch.flip(-1), switch), num_steps=4))
+        pyro.sample("y", dist.Normal(s.sum(-1), ONE).to_event(1), obs=y)
+
+    y = draw(4)
+    guide = AutoTruncated(model, 4)
+    loss = Truncated_ELBO().loss(model, guide, y)
+    assert len(guide.product.graph.nodes) == 5
+    assert loss == pytest.approx(Truncated_ELBO().loss(model, AutoTruncated(model, 2**9), y), rel=1e-12)

@@ -12,6 +12,7 @@ from pyro_truncated import AutoTruncated, EvolutionarySearch, ExhaustiveSearch, 
 from pyro_truncated import models as library
 from pyro_truncated.scenes.occlusion import OccludedScene
 from pyro_truncated.utils.arguments import check_count
+from pyro_truncated.utils.console import readable_count
 from tests import zoo
 
 
@@ -99,3 +100,8 @@ def test_one_total_count_with_logits_of_each_data_point_in_minibatches(event):
     if not event:
         with pytest.raises(ValueError, match=r"may differ between data points, .* Call the guide, or its whole list, once"):
             AutoTruncated(model, 2)(torch.tensor([1.0, 2.0, 3.0, 1.0, 2.0, 3.0]), 2)
+
+
+def test_counts_of_more_digits_than_python_prints_have_an_order_of_magnitude():
+    assert readable_count(3**20000) == "about 10^9542"
+    assert readable_count(10**7) == "about 10^7"

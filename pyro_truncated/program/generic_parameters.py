@@ -1,0 +1,59 @@
+"""Parameters moved a little, for a while.
+
+Those that are zero or equal hide what densities depend on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pyro
+import torch
+from torch import Tensor
+
+from pyro_truncated.program.sites import sample_nodes
+from pyro_truncated.utils.parameter_store import load_snapshot, snapshot, spare_random_numbers
+
+if TYPE_CHECKING:
+    from pyro_truncated.program.probe import Probe
+
+
+@contextlib.contextmanager
+def generic_parameters(scorer: Probe, names: Iterable[str], generator: torch.Generator) -> Iterator[None]:
+    """Moves the parameters of some sites' densities a little, for a while.
+
+    Args:
+        scorer: of a call.
+        names: the sites.
+        generator: of random numbers.
+    """
+    with torch.enable_grad(), pyro.validation_enabled(False), spare_random_numbers():
+        nodes = sample_nodes(scorer.run(scorer.values))
+        log_probs = [node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"]) for node in map(nodes.__getitem__, names)]
+    tensors = [leaf.data for leaf in _leaves(log_probs)]
+    values = snapshot(tensors)
+    try:
+        for tensor, value in zip(tensors, values, strict=True):
+            noise = torch.randn(value.shape, generator=generator).to(value)
+            size = torch.where(value == 0, value.abs().mean().clamp(min=1e-3), value.abs())
+            tensor.add_(0.1 * size * noise)
+        yield
+    finally:
+        load_snapshot(tensors, values)
+
+
+def _leaves(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The parameters that tensors are computed from."""
+    leaves: dict[int, Tensor] = {}
+    functions, seen = [tensor.grad_fn for tensor in tensors], set[Any]()
+    while functions:
+        function: Any = functions.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        if (variable := getattr(function, "variable", None)) is not None:
+            leaves[id(variable)] = variable
+        functions += [after for after, _ in function.next_functions]
+    return list(leaves.values())
