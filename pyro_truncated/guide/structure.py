@@ -191,12 +191,7 @@ def chains_by_steps(trace: poutine.Trace, layout: Layout, num_states: int) -> li
     """
     if layout.space.size <= num_states or ChainLayout.from_trace(trace, layout) is not None:
         return []
-    return [name for name in layout.sites if is_chains(trace.nodes[name])]
-
-
-def is_chains(node: Any) -> bool:
-    """Whether a sample site is one of chains."""
-    return isinstance(unwrap(node["fn"])[0], MarkovChains)
+    return [name for name in layout.sites if isinstance(unwrap(trace.nodes[name]["fn"])[0], MarkovChains)]
 
 
 def note_whole_states(trace: poutine.Trace, layout: Layout, dependencies: Dependencies, num_states: int) -> None:
@@ -216,7 +211,8 @@ def without_states(trace: Any, layout: Layout) -> torch.device:
 
     It returns the device that they were on.
     """
-    nodes = [node for name, node in sample_nodes(trace).items() if name in layout.sites or is_chains(node)]
+    every = sample_nodes(trace).items()
+    nodes = [node for name, node in every if name in layout.sites or isinstance(unwrap(node["fn"])[0], MarkovChains)]
     for node in nodes:
         node["value"] = node["value"].new_zeros(()).expand(node["value"].shape)
     device: torch.device = nodes[0]["value"].device

@@ -99,6 +99,7 @@ class WholeModelGuide(AutoGuide):
         self._layout: Layout | None = None
         self._product: ProductLayout | ChainLayout | None = None
         self._run_mode: RunMode = "together"
+        self._num_scorers = 0
         self.is_enumerable = True
         self._inherited_companions: Companions | None = None
 
@@ -284,6 +285,7 @@ class WholeModelGuide(AutoGuide):
                 stacklevel=3,
             )
         scorer = self._scorer(call, values)
+        self._look_at_entries(scorer)
         if (call, scorer.nodes) in self._structures:
             return scorer
         # Another scorer draws other random numbers, and one that has looked may not score as fast.
@@ -292,6 +294,17 @@ class WholeModelGuide(AutoGuide):
             self._look_again(self._scorer(call, values))
             self._structures.add(call, scorer.nodes)
             return scorer if self._run_state() == before else self._scorer(call, values)
+
+    def _look_at_entries(self, scorer: LogJoint | ProductScorer | ChainScorer) -> None:
+        """Looks whether entries depend on other latents, at calls 2, 4, 8 and so on.
+
+        Parameters may be trained to values that show more than the first ones.
+        """
+        if isinstance(scorer, ProductScorer) and scorer.product.graph.entries:
+            self._num_scorers += 1
+            if self._num_scorers > 1 and self._num_scorers.bit_count() == 1:
+                with spare_random_numbers(), torch.no_grad():
+                    scorer.refuse_other_entries(self._num_scorers)
 
     def _run_state(self) -> tuple[Any, ...]:
         """All that scorers of one guide differ by."""

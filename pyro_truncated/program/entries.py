@@ -155,6 +155,8 @@ def flatten(log_prob: Tensor, dims: Sequence[int], event_dim: int, num_dims: int
     """
     table = log_prob.reshape((1,) * (num_dims + event_dim - log_prob.dim()) + tuple(log_prob.shape))
     places = [*(dim - event_dim for dim in dims), *range(-event_dim, 0)]
+    if not places:
+        return table.unsqueeze(-1)
     table = table.movedim(places, list(range(-len(places), 0))).flatten(-len(places))
     for dim in sorted(dims, reverse=True):
         table = table.unsqueeze(dim - 1)

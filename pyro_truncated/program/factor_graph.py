@@ -157,6 +157,9 @@ def build_graph(
         number = math.prod(size for _, _, size in node.plates)
         divisible = [name for name, scope in observed.items() if scope & own_sites and trace.nodes[name]["fn"].shape().numel() > number]
         mixing += [name for name in divisible if len(observed[name] & own_sites) > 1]
+        # Sites that take entries of one stack all seem to depend on all of it.
+        single = Counter(scope for name, scope in observed.items() if len(scope & own_sites) > 1 and name not in divisible)
+        mixing += [name for name, scope in observed.items() if name not in divisible and single[scope] > 1]
         # Latents that depend on each other otherwise too, as the steps of a chain.
         is_sparse = any(factors[name] & own_sites - {name} for name in own_sites)
         is_sparse = is_sparse and not any(factors[name] >= own_sites for name in own_sites)

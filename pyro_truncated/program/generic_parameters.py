@@ -29,9 +29,9 @@ def generic_parameters(scorer: Probe, names: Iterable[str], generator: torch.Gen
         names: the sites.
         generator: of random numbers.
     """
-    with torch.enable_grad(), pyro.validation_enabled(False), spare_random_numbers():
-        nodes = sample_nodes(scorer.run(scorer.values))
-        log_probs = [node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"]) for node in map(nodes.__getitem__, names)]
+    names = list(names)
+    with torch.enable_grad():
+        log_probs = _log_probs(scorer, names)
     tensors = [leaf.data for leaf in _leaves(log_probs)]
     values = snapshot(tensors)
     try:
@@ -39,9 +39,24 @@ def generic_parameters(scorer: Probe, names: Iterable[str], generator: torch.Gen
             noise = torch.randn(value.shape, generator=generator).to(value)
             size = torch.where(value == 0, value.abs().mean().clamp(min=1e-3), value.abs())
             tensor.add_(0.1 * size * noise)
+        try:
+            moved = _log_probs(scorer, names)
+        except (RuntimeError, ValueError, IndexError):
+            moved = []
+        # Some parameters, such as raw covariances, are none any more.
+        if [bool(one.isnan().any()) for one in moved] != [bool(one.isnan().any()) for one in log_probs]:
+            load_snapshot(tensors, values)
         yield
     finally:
         load_snapshot(tensors, values)
+
+
+def _log_probs(scorer: Probe, names: Iterable[str]) -> list[Tensor]:
+    with pyro.validation_enabled(False), spare_random_numbers():
+        nodes = sample_nodes(scorer.run(scorer.values))
+        return [
+            node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"]) for node in (nodes[name] for name in names if name in nodes)
+        ]
 
 
 def _leaves(tensors: Iterable[Tensor]) -> list[Tensor]:

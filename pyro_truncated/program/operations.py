@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import weakref
@@ -65,7 +66,8 @@ class Operations(TorchDispatchMode):
             dimensions = functools.reduce(operator.or_, (whole for _, whole, _ in given))
             lost = functools.reduce(operator.or_, (reduced for _, _, reduced in given))
             for tensor in tensors_in(result):
-                kept = sum((tensor.numel() % size == 0) << place for place, size in enumerate(self._sizes))
+                sizes = [tensor.numel()] if name not in _INDEXING else _untouched_sizes(name, args, kwargs)
+                kept = sum(any(own % size == 0 for own in sizes) << place for place, size in enumerate(self._sizes))
                 reduced = lost | (dimensions & ~kept if is_sum else 0)
                 self._mark(tensor, dimensions & kept & ~reduced, reduced)
         return result
@@ -95,6 +97,16 @@ class Shape(NamedTuple):
 
     plain: int
     padded: int
+
+
+def _untouched_sizes(name: str, args: Any, kwargs: Any) -> list[int]:
+    """Sizes of the dimensions that an index leaves as they are."""
+    shape, rest = args[0].shape, [*args[1:], *(kwargs or {}).values()]
+    if name == "index":
+        indices = [*rest[0], *[None] * len(shape)]
+        return [size for size, index in zip(shape, indices, strict=False) if index is None]
+    dim = next((part for part in rest if isinstance(part, int)), None)
+    return [] if dim is None else [size for place, size in enumerate(shape) if place != dim % max(1, len(shape))]
 
 
 # How what a model puts together is broadcast: not at all, or with stacks of latents outside of plates as events, or as plates.
@@ -145,17 +157,20 @@ class BroadcastParts(TorchFunctionMode):
         return result
 
     def _note_broadcast(self, result: Tensor, parts: Sequence[Tensor]) -> None:
-        """Notes the dimensions of what has the shape that its arguments have together."""
-        shapes = [self._shapes[id(part)][1] for part in parts if id(part) in self._shapes]
-        if not shapes or len({shape.padded for shape in shapes}) > 1:
-            return
-        plain = max(shape.plain for shape in shapes)
-        try:
-            is_alike = torch.broadcast_shapes(*(part.shape for part in parts)) == result.shape
-        except RuntimeError:
-            return
-        if is_alike and all(part.dim() <= plain for part in parts if id(part) not in self._shapes):
-            self._note(result, Shape(plain, shapes[0].padded))
+        """Notes the dimensions of what has the shape of its arguments.
+
+        It is that of one of them, or the one that all have together.
+        """
+        noted = [(part, self._shapes[id(part)][1]) for part in parts if id(part) in self._shapes]
+        for part, shape in noted:
+            if part.shape == result.shape:
+                self._note(result, shape)
+                return
+        plain = max((shape.plain for _, shape in noted), default=0)
+        if len({shape.padded for _, shape in noted}) == 1 and all(part.dim() <= plain for part in parts if id(part) not in self._shapes):
+            with contextlib.suppress(RuntimeError):
+                if torch.broadcast_shapes(*(part.shape for part in parts)) == result.shape:
+                    self._note(result, Shape(plain, noted[0][1].padded))
 
     def _stack_latents(self, tensors: Sequence[Tensor], dim: int = 0) -> Tensor | None:
         shapes = {self._shapes[id(tensor)][1] if id(tensor) in self._shapes else None for tensor in tensors}

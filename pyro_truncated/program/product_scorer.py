@@ -496,6 +496,19 @@ class ProductScorer(Probe):
         return torch.stack([self.evidence_scale(root) * rows.sum() for root, rows in zip(self.product.roots, evidence, strict=True)]).sum()
 
     @torch.no_grad()
+    def refuse_other_entries(self, seed: int) -> None:
+        """Checks that parts of entries depend on no other latents now.
+
+        Parameters may have hidden that before. Densities of random states of all nodes are compared with those of single runs.
+
+        Raises:
+            ValueError: if they do.
+        """
+        if not self._agrees(seed):
+            names = list(self.product.graph.entries)
+            raise ValueError(other_structure(f"entries of the sites {names} depend on other discrete latents"))
+
+    @torch.no_grad()
     def takes_sets(self) -> bool:
         """Whether a run on sets of states agrees with a single one.
 
@@ -503,7 +516,7 @@ class ProductScorer(Probe):
         """
         generator = torch.Generator().manual_seed(0)
         with contextlib.suppress(RuntimeError, IndexError, ValueError), self._generic_parameters(generator):
-            return self._reduced_site(generator) is None and self.agrees_on_sets()
+            return self._reduced_site(generator) is None and self._agrees()
         return False
 
     def _generic_parameters(self, generator: torch.Generator) -> contextlib.AbstractContextManager[None]:
@@ -515,12 +528,15 @@ class ProductScorer(Probe):
 
         All members of a plate share a set if the product says so.
         """
-        generator = torch.Generator().manual_seed(1)
+        with contextlib.suppress(RuntimeError, IndexError, ValueError), self._generic_parameters(torch.Generator().manual_seed(0)):
+            return self._agrees()
+        return False
+
+    def _agrees(self, seed: int = 1) -> bool:
+        generator = torch.Generator().manual_seed(seed)
         # Few rows may have states by chance that hide a difference.
         number = max(1, min(8, 128 // sum(map(self.num_rows, range(len(self.product.groups))))))
-        with contextlib.suppress(RuntimeError, IndexError, ValueError), self._generic_parameters(generator):
-            return all(self._takes_random_sets(generator) for _ in range(number))
-        return False
+        return all(self._takes_random_sets(generator) for _ in range(number))
 
     def _takes_random_sets(self, generator: torch.Generator) -> bool:
         product = self.product

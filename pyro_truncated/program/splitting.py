@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pyro
 import torch
+from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
 
 from pyro_truncated.ops.elimination import IMPOSSIBLE
@@ -33,18 +34,19 @@ class Pattern(NamedTuple):
 
     Attributes:
         site: the latent.
-        bit: number of a bit of the members' positions, ``None`` for all members.
+        plate: a plate of which some members change, with dimension and size; ``None`` for all entries of the latent.
+        bit: number of a bit of the members' positions.
         is_set: whether members with the bit change, or those without.
     """
 
     site: str
-    bit: int | None = None
+    plate: tuple[str, int, int] | None = None
+    bit: int = 0
     is_set: bool = True
 
     def choose(self, size: int) -> Tensor:
-        """Which members of a plate change, ``(size,)``."""
-        every = torch.arange(size)
-        return every >= 0 if self.bit is None else ((every >> self.bit) & 1 == 1) == self.is_set
+        """Which members of the plate change, ``(size,)``."""
+        return ((torch.arange(size) >> self.bit) & 1 == 1) == self.is_set
 
 
 def find_entries(scorer: ProductScorer, scopes: Mapping[str, frozenset[str]]) -> dict[str, Entries]:
@@ -56,119 +58,105 @@ def find_entries(scorer: ProductScorer, scopes: Mapping[str, frozenset[str]]) ->
         scorer: of a graph in which these sites join latents to nodes.
         scopes: by sample site, the latents that its density depends on.
     """
-    found = {}
-    for name in scorer.product.graph.mixing:
-        with contextlib.suppress(RuntimeError, IndexError, ValueError):
-            search = _EntrySearch(scorer, name, scopes[name] & scorer.product.layout.sites.keys())
-            if (entries := search.find()) is not None:
-                found[name] = entries
-    return found
+    sites = {name: scopes[name] & scorer.product.layout.sites.keys() for name in scorer.product.graph.mixing}
+    searches = [search for name, own in sites.items() if (search := _EntrySearch(scorer, name, own)).is_possible]
+    changes = _Changes(scorer, searches)
+    generator = torch.Generator().manual_seed(0)
+    with generic_parameters(scorer, [search.name for search in searches], generator), torch.no_grad(), pyro.validation_enabled(False):
+        for run in range(changes.count_runs()):
+            with contextlib.suppress(RuntimeError, IndexError, ValueError):
+                changes.look(run, generator)
+    return {search.name: entries for search in searches if (entries := search.read()) is not None}
 
 
 class _EntrySearch:
-    """The search for the parts of one site's entries."""
+    """The search for the parts of one site's entries.
+
+    Attributes:
+        name: the site.
+        patterns: changes of latents that tell what entries depend on.
+        is_possible: whether its entries may be told apart.
+        size: how many densities it has.
+    """
 
     def __init__(self, scorer: ProductScorer, name: str, scope: frozenset[str]) -> None:
-        self._scorer, self._name, self._node = scorer, name, scorer.nodes[name]
+        self._scorer, self.name, self._node = scorer, name, scorer.nodes[name]
         self._sites = [site for site in scorer.layout.sites if site in scope]
         frames = [frame for frame in self._node["cond_indep_stack"] if frame.vectorized]
         latent_frames = {frame.name: frame for site in self._sites for frame in scorer.layout.sites[site].frames if frame.vectorized}
-        self._is_subsampled = any(is_subsampled(frame) for frame in frames if frame.name not in latent_frames)
         self._dims = tuple(sorted(frame.dim for frame in frames if frame.name not in latent_frames))
         self._event_dim = count_event_dims(self._node["fn"])
         own = {frame.name for frame in frames}
         self._plates = {(f.name, f.dim, f.size) for f in latent_frames.values() if f.name not in own}
-
-    def find(self) -> Entries | None:
-        """Returns the entries; ``None`` where they cannot be told apart."""
-        scorer, scales = self._scorer, [self._scorer.nodes[site]["scale"] for site in self._sites]
+        scales = [scorer.nodes[site]["scale"] for site in self._sites]
         has_one_scale = all(scale is scales[0] or bool(torch.as_tensor(scale == scales[0]).all()) for scale in scales)
-        if self._is_subsampled or len(self._plates) > 1 or not has_one_scale or (not self._dims and not self._event_dim):
-            return None
-        patterns = [pattern for site in self._sites for pattern in self._patterns(site)]
-        # From sixteen random states at least.
-        number = max(1, -(-16 // max(1, scorer.num_data)))
-        if len(patterns) * number * self._node["fn"].shape().numel() > 4 * MOST_ENTRIES:
-            return None
-        generator = torch.Generator().manual_seed(0)
-        with generic_parameters(scorer, [self._name], generator), torch.no_grad(), pyro.validation_enabled(False):
-            changes = torch.stack([self._changes(patterns, generator) for _ in range(number)]).any(0)
-        return self._read(patterns, changes)
+        self.is_possible = has_one_scale and len(self._plates) < 2
+        self.is_possible &= not any(is_subsampled(frame) for frame in frames if frame.name not in latent_frames)
+        self.size = max(1, self._node["fn"].shape().numel())
+        self.patterns = [pattern for site in self._sites for pattern in self._patterns(site)] if self.is_possible else []
+        self._changes: dict[Pattern, Tensor] = {}
+
+    def count_wanted(self) -> tuple[int, int]:
+        """Returns the fewest runs that tell something, and how many are enough.
+
+        These meet most pairs of values. A row that looks up a member sees one member of a run; others see a state of each data point.
+        """
+        most = max(max(self._scorer.layout.sites[site].cardinalities) for site in self._sites)
+        num_rows = 1 if self._plates else max(1, self._scorer.num_data)
+        return -(-16 // num_rows), -(-min(256, max(16, 8 * most)) // num_rows)
 
     def _patterns(self, site: str) -> list[Pattern]:
         names = {frame.name for frame in self._scorer.layout.sites[site].frames if frame.vectorized}
-        sizes = [size for name, _, size in self._plates if name in names]
-        if not sizes:
+        plates = [plate for plate in self._plates if plate[0] in names]
+        if not plates:
             return [Pattern(site)]
-        bits = range(max(1, math.ceil(math.log2(sizes[0]))))
-        return [Pattern(site, bit, is_set) for bit in bits for is_set in (True, False)]
+        bits = range(max(1, math.ceil(math.log2(plates[0][2]))))
+        return [Pattern(site, plates[0], bit, is_set) for bit in bits for is_set in (True, False)]
 
-    def _changes(self, patterns: Sequence[Pattern], generator: torch.Generator) -> Tensor:
-        """Which entries change with which patterns, from random states, ``(R, E)``."""
-        scorer, product = self._scorer, self._scorer.product
-        base = [group.space.random((scorer.num_rows(place), 1), 0.5, generator) for place, group in enumerate(product.groups)]
-        changes: dict[Pattern, Tensor] = {}
-        for node in product.graph.factors[self._name]:
-            own = [pattern for pattern in patterns if pattern.site in product.graph.nodes[node].sites]
-            size = max(1, MOST_ENTRIES // 4 // max(1, self._node["fn"].shape().numel()))
-            for start in range(0, len(own), size):
-                part = own[start : start + size]
-                changes |= dict(zip(part, self._changes_with(node, part, base, generator), strict=True))
-        return torch.stack([changes[pattern] for pattern in patterns])
+    def look(self, nodes: Mapping[str, Any], node: int, patterns: Sequence[Pattern]) -> None:
+        """Notes which entries differ in a run with changes of a node."""
+        own_node = with_entries(nodes[self.name], self._event_dim)
+        fn = own_node["fn"]
+        while isinstance(fn, MaskedDistribution):
+            fn = fn.base_dist
+        dim = self._scorer.product.tree.dim(node) - self._event_dim
+        values = [own_node["value"]]
+        with contextlib.suppress(NotImplementedError):
+            # What is observed may hide a dependence that other values show.
+            drawn, place = fn.sample(), dim - len(fn.event_shape)
+            values.append(drawn.narrow(place, 0, 1) if drawn.dim() >= -place else drawn)
+        changes = torch.stack([self._differs(fn, value, node, len(patterns)) for value in values]).any(0)
+        wanted = set(self.patterns)
+        for pattern, change in zip(patterns, changes, strict=True):
+            if pattern in wanted:
+                self._changes[pattern] = self._changes[pattern] | change if pattern in self._changes else change
 
-    def _changes_with(self, node: int, patterns: Sequence[Pattern], base: Sequence[Tensor], generator: torch.Generator) -> Tensor:
-        """The same for patterns of the sites of one node."""
-        scorer, product = self._scorer, self._scorer.product
-        number, position = product.place[node]
-        group, layout = product.groups[number], product.node_layouts[node]
-        sets = list(base)
-        parts = [rows.expand(-1, 1 + len(patterns), -1).clone() for rows in scorer.split_nodes(base[number], number)]
-        levels = group.space.unpack(parts[position], torch.int64)
-        cardinalities = torch.tensor(group.space.cardinalities)
-        shifts = 1 + torch.randint(2**31, levels[:, 0].shape, generator=generator) % (cardinalities - 1).clamp(min=1)
-        others = (levels[:, 0] + shifts) % cardinalities
-        for row, pattern in enumerate(patterns, 1):
-            own, is_changed = self._positions(layout, pattern)
-            levels[:, row, own] = torch.where(is_changed, others[:, own], levels[:, row, own])
-        parts[position] = group.space.pack(levels)
-        sets[number] = torch.cat(parts)
-        table = self._densities(scorer.run_sets([words.to(scorer.device) for words in sets]))
-        table = table.movedim(product.tree.dim(node) - 1, 0).nan_to_num(nan=IMPOSSIBLE, neginf=IMPOSSIBLE)
-        is_other = (table[1:] - table[:1]).abs() > rounding_tolerance(table, table.dtype, coarsest_dtype(self._node))
-        if len(is_other) != len(patterns):
-            return torch.zeros(len(patterns), table.shape[-1], dtype=torch.bool)
-        return is_other.reshape(len(patterns), -1, is_other.shape[-1]).any(1).cpu()
+    def _differs(self, fn: Any, value: Tensor, node: int, number: int) -> Tensor:
+        """Which entries differ between the first state and each other one, ``(R, E)``."""
+        tree = self._scorer.product.tree
+        table = flatten(fn.log_prob(value), self._dims, self._event_dim, tree.num_dims)
+        table = table.movedim(tree.dim(node) - 1, 0).nan_to_num(nan=IMPOSSIBLE, neginf=IMPOSSIBLE)
+        if len(table) != 1 + number:
+            return torch.zeros(number, table.shape[-1], dtype=torch.bool)
+        possible = table[table > IMPOSSIBLE / 2]
+        is_other = (table[1:] - table[:1]).abs() > rounding_tolerance(possible, table.dtype, coarsest_dtype(self._node))
+        return is_other.reshape(number, -1, is_other.shape[-1]).any(1).cpu()
 
-    def _positions(self, layout: SiteLayout, pattern: Pattern) -> tuple[slice, Tensor]:
-        """Where the latents of a pattern's site are, and which change."""
-        start = 0
-        for name, site in layout.sites.items():
-            if name == pattern.site:
-                break
-            start += site.num_latents
-        is_changed = torch.ones(site.shape, dtype=torch.bool)
-        if pattern.bit is not None:
-            ((_, dim, size),) = self._plates
-            place = [own for own, _ in site.plates].index(dim)
-            is_changed &= pattern.choose(size).view(*(-1 if at == place else 1 for at in range(len(site.shape))))
-        return slice(start, start + site.num_latents), is_changed.flatten()
-
-    def _densities(self, nodes: Mapping[str, Any]) -> Tensor:
-        node = with_entries(nodes[self._name], self._event_dim)
-        log_prob = node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"])
-        return flatten(log_prob, self._dims, self._event_dim, self._scorer.product.tree.num_dims)
-
-    def _read(self, patterns: Sequence[Pattern], changes: Tensor) -> Entries | None:
+    def read(self) -> Entries | None:
         """Returns the parts of the entries, from what has changed them.
 
         It is ``None`` if some depend on several members of a plate, if nothing depends on one of the latents, or if all are alike.
         """
+        patterns = self.patterns
+        if not patterns or self._changes.keys() != set(patterns):
+            return None
+        changes = torch.stack([self._changes[pattern] for pattern in patterns])
         depends = torch.zeros(len(self._sites), changes.shape[1], dtype=torch.bool)
         member = torch.full((changes.shape[1],), -1)
         for number, site in enumerate(self._sites):
             own = [row for row, pattern in enumerate(patterns) if pattern.site == site]
             depends[number] = changes[own].any(0)
-            if patterns[own[0]].bit is None:
+            if patterns[own[0]].plate is None:
                 continue
             # One member has each bit or has it not.
             is_set, is_unset = changes[own[0::2]], changes[own[1::2]]
@@ -178,7 +166,9 @@ class _EntrySearch:
                 return None
             member = torch.where(depends[number], position, member)
         kinds, part = depends.unique(dim=1, return_inverse=True)
-        if not bool(depends.any(1).all()) or (len(kinds.T) == 1 and not self._plates):
+        is_whole = len(kinds.T) == 1 and not self._plates and bool(depends.all())
+        # Of several entries, some depend on each latent.
+        if is_whole or not bool(depends.any(1).all() if depends.shape[1] > 1 else depends.any()):
             return None
         # Entries that no latent changes may go with any others.
         is_kept = kinds.any(0)
@@ -186,3 +176,86 @@ class _EntrySearch:
         scopes = [frozenset(site for site, is_own in zip(self._sites, kind, strict=True) if is_own) for kind in kinds.T[is_kept].tolist()]
         plate = next(iter(self._plates), None)
         return Entries(tuple(scopes), part, self._dims, self._event_dim, plate, member.clamp(min=0), ~depends.any(0))
+
+
+class _Changes:
+    """Runs of a model in which latents of one node change.
+
+    All sites are looked at in each of them.
+
+    Args:
+        scorer: of a call.
+        searches: those of the sites.
+    """
+
+    def __init__(self, scorer: ProductScorer, searches: Sequence[_EntrySearch]) -> None:
+        self._scorer, self._searches = scorer, searches
+        patterns = list(dict.fromkeys(pattern for search in searches for pattern in search.patterns))
+        graph = scorer.product.graph
+        self._patterns = {node: [own for own in patterns if own.site in graph.nodes[node].sites] for node in range(len(graph.nodes))}
+        self._size = sum(search.size for search in searches) + len(scorer.layout.sites) * max(1, scorer.num_data)
+
+    def count_runs(self) -> int:
+        """How many runs there are: none if the fewest are too many."""
+        number = sum(map(len, self._patterns.values()))
+        if not number:
+            return 0
+        fewest, wanted = map(max, zip(*(search.count_wanted() for search in self._searches), strict=True))
+        affordable = 4 * MOST_ENTRIES // (number * self._size)
+        return 0 if affordable < fewest else min(affordable, wanted)
+
+    def look(self, run: int, generator: torch.Generator) -> None:
+        """Shows the sites one run with each pattern.
+
+        The first two runs change all values from the lowest to the highest, and back. Others change random ones, by the number of the run.
+        """
+        scorer, product = self._scorer, self._scorer.product
+        base = []
+        for place, group in enumerate(product.groups):
+            cardinalities = torch.tensor(group.space.cardinalities)
+            levels = torch.randint(2**31, (scorer.num_rows(place), 1, len(cardinalities)), generator=generator) % cardinalities
+            if run < 2:
+                levels = (run * (cardinalities - 1)).expand_as(levels)
+            base.append(group.space.pack(levels))
+        size = max(1, MOST_ENTRIES // 4 // self._size)
+        for node, patterns in self._patterns.items():
+            for start in range(0, len(patterns), size):
+                part = patterns[start : start + size]
+                nodes = scorer.run_sets([words.to(scorer.device) for words in self._sets(node, part, base, run)])
+                for search in self._searches:
+                    if node in product.graph.factors[search.name]:
+                        search.look(nodes, node, part)
+
+    def _sets(self, node: int, patterns: Sequence[Pattern], base: Sequence[Tensor], run: int) -> list[Tensor]:
+        """Sets of states, of which those of one node hold its changes."""
+        scorer, product = self._scorer, self._scorer.product
+        number, position = product.place[node]
+        group, layout = product.groups[number], product.node_layouts[node]
+        sets = list(base)
+        parts = [rows.expand(-1, 1 + len(patterns), -1).clone() for rows in scorer.split_nodes(base[number], number)]
+        levels = group.space.unpack(parts[position], torch.int64)
+        cardinalities = torch.tensor(group.space.cardinalities)
+        others = (levels[:, 0] + 1 + run % (cardinalities - 1).clamp(min=1)) % cardinalities
+        if run < 2:
+            others = cardinalities - 1 - levels[:, 0]
+        for row, pattern in enumerate(patterns, 1):
+            own, is_changed = _positions(layout, pattern)
+            levels[:, row, own] = torch.where(is_changed, others[:, own], levels[:, row, own])
+        parts[position] = group.space.pack(levels)
+        sets[number] = torch.cat(parts)
+        return sets
+
+
+def _positions(layout: SiteLayout, pattern: Pattern) -> tuple[slice, Tensor]:
+    """Where the latents of a pattern's site are, and which change."""
+    start = 0
+    for name, site in layout.sites.items():
+        if name == pattern.site:
+            break
+        start += site.num_latents
+    is_changed = torch.ones(site.shape, dtype=torch.bool)
+    if pattern.plate is not None:
+        _, dim, size = pattern.plate
+        place = [own for own, _ in site.plates].index(dim)
+        is_changed &= pattern.choose(size).view(*(-1 if at == place else 1 for at in range(len(site.shape))))
+    return slice(start, start + site.num_latents), is_changed.flatten()

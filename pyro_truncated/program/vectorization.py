@@ -138,7 +138,7 @@ def choose_run_mode(log_joint: LogJoint) -> tuple[RunMode, bool]:
 def _with_broadcasts(
     log_joint: LogJoint, words: Tensor, single: dict[str, Tensor], error: Exception, most_dims: int
 ) -> tuple[dict[str, Tensor] | Exception, int]:
-    """Scores where what the model puts together is broadcast, if that serves; the error otherwise."""
+    """Scores of a model whose parts are broadcast, or the error."""
     for log_joint.layout.broadcasts_parts in BROADCASTS[1:]:
         terms, dims = _terms(log_joint, words, "together")
         if _difference(log_joint, terms, single) is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import pyro
 import pyro.distributions as dist
@@ -93,6 +94,24 @@ def test_stacked_observations_equal_those_of_single_steps(model):
     bound = Truncated_ELBO().loss(model, small, y, True)
     assert small.product is not None
     assert bound >= loss - 1e-9
+
+
+@pytest.mark.parametrize("take", [lambda s, t: s[:, t], lambda s, t: s.unbind(-1)[t]], ids=["index", "unbind"])
+def test_sites_that_take_entries_of_one_stack_have_sets(take):
+    def model(y):
+        steps, z = [], torch.tensor(0)
+        with pyro.plate("data", len(y)):
+            for t in range(y.shape[1]):
+                z = pyro.sample(f"z_{t}", dist.Categorical(TRANSITION[z]))
+                steps.append(z)
+            s = torch.stack(steps, -1)
+            for t in range(y.shape[1]):
+                pyro.sample(f"y_{t}", dist.Normal(locations()[take(s, t)], 0.6 * ONE), obs=y[:, t])
+
+    y, guide = draw(3, 7), AutoTruncated(model, 8)
+    expected = Truncated_ELBO().loss(chain_in_event, AutoTruncated(chain_in_event, 8), y, False)
+    assert Truncated_ELBO().loss(model, guide, y) == pytest.approx(expected, rel=1e-12)
+    assert len(guide.product.graph.nodes) == 7
 
 
 GROUP = torch.randint(6, (40,), generator=torch.Generator().manual_seed(1))
@@ -248,8 +267,8 @@ def test_weights_that_are_zero_at_first_do_not_hide_where_states_lie():
     assert loss == pytest.approx(-float(log_joint.logsumexp(-1).sum()), rel=1e-12)
 
 
-def test_labels_that_told_nothing_when_the_guide_was_set_up_are_refused_later():
-    """To which group such a row belongs is not known."""
+def test_labels_that_tell_nothing_of_a_latent_hide_no_lookup():
+    """One column of the table is the same for all values, and all first labels are of it."""
     emission = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.7, 0.2], [0.3, 0.5, 0.2]], dtype=torch.float64)
 
     def model(y):
@@ -260,12 +279,93 @@ def test_labels_that_told_nothing_when_the_guide_was_set_up_are_refused_later():
 
     y = torch.arange(40) % 3
     guide = AutoTruncated(model, 3)
+    Truncated_ELBO().loss(model, guide, torch.full((40,), 2))
+    log_joint = TRANSITION[1].log().expand(6, 3).index_add(0, GROUP, emission.log()[:, y].mT)
+    loss = Truncated_ELBO().loss(model, guide, y)
+    assert loss == pytest.approx(-float(log_joint.logsumexp(-1).sum()), rel=1e-12)
+
+
+def test_rows_that_depend_on_a_latent_only_later_are_refused():
+    """A covariate that was zero: to which group its row belongs is not known."""
+
+    def model(y):
+        with pyro.plate("groups", 6):
+            z = pyro.sample("z", dist.Categorical(TRANSITION[1]))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(y[:, 0] * z[GROUP], ONE), obs=y[:, 1])
+
+    y, guide = torch.stack([torch.arange(40.0).double() % 2, draw(40)], -1), AutoTruncated(model, 3)
     Truncated_ELBO().loss(model, guide, y)
-    with pytest.raises(ValueError, match="entries that depend on other latents"):
-        Truncated_ELBO().loss(model, guide, (y + 1) % 3)
-    other = guide.infer((y + 1) % 3)
-    log_joint = TRANSITION[1].log().expand(6, 3).index_add(0, GROUP, emission.log()[:, (y + 1) % 3].mT)
-    assert Truncated_ELBO().loss(model, other, (y + 1) % 3) == pytest.approx(-float(log_joint.logsumexp(-1).sum()), rel=1e-12)
+    with pytest.raises(ValueError, match="depend on other"):
+        Truncated_ELBO().loss(model, guide, y.roll(1, 0))
+
+
+def test_thresholds_and_rare_values_are_found():
+    """Groups change at a time of their own, out of fifty; and a flag matters in one of twenty values."""
+    group, time = torch.arange(60) % 3, torch.arange(60) // 3 % 20 * 2.5
+
+    def change_points(y):
+        with pyro.plate("groups", 3):
+            tau = pyro.sample("tau", dist.Categorical(torch.ones(50, dtype=torch.float64)))
+        with pyro.plate("data", 60):
+            pyro.sample("y", dist.Normal(torch.where(time < tau[group], ONE, -ONE), ONE), obs=y)
+
+    y = draw(60)
+    guide = AutoTruncated(change_points, 50)
+    before = (time.unsqueeze(-1) < torch.arange(50)).double()
+    terms = dist.Normal(2 * before - 1, ONE).log_prob(y.unsqueeze(-1))
+    log_joint = torch.zeros(3, 50, dtype=torch.float64).index_add(0, group, terms) - torch.tensor(50.0).log()
+    assert Truncated_ELBO().loss(change_points, guide, y) == pytest.approx(-float(log_joint.logsumexp(-1).sum()), rel=1e-6)
+
+    def rare(y):
+        flag = pyro.sample("flag", dist.Bernoulli(0.4 * ONE))
+        steps = [pyro.sample(f"s_{t}", dist.Categorical(torch.ones(20, dtype=torch.float64))) for t in range(3)]
+        s = torch.stack(steps, -1)
+        pyro.sample("y", dist.Normal(0.1 * s + torch.where(s == 7, 2 * flag.unsqueeze(-1), 0.0), ONE).to_event(1), obs=y)
+
+    y = draw(3) + 1
+    loss = Truncated_ELBO().loss(rare, AutoTruncated(rare, 20), y)
+    s = torch.arange(20, dtype=torch.float64)
+    given = [dist.Normal(0.1 * s + 2 * flag * (s == 7), ONE).log_prob(y.unsqueeze(-1)).logsumexp(-1).sum() for flag in (0, 1)]
+    exact = torch.stack([given[0] + math.log(0.6), given[1] + math.log(0.4)]).logsumexp(0) - 3 * math.log(20)
+    assert loss == pytest.approx(-float(exact), rel=1e-6)
+
+
+def test_what_parameters_hid_at_first_is_refused_once_they_show_it():
+    """A unit that is dead at first depends on the step before, and training revives it."""
+
+    def model(y):
+        offset = pyro.param("offset", torch.tensor(-3.0, dtype=torch.float64))
+        s = torch.stack([pyro.sample(f"s_{t}", dist.Bernoulli(0.4 * ONE)) for t in range(12)], -1)
+        pyro.sample("y", dist.Normal(s + (s.roll(1, -1) + offset).relu(), ONE).to_event(1), obs=y)
+
+    guide, y, elbo = AutoTruncated(model, 8), draw(12), Truncated_ELBO()
+    elbo.loss(model, guide, y)
+    pyro.get_param_store()["offset"] = torch.tensor(1.0, dtype=torch.float64)
+    losses = (elbo.loss(model, guide, y) for _ in range(4))
+    with pytest.raises(ValueError, match=r"entries of the sites \['y'\] depend on other discrete latents"):
+        sum(losses)
+
+
+def test_vectors_that_rows_look_up_have_sets():
+    """Numbers of rows, groups and entries do not matter."""
+    for number in (12, 14, 15):
+        group = torch.arange(number) % 4
+        y, slope = draw(number), torch.tensor([1.0, -0.6], dtype=torch.float64)
+
+        def model(y, group=group, slope=slope):
+            with pyro.plate("groups", 4):
+                z = pyro.sample("z", dist.Bernoulli(0.4 * ONE.expand(2)).to_event(1))
+            with pyro.plate("data", len(y)):
+                pyro.sample("y", dist.Normal(z[group] @ slope, ONE), obs=y)
+
+        guide = AutoTruncated(model, 4)
+        loss = Truncated_ELBO().loss(model, guide, y)
+        states = torch.tensor([[a, b] for a in (0.0, 1.0) for b in (0.0, 1.0)], dtype=torch.float64)
+        prior = dist.Bernoulli(0.4 * ONE).log_prob(states).sum(-1)
+        log_joint = prior.expand(4, 4).index_add(0, group, dist.Normal(states @ slope, ONE).log_prob(y.unsqueeze(-1)))
+        assert loss == pytest.approx(-float(log_joint.logsumexp(-1).sum()), rel=1e-9)
+        assert guide.product is not None
 
 
 def test_a_flag_that_switches_the_transitions_of_chains_is_a_node_of_its_own():
