@@ -58,8 +58,20 @@ def find_entries(scorer: ProductScorer, scopes: Mapping[str, frozenset[str]]) ->
         scorer: of a graph in which these sites join latents to nodes.
         scopes: by sample site, the latents that its density depends on.
     """
-    sites = {name: scopes[name] & scorer.product.layout.sites.keys() for name in scorer.product.graph.mixing}
+    graph = scorer.product.graph
+    places = list(dict.fromkeys(graph.factors[name] for name in graph.mixing))
+    # Where there are many nodes, as many steps, the first two tell whether to look at all of them.
+    first = [name for name in graph.mixing if graph.factors[name] in places[:2]]
+    found = _find_entries(scorer, scopes, first)
+    rest = [name for name in graph.mixing if name not in first]
+    return found | _find_entries(scorer, scopes, rest) if found and rest else found
+
+
+def _find_entries(scorer: ProductScorer, scopes: Mapping[str, frozenset[str]], names: Sequence[str]) -> dict[str, Entries]:
+    sites = {name: scopes[name] & scorer.product.layout.sites.keys() for name in names}
     searches = [search for name, own in sites.items() if (search := _EntrySearch(scorer, name, own)).is_possible]
+    if not searches:
+        return {}
     changes = _Changes(scorer, searches)
     generator = torch.Generator().manual_seed(0)
     with generic_parameters(scorer, [search.name for search in searches], generator), torch.no_grad(), pyro.validation_enabled(False):
