@@ -240,6 +240,42 @@ class ChainPosterior:
         marginals = self.population().marginals().unflatten(0, self.words.shape[:2])
         return marginals * (self.transitions.kind >= 0).unsqueeze(-1)  # type: ignore[no-any-return]
 
+    @torch.no_grad()
+    def pairwise_marginals(self) -> Tensor:
+        r"""Returns the joint probabilities of all pairs of entries, ``(N, T, M, T, M, 2, 2)``.
+
+        .. math:: q(s_t, s_u) = q(s_t) \prod_{r=t+1}^u q(s_r \mid s_{r-1}), \qquad t < u.
+
+        Steps beyond the end of a sequence hold zeros. It costs ``T`` products of ``T M`` vectors with matrices of ``S`` by ``S``.
+        """
+        bits = self.space.unpack(self.words, torch.float64)
+        num_data, num_steps, _, num_chains = bits.shape
+        weights = self.messages.log_weights().exp()
+        both = bits.new_zeros(num_data, num_steps, num_chains, num_steps, num_chains)
+        # What the posterior of a step's states is, times whether an earlier entry is on.
+        carried = bits.new_zeros(num_data, 0, bits.shape[2])
+        for step in range(num_steps):
+            if step:
+                carried = carried @ self._conditional(step, bits)
+            carried = torch.cat([carried, (weights[:, step].unsqueeze(-1) * bits[:, step]).mT], 1)
+            block = (carried @ bits[:, step]).unflatten(1, (step + 1, num_chains))
+            both[:, : step + 1, :, step] = block
+            both[:, step, :, : step + 1] = block.movedim(3, 1)
+        is_part = (self.transitions.kind >= 0)[:, :, None].expand(-1, -1, num_chains)
+        both *= is_part[:, :, :, None, None] & is_part[:, None, None]
+        on = self.marginals()
+        first, second = on[:, :, :, None, None] - both, on[:, None, None] - both
+        return torch.stack([torch.stack([1 - first - second - both, second], -1), torch.stack([first, both], -1)], -2).clamp(min=0.0)
+
+    def _conditional(self, step: int, bits: Tensor) -> Tensor:
+        """The posterior of a step given the step before, ``(N, S, S)``."""
+        before, now = bits[:, step - 1].long(), bits[:, step].long()
+        table = self.transitions.log_prob[self.transitions.kind[:, step].clamp(min=0)].flatten(-2).double()
+        place = 2 * before.unsqueeze(2) + now.unsqueeze(1)
+        log_prob = table[:, None, None].expand(*place.shape, 4).gather(-1, place.unsqueeze(-1)).squeeze(-1).sum(-1)
+        after = (self.unary[:, step] + self.messages.backward[:, step]).double()
+        return (log_prob + after.unsqueeze(1)).softmax(-1).nan_to_num()
+
     def expected_transitions(self) -> Tensor:
         """Expected numbers of transitions of each kind and chain, ``(K, M, 2, 2)``."""
         return chains.expected_transitions(self.words, self.unary, self.transitions, self.messages)

@@ -455,7 +455,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
 
         Raises:
             ValueError: if there is no such site.
-            NotImplementedError: where each node has its own set, for sites that no density joins; and for sites of chains.
+            NotImplementedError: where each node has its own set, for sites that no density joins; for more pairs than memory holds.
         """
         return self.stored_posterior(indices).pairwise_marginals(first, second)  # type: ignore[no-any-return]
 

@@ -251,11 +251,23 @@ class ChainReadings(SetReadings):
         return self._reshape_as_site(torch.stack([posterior.marginals() for posterior in self.posteriors]).mean(0))
 
     def pairwise_marginals(self, first: str, second: str) -> Tensor:
-        """Refused by name: a site of chains is one site."""
-        raise NotImplementedError(
-            f"'{self.batches[0].scorer.product.site.name}' holds all chains: estimate joint probabilities of its entries from "
-            "guide.sample_posterior(num_samples)"
-        )
+        """Joint probabilities of pairs of entries, ``(*plates, T, M, T, M, 2, 2)``.
+
+        Raises:
+            ValueError: for other names than that of the site.
+            NotImplementedError: where there are more pairs than memory holds.
+        """
+        product = self.batches[0].scorer.product
+        for argument, name in (("first", first), ("second", second)):
+            if name != product.site.name:
+                raise ValueError(f"{argument} must be the name of the site of chains, '{product.site.name}'; got '{name}'")
+        number = product.num_steps * product.groups[0].space.num_latents
+        if self.batches[0].scorer.num_data * number**2 > 2**26:
+            raise NotImplementedError(
+                f"{number} entries of '{first}' have too many pairs. Estimate joint probabilities from guide.sample_posterior(num_samples)"
+            )
+        pairs = torch.stack([posterior.pairwise_marginals() for posterior in self.posteriors]).mean(0)
+        return pairs.reshape(*self.batches[0].scorer.sizes, *pairs.shape[1:])
 
     def mode(self) -> dict[str, Tensor]:
         """Returns the best path of each sequence, ``(*plates, T, M)``.

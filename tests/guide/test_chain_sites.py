@@ -403,3 +403,29 @@ def test_a_guide_that_takes_chains_step_by_step_is_like_any_other():
     # A mean over 100 draws of two of four terms: their false-alarm rate is below one in a million at five standard errors.
     standard_error = 4 * exact.std().item() / math.sqrt(3 * 100)
     assert sum(losses) / 100 == pytest.approx(loss, abs=5 * standard_error)
+
+
+@pytest.mark.parametrize("lengths", [None, torch.tensor([4, 2])], ids=["one length", "lengths"])
+def test_pairs_of_entries_equal_sums_over_all_paths(lengths):
+    def model(y: Tensor) -> None:
+        mask = torch.ones(2, 4, dtype=torch.bool) if lengths is None else torch.arange(4) < lengths.unsqueeze(-1)
+        with pyro.plate("sequences", 2):
+            s = chains("s", 2, 4, lengths)
+            pyro.sample("y", dist.Normal(s * weight(2), 0.7).mask(mask.unsqueeze(-1)).to_event(2), obs=y)
+
+    y, guide = draw(2, 4, 2), AutoTruncated(model, 4)
+    Truncated_ELBO().loss(model, guide, y)
+    log_joint, paths = [], torch.tensor(list(itertools.product((0.0, 1.0), repeat=8)), dtype=DOUBLE).view(-1, 4, 2)
+    for path in paths:
+        trace = poutine.trace(poutine.condition(model, {"s": path.expand(2, -1, -1)})).get_trace(y)
+        trace.compute_log_prob()
+        is_possible = torch.ones(2, dtype=torch.bool) if lengths is None else (path[lengths.min() :] == 0).all() | (lengths == 4)
+        log_joint.append((trace.nodes["s"]["log_prob"] + trace.nodes["y"]["log_prob"]).masked_fill(~is_possible, -math.inf))
+    posterior = torch.stack(log_joint, -1).softmax(-1)
+    values = torch.stack([1 - paths, paths], -1)
+    expected = torch.einsum("np,ptmv,pukw->ntmukvw", posterior, values, values)
+    found = guide.pairwise_marginals("s", "s")
+    assert found.shape == (2, 4, 2, 4, 2, 2, 2)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    with pytest.raises(ValueError, match="second must be the name of the site of chains, 's'; got 'y'"):
+        guide.pairwise_marginals("s", "y")
