@@ -346,8 +346,16 @@ def run_by_steps(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Its joint density is the same, and each step is a site.
     """
-    with poutine.reparam(config=lambda site: _StepReparam() if isinstance(site["fn"], MarkovChains) else None):
+    with poutine.reparam(config=_reparam_for):
         return model(*args, **kwargs)
+
+
+def _reparam_for(site: Any) -> Reparam | None:
+    """How a site is sampled; that of chains then only records their values."""
+    if not isinstance(site["fn"], MarkovChains):
+        return None
+    site["infer"] = {**site["infer"], "_deterministic": True}
+    return _StepReparam()
 
 
 def _once(parameter: Tensor) -> Tensor:

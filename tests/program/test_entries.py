@@ -382,3 +382,25 @@ def test_a_flag_that_switches_the_transitions_of_chains_is_a_node_of_its_own():
     loss = Truncated_ELBO().loss(model, guide, y)
     assert len(guide.product.graph.nodes) == 5
     assert loss == pytest.approx(Truncated_ELBO().loss(model, AutoTruncated(model, 2**9), y), rel=1e-12)
+
+
+@pytest.mark.parametrize("is_factor", [True, False])
+def test_a_point_mass_that_observes_itself_keeps_its_own_density(is_factor):
+    y = draw(8)
+
+    def model(y):
+        z = torch.tensor(0.0, dtype=torch.float64)
+        for t in pyro.markov(range(8)):
+            z = pyro.sample(f"z_{t}", dist.Bernoulli(torch.where(z > 0, 0.8 * ONE, 0.2 * ONE)))
+            if is_factor:
+                pyro.factor(f"f_{t}", 1.5 * z)
+            else:
+                place = 0.0 * ONE
+                pyro.sample(f"f_{t}", dist.Delta(place, log_density=1.5 * z), obs=place)
+            pyro.sample(f"y_{t}", dist.Normal(z, ONE), obs=y[t])
+
+    guide = AutoTruncated(model, num_states=16)
+    loss = Truncated_ELBO().loss(model, guide, y)
+    exact = TraceEnum_ELBO(max_plate_nesting=0).loss(config_enumerate(model), lambda y: None, y)
+    assert guide.product is not None
+    assert loss == pytest.approx(exact, abs=1e-9)
