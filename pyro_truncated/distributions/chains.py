@@ -361,7 +361,7 @@ def run_by_steps(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _reparam_for(site: Any) -> Reparam | None:
-    """How a site is sampled; that of chains then only records their values."""
+    """How chains are sampled, whose own site then records their values."""
     fn = site["fn"]
     while isinstance(fn, MaskedDistribution):
         fn = fn.base_dist

@@ -182,7 +182,7 @@ def _take_sets(call: Call, layout: Layout, graph: FactorGraph, num_states: int) 
 
 
 def chains_by_steps(trace: poutine.Trace, layout: Layout, num_states: int) -> list[str]:
-    """Sites of chains whose steps are nodes of the graph, where that serves.
+    """Sites of chains whose steps may be nodes of the graph.
 
     These are all but a single one of binary chains, which has messages of its own, and those of which all paths are kept.
     """
@@ -199,7 +199,7 @@ def refuse_steps(trace: poutine.Trace, names: Sequence[str]) -> str:
     """
     if wrapped := [name for name in names if not isinstance(trace.nodes[name]["fn"], MarkovChains)]:
         return f"the distributions of {wrapped} have further event dimensions, not plates"
-    steps = [step for name in names for step in step_names(name, trace.nodes[name]["fn"])]
+    steps = [step for name in names for step in step_names(name, unwrap(trace.nodes[name]["fn"])[0])]
     if taken := [step for step in steps if step in trace.nodes]:
         return f"the model has sites {taken} of its own, which are names of steps"
     return ""

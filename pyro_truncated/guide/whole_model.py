@@ -41,7 +41,7 @@ from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.product_layout import ProductLayout
 from pyro_truncated.program.product_scorer import ProductScorer
-from pyro_truncated.program.sites import sample_nodes
+from pyro_truncated.program.sites import sample_nodes, unwrap
 from pyro_truncated.program.structures import KnownStructures, refuse_other_structure, warn_of_shared_subsamples
 from pyro_truncated.program.subsampling import SparseSubsamples
 from pyro_truncated.program.vectorization import run_mode_for
@@ -223,7 +223,7 @@ class WholeModelGuide(AutoGuide):
             layout, among_steps = find_layout(steps, stepwise, self.max_count, self.num_states)
             product = find_product(steps, stepwise, layout, among_steps, self.num_states)
             if isinstance(product, ProductLayout):
-                product.steps = {name: step_names(name, trace.nodes[name]["fn"]) for name in names}
+                product.steps = {name: step_names(name, unwrap(trace.nodes[name]["fn"])[0]) for name in names}
                 self._layout, self._product = layout, product
                 return
         if refusal is not None:

@@ -52,7 +52,7 @@ def generic_parameters(scorer: Probe, names: Iterable[str], generator: torch.Gen
 
 
 def _is_writable(tensor: Tensor) -> bool:
-    """Whether each element has a place of its own, as expanded ones have not."""
+    """Whether each element has a place of its own, unlike expanded ones."""
     return tensor.layout == torch.strided and all(stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
