@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -10,6 +11,7 @@ import pyro.distributions as dist
 import pyro.poutine as poutine
 import torch
 from pyro.distributions import TorchDistribution
+from pyro.distributions.torch_distribution import MaskedDistribution
 from pyro.infer.reparam.reparam import Reparam
 from torch import Tensor
 from torch.distributions import constraints
@@ -324,7 +326,15 @@ class _StepReparam(Reparam):
 
     def apply(self, msg: Any) -> Any:
         """Replaces a site by those of its steps, with their values."""
-        fn, observed = msg["fn"], msg["value"] if msg["is_observed"] else None
+        fn = msg["fn"]
+        with contextlib.ExitStack() as masks:
+            while isinstance(fn, MaskedDistribution):
+                masks.enter_context(poutine.mask(mask=fn._mask))
+                fn = fn.base_dist
+            return self._sample_steps(fn, msg)
+
+    def _sample_steps(self, fn: MarkovChains, msg: Any) -> Any:
+        observed = msg["value"] if msg["is_observed"] else None
         states: list[Tensor] = []
         for t, (name, is_part) in enumerate(zip(step_names(msg["name"], fn), fn.is_part.unbind(-1), strict=True)):
             step = fn.step(states[-1] if states else None, None if fn.lengths is None else is_part)
@@ -346,8 +356,19 @@ def run_by_steps(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Its joint density is the same, and each step is a site.
     """
-    with poutine.reparam(config=lambda site: _StepReparam() if isinstance(site["fn"], MarkovChains) else None):
+    with poutine.reparam(config=_reparam_for):
         return model(*args, **kwargs)
+
+
+def _reparam_for(site: Any) -> Reparam | None:
+    """How chains are sampled, whose own site then records their values."""
+    fn = site["fn"]
+    while isinstance(fn, MaskedDistribution):
+        fn = fn.base_dist
+    if not isinstance(fn, MarkovChains):
+        return None
+    site["infer"] = {**site["infer"], "_deterministic": True}
+    return _StepReparam()
 
 
 def _once(parameter: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import dataclasses
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 
 from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.shards import Portion, find_portion
-from pyro_truncated.distributions.chains import MarkovChains
+from pyro_truncated.distributions.chains import MarkovChains, step_names
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import Conditional
 from pyro_truncated.program.chain_scorer import ChainLayout, ChainScorer
@@ -95,11 +95,8 @@ def find_product(
             warn_of_shared_subsamples(steps)
         return chains
     if names := chains_by_steps(trace, layout, num_states):
-        note_once(
-            f"{names} are sites of chains beside other discrete latents, and the densities of a step depend on other steps: their states "
-            f"are whole paths, {num_states} of them. For a set of states at each step put all chains into one site, if they are the only "
-            "discrete latents."
-        )
+        reason = refuse_steps(trace, names) or "densities of a step depend on other steps, or all steps on the other discrete latents"
+        note_once(f"the states of {names}, sites of chains, are whole paths, {num_states} of them: {reason}.")
     inner = [frame for site in layout.sites.values() for frame in site.frames if frame.name not in layout.plates]
     is_partial = any(is_subsampled(frame) and frame.vectorized for frame in inner)
     if dependencies.scopes is None and not layout.read and layout.space.size > num_states:
@@ -185,13 +182,27 @@ def _take_sets(call: Call, layout: Layout, graph: FactorGraph, num_states: int) 
 
 
 def chains_by_steps(trace: poutine.Trace, layout: Layout, num_states: int) -> list[str]:
-    """Sites of chains whose steps are nodes of the graph.
+    """Sites of chains whose steps may be nodes of the graph.
 
     These are all but a single one of binary chains, which has messages of its own, and those of which all paths are kept.
     """
     if layout.space.size <= num_states or ChainLayout.from_trace(trace, layout) is not None:
         return []
-    return [name for name in layout.sites if isinstance(unwrap(trace.nodes[name]["fn"])[0], MarkovChains)]
+    chains = {name: unwrap(trace.nodes[name]["fn"])[0] for name in layout.sites}
+    return [name for name, fn in chains.items() if isinstance(fn, MarkovChains) and fn.num_steps > 1]
+
+
+def refuse_steps(trace: poutine.Trace, names: Sequence[str]) -> str:
+    """Why chains cannot be sampled step by step, in words.
+
+    It is empty if they can.
+    """
+    if wrapped := [name for name in names if not isinstance(trace.nodes[name]["fn"], MarkovChains)]:
+        return f"the distributions of {wrapped} have further event dimensions, not plates"
+    steps = [step for name in names for step in step_names(name, unwrap(trace.nodes[name]["fn"])[0])]
+    if taken := [step for step in steps if step in trace.nodes]:
+        return f"the model has sites {taken} of its own, which are names of steps"
+    return ""
 
 
 def note_whole_states(trace: poutine.Trace, layout: Layout, dependencies: Dependencies, num_states: int) -> None:

@@ -28,6 +28,7 @@ from pyro_truncated.guide.structure import (
     first_run,
     note_whole_states,
     observes_all,
+    refuse_steps,
     without_states,
 )
 from pyro_truncated.program.call import Call
@@ -216,7 +217,7 @@ class WholeModelGuide(AutoGuide):
                 self._product = find_product(call, trace, self._layout, dependencies, self.num_states)
             except CoupledStepsError as error:
                 names, refusal = list(self._layout.sites), error
-        if names:
+        if names and not refuse_steps(trace, names):
             steps = call.with_program(functools.partial(run_by_steps, call.model))
             stepwise = first_run(steps, None)
             layout, among_steps = find_layout(steps, stepwise, self.max_count, self.num_states)
@@ -225,8 +226,9 @@ class WholeModelGuide(AutoGuide):
                 product.steps = {name: step_names(name, unwrap(trace.nodes[name]["fn"])[0]) for name in names}
                 self._layout, self._product = layout, product
                 return
-            if refusal is not None:
-                raise refusal
+        if refusal is not None:
+            raise refusal
+        if names:
             self._product = find_product(call, trace, self._layout, dependencies, self.num_states)
 
     def _as_scored(self, call: Call) -> Call:

@@ -32,7 +32,7 @@ def generic_parameters(scorer: Probe, names: Iterable[str], generator: torch.Gen
     names = list(names)
     with torch.enable_grad():
         log_probs = _log_probs(scorer, names)
-    tensors = [leaf.data for leaf in _leaves(log_probs)]
+    tensors = [leaf.data for leaf in _leaves(log_probs) if _is_writable(leaf)]
     values = snapshot(tensors)
     try:
         for tensor, value in zip(tensors, values, strict=True):
@@ -41,7 +41,7 @@ def generic_parameters(scorer: Probe, names: Iterable[str], generator: torch.Gen
             tensor.add_(0.1 * size * noise)
         try:
             moved = _log_probs(scorer, names)
-        except (RuntimeError, ValueError, IndexError):
+        except Exception:  # whatever a program raises, as by an assertion
             moved = []
         # Some parameters, such as raw covariances, are none any more.
         if [bool(one.isnan().any()) for one in moved] != [bool(one.isnan().any()) for one in log_probs]:
@@ -49,6 +49,11 @@ def generic_parameters(scorer: Probe, names: Iterable[str], generator: torch.Gen
         yield
     finally:
         load_snapshot(tensors, values)
+
+
+def _is_writable(tensor: Tensor) -> bool:
+    """Whether each element has a place of its own, unlike expanded ones."""
+    return tensor.layout == torch.strided and all(stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _log_probs(scorer: Probe, names: Iterable[str]) -> list[Tensor]:

@@ -154,14 +154,8 @@ def latent_nodes(trace: poutine.Trace) -> list[Any]:
 
 
 def recorded_names(nodes: Mapping[str, Any]) -> set[str]:
-    """The sample sites that only record a value, by ``pyro.deterministic`` or ``poutine.reparam``."""
-    return {name for name, node in nodes.items() if node["infer"].get("_deterministic", False) or _observes_itself(node)}
-
-
-def _observes_itself(node: Any) -> bool:
-    """Whether a site observes a point mass where it lies."""
-    fn: Any = unwrap(node["fn"])[0]
-    return bool(node["is_observed"]) and family(fn) == "Delta" and fn.v is node["value"]
+    """The sample sites that only record a value, as by ``pyro.deterministic``."""
+    return {name for name, node in nodes.items() if node["infer"].get("_deterministic", False)}
 
 
 def density_nodes(nodes: Mapping[str, Any]) -> dict[str, Any]:

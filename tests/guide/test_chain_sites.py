@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 
 import pyro
@@ -366,6 +367,36 @@ def test_densities_of_several_steps_have_sets_too():
     with pytest.raises(NotImplementedError, match="left-most dimension of its event"):
         AutoTruncated(summed, num_states=3)(torch.randn(2))
     assert AutoTruncated(summed, num_states=3, whole_states=True)(torch.randn(2))["s"].shape == (2, 6, 2)
+
+
+@pytest.mark.parametrize("reason", ["mask", "name", "event"])
+def test_chains_with_a_mask_have_steps_and_those_that_cannot_have_whole_paths(reason, caplog):
+    """Beside a loop with sets, as those of the loop must not be mixed up with steps."""
+    y, name = draw(3, 4, 1), "s_step_1" if reason == "name" else "flag"
+
+    def model(y: Tensor) -> None:
+        with pyro.plate("sequences", len(y)):
+            fn = BinaryChains(torch.full((1,), 0.4, dtype=DOUBLE), SWITCH.repeat(1, 1, 1), 4)
+            fn = fn.mask(torch.tensor([True, False, True])) if reason == "mask" else fn
+            fn = fn.expand([len(y), 1]).to_event(1) if reason == "event" else fn
+            s = pyro.sample("s", fn)
+            s = s.squeeze(-3) if reason == "event" else s
+            z = torch.tensor(0.0, dtype=DOUBLE)
+            for t in range(4):
+                own = name if t == 1 else f"z_{t}"
+                z = pyro.sample(own, dist.Bernoulli(torch.where(z > 0, 0.8, 0.3).to(DOUBLE)))
+                pyro.sample(f"x_{t}", dist.Normal(z, torch.ones((), dtype=DOUBLE)), obs=y[:, t, 0])
+            pyro.sample("y", dist.Normal(s, torch.tensor(0.7, dtype=DOUBLE)).to_event(2), obs=y)
+
+    caplog.set_level(logging.INFO)
+    guide = AutoTruncated(model, num_states=16)
+    loss = Truncated_ELBO().loss(model, guide, y)
+    exact = Truncated_ELBO().loss(model, AutoTruncated(model, num_states=2**8), y)
+    assert loss == pytest.approx(exact, rel=1e-6)
+    assert guide.marginals()["s"].shape == guide.mode()["s"].shape == ((3, 1, 4, 1) if reason == "event" else (3, 4, 1))
+    assert guide.product is not None
+    assert bool(guide.product.steps) == (reason == "mask")
+    assert {"mask": "", "name": "['s_step_1'] of its own", "event": "further event dimensions"}[reason] in caplog.text
 
 
 def flagged(y: Tensor, batch_size: int | None = None) -> None:

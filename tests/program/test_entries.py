@@ -382,3 +382,48 @@ def test_a_flag_that_switches_the_transitions_of_chains_is_a_node_of_its_own():
     loss = Truncated_ELBO().loss(model, guide, y)
     assert len(guide.product.graph.nodes) == 5
     assert loss == pytest.approx(Truncated_ELBO().loss(model, AutoTruncated(model, 2**9), y), rel=1e-12)
+
+
+@pytest.mark.parametrize("is_factor", [True, False])
+def test_a_point_mass_that_observes_itself_keeps_its_own_density(is_factor):
+    y = draw(8)
+
+    def model(y):
+        z = torch.tensor(0.0, dtype=torch.float64)
+        for t in pyro.markov(range(8)):
+            z = pyro.sample(f"z_{t}", dist.Bernoulli(torch.where(z > 0, 0.8 * ONE, 0.2 * ONE)))
+            if is_factor:
+                pyro.factor(f"f_{t}", 1.5 * z)
+            else:
+                place = 0.0 * ONE
+                pyro.sample(f"f_{t}", dist.Delta(place, log_density=1.5 * z), obs=place)
+            pyro.sample(f"y_{t}", dist.Normal(z, ONE), obs=y[t])
+
+    guide = AutoTruncated(model, num_states=16)
+    loss = Truncated_ELBO().loss(model, guide, y)
+    exact = TraceEnum_ELBO(max_plate_nesting=0).loss(config_enumerate(model), lambda y: None, y)
+    assert guide.product is not None
+    assert loss == pytest.approx(exact, abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["asserted", "expanded"])
+def test_parameters_that_cannot_be_moved_stay_where_they_are(kind):
+    """A program may refuse others by an assertion; elements of an expanded tensor have one place."""
+    weight = torch.full((2,), 0.5, dtype=torch.float64) if kind == "asserted" else ONE[None].expand(2)
+    weight.requires_grad_()
+
+    def model(y):
+        assert kind == "expanded" or abs(float(weight.detach().sum()) - 1.0) < 1e-9
+        steps, z = [], torch.tensor(0)
+        with pyro.plate("data", len(y)):
+            for t in pyro.markov(range(y.shape[1])):
+                z = pyro.sample(f"z_{t}", dist.Categorical(TRANSITION[z]))
+                steps.append(z)
+            pyro.sample("y", dist.Normal(torch.stack(steps, -1) * weight[0], ONE).to_event(1), obs=y)
+
+    y, before = draw(3, 6), weight.detach().clone()
+    guide = AutoTruncated(model, num_states=16)
+    Truncated_ELBO().loss(model, guide, y)
+    assert guide.product is not None
+    assert len(guide.product.graph.nodes) == 6
+    assert torch.equal(weight.detach(), before)
