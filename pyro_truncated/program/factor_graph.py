@@ -381,7 +381,7 @@ class _Builder:
         graph_nodes = [self._node(node) for node in nodes]
         # What stacks nodes broadcasts their states: in a dimension all have the same number.
         has_parts = any(not isinstance(name, str) for name in self._scopes)
-        colours = _colour(order, separators, {node: self._node_limit(node) if has_parts else 1 for node in order})
+        colours = _colour(order, separators, {node: self._node_limit(node) for node in order} if has_parts else None)
         # Factors of a site's entries have its name and a number.
         sites: dict[str, set[str]] = defaultdict(set)
         for name, scope in self._scopes.items():
@@ -467,12 +467,13 @@ def _join(node: Any, around: set[Any], neighbours: Mapping[Any, set[Any]], missi
     return changed
 
 
-def _colour(order: Sequence[Any], separators: Mapping[Any, set[Any]], sizes: Mapping[Any, int]) -> dict[Any, int]:
+def _colour(order: Sequence[Any], separators: Mapping[Any, set[Any]], sizes: Mapping[Any, int] | None = None) -> dict[Any, int]:
     """Returns by node a number that its separator does not have.
 
     It is, from the last node to the first, the smallest one that nodes of other sizes do not have either. Where all sizes are equal, there
     are as many as the largest clique has nodes.
     """
+    sizes = dict.fromkeys(order, 1) if sizes is None else sizes
     colours: dict[Any, int] = {}
     colour_sizes: dict[int, int] = {}
     for node in reversed(order):
