@@ -18,6 +18,7 @@ from torch.distributions import constraints
 
 from pyro_truncated.ops.binary_chains import Transitions, safe_log
 from pyro_truncated.utils.arguments import check_count, names_arguments
+from pyro_truncated.utils.arrays import once
 from pyro_truncated.utils.constraints import larger_batch
 
 
@@ -132,9 +133,10 @@ class BinaryChains(MarkovChains):
     def step(self, before: Tensor | None, is_part: Tensor | None = None) -> TorchDistribution:
         """The distribution of a step, see :meth:`MarkovChains.step`."""
         # Parameters have one batch shape, but a step depends only on what its own are computed from.
-        chance = _once(self.initial)
+        chance = once(self.initial, end=1)
         if before is not None:
-            chance = torch.where(before != 0, _once(self.transition[..., 1, 1]), _once(self.transition[..., 0, 1]))
+            after_off, after_on = (once(self.transition[..., row, 1], end=1) for row in range(2))
+            chance = torch.where(before != 0, after_on, after_off)
         if is_part is not None:
             chance = torch.where(is_part.unsqueeze(-1), chance, 0.0)
         step: TorchDistribution = dist.Bernoulli(chance, validate_args=False).to_event(1)
@@ -286,11 +288,12 @@ class CategoricalChains(MarkovChains):
 
     def step(self, before: Tensor | None, is_part: Tensor | None = None) -> TorchDistribution:
         """The distribution of a step, see :meth:`MarkovChains.step`."""
-        chances = self.initial
+        chances = once(self.initial, end=2)
         if before is not None:
-            number = chances.shape[-1]
-            place = before.long()[..., None, None].expand(*before.shape, 1, number)
-            chances = self.transition.expand(*before.shape, number, number).gather(-2, place).squeeze(-2)
+            number, transition = chances.shape[-1], once(self.transition, end=3)
+            shape = torch.broadcast_shapes(before.shape, transition.shape[:-2])
+            place = before.long().expand(shape)[..., None, None].expand(*shape, 1, number)
+            chances = transition.expand(*shape, number, number).gather(-2, place).squeeze(-2)
         if is_part is not None:
             zeros = torch.nn.functional.one_hot(torch.zeros_like(chances[..., 0], dtype=torch.int64), chances.shape[-1]).to(chances)
             chances = torch.where(is_part[..., None, None], chances, zeros)
@@ -369,11 +372,3 @@ def _reparam_for(site: Any) -> Reparam | None:
         return None
     site["infer"] = {**site["infer"], "_deterministic": True}
     return _StepReparam()
-
-
-def _once(parameter: Tensor) -> Tensor:
-    """Returns a parameter ``(*batch, M)`` with one entry along expanded batch dimensions."""
-    for dim in range(parameter.dim() - 1):
-        if parameter.stride(dim) == 0:
-            parameter = parameter.narrow(dim, 0, 1)
-    return parameter

@@ -262,7 +262,7 @@ class ChainReadings(SetReadings):
             if name != product.site.name:
                 raise ValueError(f"{argument} must be the name of the site of chains, '{product.site.name}'; got '{name}'")
         number = product.num_steps * product.groups[0].space.num_latents
-        if self.batches[0].scorer.num_data * number**2 > 2**26:
+        if self.batches[0].scorer.num_data * number**2 > 2**24:
             raise NotImplementedError(
                 f"{number} entries of '{first}' have too many pairs. Estimate joint probabilities from guide.sample_posterior(num_samples)"
             )

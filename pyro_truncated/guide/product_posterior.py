@@ -274,16 +274,16 @@ class ProductProgramRun(ProgramRun):
                 states |= own.decode(levels.reshape(*batch_shape, -1), len(batch_shape) - 1, scorer.dtypes)
                 self._sample_position(own, position.reshape(batch_shape), log_prob.to(dtype).reshape(batch_shape), plates, scorer)
         hidden = scorer.hidden_log_probs(states)
+        none, all_steps = torch.zeros((), dtype=dtype), product.all_steps
         for own in product.node_layouts:
             for name, site in own.sites.items():
                 if name not in scorer.observed_sites:
-                    is_step = any(name in steps for steps in product.steps.values())
-                    none = torch.zeros((), dtype=dtype)
+                    is_step = name in all_steps
                     result[name] = self._sample_delta(site, states[name], plates, scorer, hidden.get(name, none), is_auxiliary=is_step)
         result = product.join_steps(result)
         for name, steps in product.steps.items():
             site = dataclasses.replace(layout.sites[steps[0]], name=name, event_shape=tuple(result[name].shape[-2:]))
-            result[name] = self._sample_delta(site, result[name], plates, scorer, torch.zeros((), dtype=dtype), steps[0])
+            result[name] = self._sample_delta(site, result[name], plates, scorer, none)
         return result
 
     def _sample_position(self, own: Any, position: Tensor, log_prob: Tensor, plates: Mapping[str, Any], scorer: ProductScorer) -> None:
@@ -303,7 +303,6 @@ class ProductProgramRun(ProgramRun):
         plates: Mapping[str, Any],
         scorer: ProductScorer,
         hidden: Tensor,
-        scaled_as: str | None = None,
         *,
         is_auxiliary: bool = False,
     ) -> Tensor:
@@ -315,7 +314,7 @@ class ProductProgramRun(ProgramRun):
             for frame in site.frames:
                 if frame.vectorized:
                     enter(stack, plates[frame.name])
-            stack.enter_context(poutine.scale(scale=scorer.scale_beyond_subsamples(scaled_as or site.name)))
+            stack.enter_context(poutine.scale(scale=scorer.scale_beyond_subsamples(site.name)))
             value = trim(value, site.event_dim, site.depth)
             density = -hidden.to(value.device).expand(value.shape[: value.dim() - site.event_dim])
             stack.enter_context(self._layout.extra_plates_for(site, density.dim()))

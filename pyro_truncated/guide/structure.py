@@ -29,6 +29,7 @@ from pyro_truncated.program.densities import count_entries
 from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.discovery import refuse_partial_plates
 from pyro_truncated.program.entries import Entries
+from pyro_truncated.program.entry_search import MOST_ENTRIES, find_entries
 from pyro_truncated.program.factor_graph import CLIQUE_LIMIT, DENSITY_LIMIT, FactorGraph, Node, build_graph
 from pyro_truncated.program.inspection import refuse_hidden_latents, warn_about_running_statistics
 from pyro_truncated.program.layout import Layout
@@ -36,7 +37,6 @@ from pyro_truncated.program.operations import BROADCASTS
 from pyro_truncated.program.product_layout import ProductLayout
 from pyro_truncated.program.product_scorer import ProductScorer
 from pyro_truncated.program.sites import is_subsampled, sample_nodes, unwrap
-from pyro_truncated.program.splitting import MOST_ENTRIES, find_entries
 from pyro_truncated.program.structures import warn_of_shared_subsamples
 from pyro_truncated.utils.arguments import naming_empty_plates
 from pyro_truncated.utils.console import note_once, readable_count
@@ -130,7 +130,7 @@ def _split_graph(
 
     It is ``None`` where that is no other graph, or one with large tables. Sites are those that join latents to nodes.
     """
-    if not graph.mixing or dependencies.scopes is None:
+    if not graph.coupling_sites or dependencies.scopes is None:
         return None
     with spare_random_numbers(), torch.no_grad():
         entries: dict[str, Entries] = {}

@@ -14,6 +14,7 @@ from torch.distributions.utils import clamp_probs, probs_to_logits
 from torch.nn.functional import logsigmoid
 
 from pyro_truncated.program.operations import tensors_in
+from pyro_truncated.utils.arrays import once
 
 # Entries up to which sites are computed together: a stack of larger ones takes memory.
 MAX_STACKED = 2**12
@@ -242,17 +243,6 @@ def _real(value: Tensor, parameter: Tensor) -> Tensor:
     Pixels in bytes would wrap around.
     """
     return value.to(torch.promote_types(value.dtype, parameter.dtype))
-
-
-def once(tensor: Tensor, start: int = 0, end: int = 0) -> Tensor:
-    """Returns the tensor with one entry along expanded dimensions.
-
-    They are those from ``start`` on, without the last ``end``.
-    """
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if size > 1 and stride == 0 and start <= dim < tensor.dim() - end:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
 
 
 def _sum_up(term: Tensor, shape: torch.Size, number: int) -> Tensor:

@@ -59,7 +59,7 @@ class FactorGraph:
         colours: by node, a number that the other members of its cliques do not have.
         components: positions of the nodes that are connected, a tuple for each component.
         entries: by observed site, its entries where they depend on different nodes; one factor is of all of them.
-        mixing: the observed sites with several entries that join latents to nodes of which few states are kept.
+        coupling_sites: the observed sites with several entries that join latents to nodes of which few states are kept.
         whole: what is kept as whole states: a sentence for each component without small cliques, or each site whose members are joined.
     """
 
@@ -70,7 +70,7 @@ class FactorGraph:
     colours: tuple[int, ...]
     components: tuple[tuple[int, ...], ...]
     entries: Mapping[str, Entries] = dataclasses.field(default_factory=dict)
-    mixing: tuple[str, ...] = ()
+    coupling_sites: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
 
     @property
@@ -149,17 +149,17 @@ def build_graph(
         for site, (name, plate) in joins.items()
     ]
     observed = {name: scope for name, scope in factors.items() if isinstance(name, str) and name not in sites}
-    stacked, mixing = [], [name for name, _ in joins.values() if name in observed]
+    stacked, coupling_sites = [], [name for name, _ in joins.values() if name in observed]
     for node in graph.nodes:
         own_sites, size = frozenset(node.sites), math.prod(sizes[name] for name in node.sites)
         if size <= num_states:
             continue
         number = math.prod(size for _, _, size in node.plates)
         divisible = [name for name, scope in observed.items() if scope & own_sites and trace.nodes[name]["fn"].shape().numel() > number]
-        mixing += [name for name in divisible if len(observed[name] & own_sites) > 1]
+        coupling_sites += [name for name in divisible if len(observed[name] & own_sites) > 1]
         # Sites that take entries of one stack all seem to depend on all of it.
         single = Counter(scope for name, scope in observed.items() if len(scope & own_sites) > 1 and name not in divisible)
-        mixing += [name for name, scope in observed.items() if name not in divisible and single[scope] > 1]
+        coupling_sites += [name for name, scope in observed.items() if name not in divisible and single[scope] > 1]
         # Latents that depend on each other otherwise too, as the steps of a chain.
         is_sparse = any(factors[name] & own_sites - {name} for name in own_sites)
         is_sparse = is_sparse and not any(factors[name] >= own_sites for name in own_sites)
@@ -172,7 +172,7 @@ def build_graph(
     # What holds of many steps is said of the first one.
     alike = [(kind[0], f" The same holds of {len(kind) - 1} more." if len(kind) > 1 else "") for kind in (joined, stacked) if kind]
     sentences = graph.whole or tuple(sentence + more for sentence, more in alike)
-    return dataclasses.replace(graph, entries=entries, mixing=tuple(dict.fromkeys(mixing)), whole=sentences)
+    return dataclasses.replace(graph, entries=entries, coupling_sites=tuple(dict.fromkeys(coupling_sites)), whole=sentences)
 
 
 def _node_plates(node: Mapping[str, Any]) -> set[Plate]:

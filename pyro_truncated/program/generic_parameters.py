@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyro
 import torch
 from torch import Tensor
 
+from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.sites import sample_nodes
 from pyro_truncated.utils.parameter_store import load_snapshot, snapshot, spare_random_numbers
-
-if TYPE_CHECKING:
-    from pyro_truncated.program.probe import Probe
 
 
 @contextlib.contextmanager

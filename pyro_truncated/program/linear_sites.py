@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from pyro_truncated.distributions.linear import LinearSuperposition
-from pyro_truncated.program.densities import once
 from pyro_truncated.program.operations import FACTORIES, Operations, tensors_in
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.sites import DiscreteSite, sample_nodes, unwrap
+from pyro_truncated.utils.arrays import once
 
 # Functions of one tensor, of several that add up, and of two of which one is constant.
 _LINEAR = {"__getitem__", "reshape", "view", "expand", "squeeze", "unsqueeze", "permute", "transpose", "movedim", "flatten", "unflatten"}

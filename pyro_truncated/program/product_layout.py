@@ -91,12 +91,17 @@ class ProductLayout:
         self.steps: Mapping[str, Sequence[str]] = {}
         self.tree = BucketTree(graph.order, graph.separators, graph.colours, plates, layout.depth)
 
+    @property
+    def all_steps(self) -> set[str]:
+        """The sites of all steps of chains."""
+        return {name for names in self.steps.values() for name in names}
+
     def join_steps(self, values: Mapping[str, Tensor], *, is_by_value: bool = False) -> dict[str, Tensor]:
         """Returns what is told by site, with steps of chains put together.
 
         Steps come before the chains, which are last, or before all values of a chain in what is told of each value.
         """
-        steps = {name for names in self.steps.values() for name in names}
+        steps = self.all_steps
         joined = {}
         for name, own in self.steps.items():
             has_values = is_by_value and self.layout.sites[own[0]].kind != "boolean"

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from pyro_truncated.ops.elimination import IMPOSSIBLE, LogTables, Messages
 from pyro_truncated.program.call import Call
-from pyro_truncated.program.densities import MAX_STACKED, coarsest_dtype, count_entries, log_density, once, site_log_densities
+from pyro_truncated.program.densities import MAX_STACKED, coarsest_dtype, count_entries, log_density, site_log_densities
 from pyro_truncated.program.entries import flatten, weigh, with_entries
 from pyro_truncated.program.factor_graph import DENSITY_LIMIT
 from pyro_truncated.program.generic_parameters import generic_parameters
@@ -33,7 +33,7 @@ from pyro_truncated.program.product_layout import NodeGroup, ProductLayout
 from pyro_truncated.program.sites import density_nodes, is_subsampled, sample_nodes
 from pyro_truncated.program.supports import log_prob_on_support
 from pyro_truncated.program.zero_probabilities import exact_log_prob, without_impossible
-from pyro_truncated.utils.arrays import rounding_tolerance
+from pyro_truncated.utils.arrays import once, rounding_tolerance
 
 # How many states of each set, and different arguments of one kind, are tried.
 NUM_TRIED = 3

@@ -18,8 +18,8 @@ from torch import Tensor, distributions
 from torch.distributions.utils import clamp_probs, probs_to_logits
 from torch.nn.functional import logsigmoid
 
-from pyro_truncated.program.densities import once
 from pyro_truncated.program.sites import WRAPPERS, has_stock_density, unwrap
+from pyro_truncated.utils.arrays import once
 
 _Formula = Callable[[Any, Tensor], Tensor | None]
 

@@ -331,6 +331,17 @@ def rounding_tolerance(values: Tensor, *dtypes: torch.dtype) -> float:
     return 1e3 * epsilon * (1.0 + (float(finite.max()) if finite.numel() else 0.0))
 
 
+def once(tensor: Tensor, start: int = 0, end: int = 0) -> Tensor:
+    """Returns the tensor with one entry along expanded dimensions.
+
+    They are those from ``start`` on, without the last ``end``.
+    """
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride == 0 and start <= dim < tensor.dim() - end:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
 def as_plain_array(value: Any, name: str | None = None) -> Any:
     """Arrays of any package as NumPy arrays, NaN where missing.
 

@@ -13,7 +13,7 @@ import torch
 from pyro.infer import TraceEnum_ELBO, config_enumerate
 
 from pyro_truncated import AutoTruncated, Truncated_ELBO
-from pyro_truncated.distributions import BinaryChains
+from pyro_truncated.distributions import BinaryChains, CategoricalChains
 
 TRANSITION = torch.tensor([[0.8, 0.15, 0.05], [0.1, 0.8, 0.1], [0.05, 0.25, 0.7]], dtype=torch.float64)
 WEIGHT = torch.tensor([[1.0, -0.5], [0.3, 2.0]], dtype=torch.float64)
@@ -368,14 +368,16 @@ def test_vectors_that_rows_look_up_have_sets():
         assert guide.product is not None
 
 
-def test_a_flag_that_switches_the_transitions_of_chains_is_a_node_of_its_own():
+@pytest.mark.parametrize("kind", [BinaryChains, CategoricalChains])
+def test_a_flag_that_switches_the_transitions_of_chains_is_a_node_of_its_own(kind):
     """The start, which has the batch of the transitions, does not depend on it."""
     switch = torch.tensor([[0.9, 0.1], [0.2, 0.8]], dtype=torch.float64).expand(2, 2, 2)
+    initial = 0.3 * ONE.expand(2) if kind is BinaryChains else torch.tensor([[0.7, 0.3]], dtype=torch.float64).expand(2, 2)
 
     def model(y):
         flag = pyro.sample("flag", dist.Bernoulli(0.4 * ONE))[..., None, None, None]
-        s = pyro.sample("s", BinaryChains(0.3 * ONE.expand(2), torch.where(flag == 1, switch.flip(-1), switch), num_steps=4))
-        pyro.sample("y", dist.Normal(s.sum(-1), ONE).to_event(1), obs=y)
+        s = pyro.sample("s", kind(initial, torch.where(flag == 1, switch.flip(-1), switch), num_steps=4))
+        pyro.sample("y", dist.Normal(ONE * s.sum(-1), ONE).to_event(1), obs=y)
 
     y = draw(4)
     guide = AutoTruncated(model, 4)

@@ -59,11 +59,11 @@ def find_entries(scorer: ProductScorer, scopes: Mapping[str, frozenset[str]]) ->
         scopes: by sample site, the latents that its density depends on.
     """
     graph = scorer.product.graph
-    places = list(dict.fromkeys(graph.factors[name] for name in graph.mixing))
+    places = list(dict.fromkeys(graph.factors[name] for name in graph.coupling_sites))
     # Where there are many nodes, as many steps, the first two tell whether to look at all of them.
-    first = [name for name in graph.mixing if graph.factors[name] in places[:2]]
+    first = [name for name in graph.coupling_sites if graph.factors[name] in places[:2]]
     found = _find_entries(scorer, scopes, first)
-    rest = [name for name in graph.mixing if name not in first]
+    rest = [name for name in graph.coupling_sites if name not in first]
     return found | _find_entries(scorer, scopes, rest) if found and rest else found
 
 
