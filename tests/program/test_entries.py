@@ -295,9 +295,27 @@ def test_rows_that_depend_on_a_latent_only_later_are_refused():
             pyro.sample("y", dist.Normal(y[:, 0] * z[GROUP], ONE), obs=y[:, 1])
 
     y, guide = torch.stack([torch.arange(40.0).double() % 2, draw(40)], -1), AutoTruncated(model, 3)
-    Truncated_ELBO().loss(model, guide, y)
-    with pytest.raises(ValueError, match="depend on other"):
+    for _ in range(2):
+        Truncated_ELBO().loss(model, guide, y)
+    # At once, and not only at one of the calls that look again.
+    with pytest.raises(ValueError, match="has entries that depend on other latents than they did"):
         Truncated_ELBO().loss(model, guide, y.roll(1, 0))
+
+
+def test_thresholds_among_many_values_are_found():
+    """Few pairs of 500 values lie on both sides of a threshold near the end; the lowest and the highest always do."""
+    group, time = torch.arange(300) % 3, torch.arange(300) * 1.7 % 500
+
+    def model(y):
+        with pyro.plate("groups", 3):
+            tau = pyro.sample("tau", dist.Categorical(torch.ones(500, dtype=torch.float64)))
+        with pyro.plate("data", 300):
+            pyro.sample("y", dist.Normal(torch.where(time < tau[group], ONE, -ONE), ONE), obs=y)
+
+    y = draw(300)
+    terms = dist.Normal(2 * (time.unsqueeze(-1) < torch.arange(500)).double() - 1, ONE).log_prob(y.unsqueeze(-1))
+    log_joint = torch.zeros(3, 500, dtype=torch.float64).index_add(0, group, terms) - math.log(500)
+    assert Truncated_ELBO().loss(model, AutoTruncated(model, 500), y) == pytest.approx(-float(log_joint.logsumexp(-1).sum()), rel=1e-6)
 
 
 def test_thresholds_and_rare_values_are_found():
