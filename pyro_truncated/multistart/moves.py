@@ -192,7 +192,8 @@ class Recombination:
 
         Beside continuous latents their spread gives the free energy that was reached.
         """
-        result = self._adapt(solution.parameters, *self._states(solution))
+        words = self._first_words if solution.population is None else solution.population.words
+        result = self._adapt(solution.parameters, words)
         if not solution.companion:
             return result
         return result.replace(companion=solution.companion, spread=solution.free_energy - result.estimate.free_energy)
@@ -262,22 +263,15 @@ class Recombination:
 
     def _change(self, member: Solution, parameters: dict[str, Tensor], others: Tensor | None = None) -> Solution:
         """Returns a model with changed parameters, and populations adapted to them."""
-        solution = self._adapt(parameters, *self._states(member), *([] if others is None else [others]))
+        solution = self._adapt(parameters, _population(member).words, others)
         return solution.replace(companion=member.companion, spread=member.spread)
 
-    def _states(self, member: Solution) -> list[Tensor]:
-        """Returns a member's words, after others if they fill no population."""
-        words = [] if member.population is None else [member.population.words]
-        return words if words and words[0].shape == self._first_words.shape else [self._first_words, *words]
-
     @torch.no_grad()
-    def _adapt(self, parameters: dict[str, Tensor], *words: Tensor) -> Solution:
-        """Returns parameters with the best of several states, searched on."""
+    def _adapt(self, parameters: dict[str, Tensor], words: Tensor, others: Tensor | None = None) -> Solution:
         scorer = self._medians.scorer(parameters)
-        beyond = self._medians.beyond(scorer)
-        population, *others = (Population(self.space, own, scorer.score(own)) for own in words)
-        for other in others:
-            population = population.merge(other)
+        beyond, population = self._medians.beyond(scorer), Population(self.space, words, scorer.score(words))
+        if others is not None:
+            population = population.merge(Population(self.space, others, scorer.score(others)))
         # Of states that are all impossible none is searched: two latents may explain together what neither does.
         if not bool((population.log_joint.amax(-1) == -torch.inf).any()):
             self._guide.populations.store_(population.log_joint, None, population.words)
@@ -354,10 +348,11 @@ class Complement:
     def propose(self, best: Solution) -> Proposals:
         """Yields solutions fitted to states with one latent complemented."""
         for latent in find_unlikely(self.profile, best):
-            population = _population(best)
-            states = population.space.unpack(population.mode()).unsqueeze(1)
+            space, states = _population(best).space, best.states
             states[..., latent] = 1 - states[..., latent]
-            best = yield fit_states(self.profile, population.space.pack(states), solution=best)
+            population = Population(space, space.pack(states), _population(best).log_joint)
+            child = fit_states(self.profile, population.mode().unsqueeze(1), solution=best)
+            best = yield child.replace(population=population)
 
 
 def find_unlikely(profile: Profile, solution: Solution) -> list[int]:
