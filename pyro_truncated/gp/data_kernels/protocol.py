@@ -249,7 +249,54 @@ def _check(name: str, block: Tensor, diagonal: Tensor, rows: Tensor) -> None:
         )
 
 
-class PrecomputedKernel(DataKernel):
+class PairwiseKernel(DataKernel):
+    """A function of two points, bound to training inputs.
+
+    Attributes:
+        inputs: the training inputs, in the form in which :meth:`between` takes points.
+    """
+
+    inputs: Any
+
+    def between(self, first: Any, second: Any) -> Tensor:
+        """Covariances ``(a, b)`` of points."""
+        raise NotImplementedError
+
+    def variances(self, points: Any) -> Tensor:
+        """Variances ``(a,)`` of points."""
+        raise NotImplementedError
+
+    def points(self, new: Any) -> Any:
+        """New inputs in the form of the training inputs, checked."""
+        return new
+
+    def take(self, rows: Tensor | None) -> Any:
+        """The training inputs, or those at ``rows``."""
+        return self.inputs if rows is None else self.inputs[rows]
+
+    def diag(self, rows: Tensor | None = None) -> Tensor:
+        """Variances of the training inputs, ``(n,)``, or only those at ``rows``."""
+        return self.variances(self.take(rows))
+
+    def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Covariances ``(n, b)`` with inputs at ``index``, of all or ``rows``."""
+        return self.between(self.take(rows), self.take(index))
+
+    def cross(self, new: Any, index: Tensor) -> Tensor:
+        """Covariances ``(n_new, b)`` of new inputs with the training inputs at positions ``index``."""
+        return self.between(self.points(new), self.take(index))
+
+    def diag_new(self, new: Any) -> Tensor:
+        """Variances ``(n_new,)`` of new inputs."""
+        return self.variances(self.points(new))
+
+    def among(self, new: Any) -> Tensor:
+        """Covariances ``(n_new, n_new)`` of new inputs with each other."""
+        points = self.points(new)
+        return self.between(points, points)
+
+
+class PrecomputedKernel(PairwiseKernel):
     r"""A kernel given by its matrix: :math:`v K` with a learned variance :math:`v`.
 
     Example:
@@ -264,7 +311,6 @@ class PrecomputedKernel(DataKernel):
     """
 
     matrix: Tensor
-    train_index: Tensor
 
     @names_arguments
     @takes_arrays
@@ -274,37 +320,23 @@ class PrecomputedKernel(DataKernel):
         if not torch.allclose(matrix, matrix.mT, rtol=1e-4, atol=1e-6 * float(matrix.abs().max())):
             difference = float((matrix - matrix.mT).abs().max())
             raise ValueError(f"matrix must be symmetric; got entries that differ from their transposed by up to {difference:g}")
-        train = torch.arange(len(matrix), device=matrix.device) if train is None else train
-        super().__init__(len(train))
+        super().__init__(len(matrix if train is None else train))
         self.register_buffer("matrix", matrix, persistent=False)
-        self.register_buffer("train_index", train, persistent=False)
+        train = torch.arange(len(matrix), device=matrix.device) if train is None else self.points(train)
+        self.register_buffer("inputs", train, persistent=False)
         self.variance: Tensor = positive_parameter(variance, matrix)
 
-    def diag(self, rows: Tensor | None = None) -> Tensor:
-        """Variances of the training inputs, ``(n,)``, or only those at ``rows``."""
-        return self.diag_new(self.train_index if rows is None else self.train_index[rows])
+    def between(self, first: Tensor, second: Tensor) -> Tensor:
+        """Covariances ``(a, b)`` of the objects at positions ``(a,)`` and ``(b,)``."""
+        return torch.as_tensor(self.variance * self.matrix[first[:, None], second])
 
-    def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Covariances ``(n, b)`` with inputs at ``index``, of all or ``rows``."""
-        return self.cross(self.train_index if rows is None else self.train_index[rows], index)
+    def variances(self, points: Tensor) -> Tensor:
+        """Variances ``(a,)`` of the objects at positions ``points``."""
+        return torch.as_tensor(self.variance * self.matrix.diagonal()[points])
 
-    def cross(self, new: Any, index: Tensor) -> Tensor:
-        """Covariances ``(n_new, b)`` of objects ``new`` with training inputs at ``index``."""
-        block: Tensor = self.variance * self.matrix[self._positions(new)[:, None], self.train_index[index]]
-        return block
-
-    def diag_new(self, new: Any) -> Tensor:
-        """Variances ``(n_new,)`` of the objects at positions ``new``."""
-        variances: Tensor = self.variance * self.matrix.diagonal()[self._positions(new)]
-        return variances
-
-    def among(self, new: Any) -> Tensor:
-        """Covariances ``(n_new, n_new)`` of the objects at positions ``new`` with each other."""
-        position = self._positions(new)
-        return torch.as_tensor(self.variance * self.matrix[position[:, None], position])
-
-    def _positions(self, objects: Any) -> Tensor:
-        return check_positions("train and new inputs", objects, len(self.matrix), self.matrix.device)
+    def points(self, new: Any) -> Tensor:
+        """Positions of objects, on the device of the matrix."""
+        return check_positions("train and new inputs", new, len(self.matrix), self.matrix.device)
 
 
 class IdentityKernel(DataKernel):
@@ -518,7 +550,7 @@ class RestrictedKernel(_DerivedKernel):
         return self.kernel.cross(new, self.rows[index])
 
 
-class InputKernel(DataKernel):
+class InputKernel(PairwiseKernel):
     """A kernel of numeric inputs ``(n, D)``, which gives covariances of any points.
 
     Args:
@@ -536,35 +568,6 @@ class InputKernel(DataKernel):
         super().__init__(len(inputs))
         remember_columns(self, "new", table)
         self.register_buffer("inputs", inputs, persistent=False)
-
-    def between(self, first: Tensor, second: Tensor) -> Tensor:
-        """Covariances ``(a, b)`` of points ``(a, D)`` and ``(b, D)``, differentiable in both."""
-        raise NotImplementedError
-
-    def variances(self, points: Tensor) -> Tensor:
-        """Variances ``(a,)`` of points ``(a, D)``."""
-        raise NotImplementedError
-
-    def diag(self, rows: Tensor | None = None) -> Tensor:
-        """Variances of the training inputs, ``(n,)``, or only those at ``rows``."""
-        return self.variances(self.inputs if rows is None else self.inputs[rows])
-
-    def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Covariances ``(n, b)`` with inputs at ``index``, of all or ``rows``."""
-        return self.between(self.inputs if rows is None else self.inputs[rows], self.inputs[index])
-
-    def cross(self, new: Any, index: Tensor) -> Tensor:
-        """Covariances ``(n_new, b)`` of inputs ``(n_new, D)`` with those at ``index``."""
-        return self.between(self.points(new), self.inputs[index])
-
-    def diag_new(self, new: Any) -> Tensor:
-        """Variances ``(n_new,)`` of new inputs ``(n_new, D)``."""
-        return self.variances(self.points(new))
-
-    def among(self, new: Any) -> Tensor:
-        """Covariances ``(n_new, n_new)`` of new inputs ``(n_new, D)`` with each other."""
-        points = self.points(new)
-        return self.between(points, points)
 
     def points(self, new: Any) -> Tensor:
         """Returns new inputs ``(n_new, D)`` in the training inputs' type and device.
