@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.cholesky import stable_cholesky
-from pyro_truncated.gp.data_kernels import DataKernel, InputKernel, RestrictedKernel
+from pyro_truncated.gp.data_kernels.protocol import DataKernel, InputKernel, RestrictedKernel
 from pyro_truncated.gp.kernels import outside_programs
 from pyro_truncated.gp.noisy_covariance import DenseCovariance
 from pyro_truncated.gp.optimization import FitRecord, FitSettings, minimize

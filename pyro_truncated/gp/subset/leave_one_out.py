@@ -13,8 +13,7 @@ from pyro.contrib.gp import kernels
 from torch import Tensor
 
 from pyro_truncated.gp.cholesky import FINE_JITTER, PivotedCholesky, cholesky_at, inducing_cholesky, pivoted_cholesky
-from pyro_truncated.gp.data_kernels import as_data_kernel
-from pyro_truncated.gp.data_kernels.protocol import check_kernel
+from pyro_truncated.gp.data_kernels.protocol import as_data_kernel, check_kernel
 from pyro_truncated.gp.kernels import Covariance, covariance_at, refuse_foreign_kernel
 from pyro_truncated.gp.noisy_covariance import DenseCovariance, LowRankCovariance, NoisyCovariance, compress, varying_columns
 from pyro_truncated.gp.optimization import minimize

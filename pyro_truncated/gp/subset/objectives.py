@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.cholesky import independent_cholesky
-from pyro_truncated.gp.data_kernels import DataKernel, InputKernel
+from pyro_truncated.gp.data_kernels.protocol import DataKernel, InputKernel
 from pyro_truncated.gp.noisy_covariance import SMALLEST_SHARE, LowRankCovariance
 from pyro_truncated.utils.arguments import describe
 from pyro_truncated.utils.budget import rows_per_block

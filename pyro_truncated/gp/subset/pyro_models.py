@@ -17,8 +17,7 @@ from pyro.nn.module import pyro_method
 from torch import Tensor
 
 from pyro_truncated.gp.cholesky import INDUCING_JITTER, stable_cholesky
-from pyro_truncated.gp.data_kernels import DataKernel, RescaledKernel, bound_kernel, positive_parameter
-from pyro_truncated.gp.data_kernels.protocol import check_data_kernel
+from pyro_truncated.gp.data_kernels.protocol import DataKernel, RescaledKernel, bound_kernel, check_data_kernel, positive_parameter
 from pyro_truncated.gp.kernels import outside_programs
 from pyro_truncated.gp.subset.objectives import check_index
 from pyro_truncated.gp.subset.subset_search import InducingSubset, SubsetSearch

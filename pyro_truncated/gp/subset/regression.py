@@ -18,8 +18,7 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 
 from pyro_truncated.gp.cholesky import stable_cholesky
-from pyro_truncated.gp.data_kernels import DataKernel, InputKernel, bound_kernel
-from pyro_truncated.gp.data_kernels.protocol import check_data_kernel
+from pyro_truncated.gp.data_kernels.protocol import DataKernel, InputKernel, bound_kernel, check_data_kernel
 from pyro_truncated.gp.optimization import FitRecord, FitSettings
 from pyro_truncated.gp.subset.alternation import (
     EXACT_UP_TO,

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.cholesky import DEPENDENT, independent_cholesky
-from pyro_truncated.gp.data_kernels import bound_kernel
-from pyro_truncated.gp.data_kernels.protocol import check_data_kernel
+from pyro_truncated.gp.data_kernels.protocol import bound_kernel, check_data_kernel
 from pyro_truncated.gp.subset.objectives import Basis, SparsePosterior, SubsetProblem, check_index
 from pyro_truncated.utils.arguments import check_count, check_counts, check_kinds, names_arguments, renames
 from pyro_truncated.utils.console import ProgressBar, progress_bar

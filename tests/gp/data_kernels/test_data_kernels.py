@@ -33,7 +33,7 @@ from pyro_truncated.gp import (
     spectrum,
     weisfeiler_lehman,
 )
-from pyro_truncated.gp.data_kernels import ProtocolKernel, RescaledKernel
+from pyro_truncated.gp.data_kernels.protocol import ProtocolKernel, RescaledKernel
 
 N, NEW = 12, 5
 INDEX, ROWS = torch.tensor([3, 0, 7]), torch.tensor([1, 3, 11, 2])
