@@ -171,6 +171,21 @@ def conditional_log_prob(value: Tensor, mean: Tensor, variance: Tensor) -> Tenso
     return -0.5 * torch.where(observed, terms, 0.0).sum(-1)
 
 
+def log_prob_of_each(value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    """Log densities ``(M, K)`` of observed entries ``(M, D)`` under each of ``K`` independent normals ``(K, D)``."""
+    observed, value = ~value.isnan(), value.nan_to_num(0.0)
+    if variance.shape[-1] == 1:
+        # All outputs share a variance: for complete data one product with the means remains.
+        norms = mean.square().sum(-1) if bool(observed.all()) else observed.to(value) @ mean.square().mT
+        squares = (value.square().sum(-1, keepdim=True) - 2 * value @ mean.mT + norms) / variance.mT
+        spread = observed.sum(-1, keepdim=True) * (2 * math.pi * variance).log().mT
+    else:
+        precision, weights = variance.reciprocal(), observed.to(value)
+        squares = value.square() @ precision.mT - 2 * value @ (precision * mean).mT + weights @ (precision * mean.square()).mT
+        spread = weights @ (2 * math.pi * variance).log().mT
+    return -0.5 * (squares + spread)
+
+
 class NearestSet:
     r"""Posteriors of a process, each given the data points closest to it.
 

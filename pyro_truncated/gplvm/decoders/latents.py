@@ -37,6 +37,7 @@ from pyro_truncated.gp.active_sets import (
     NearestSet,
     Split,
     conditional_log_prob,
+    log_prob_of_each,
     split_weights,
 )
 from pyro_truncated.gplvm.batched_bfgs import maximize_batched
@@ -62,18 +63,7 @@ class Predictor(Protocol):
 
 def best_candidates(posterior: Predictor, x: Tensor, candidates: Tensor, num: int) -> Tensor:
     """Returns each data point's ``num`` most probable candidates: ``(num, M, Q)``."""
-    mean, variance = posterior.predict(candidates)
-    observed, value = ~x.isnan(), x.nan_to_num(0.0)
-    if variance.shape[-1] == 1:
-        # All outputs share a variance: for complete data one product with the means remains.
-        norms = mean.square().sum(-1) if bool(observed.all()) else observed.to(x) @ mean.square().mT
-        squares = (value.square().sum(-1, keepdim=True) - 2 * value @ mean.mT + norms) / variance.mT
-        spread = observed.sum(-1, keepdim=True) * (2 * math.pi * variance).log().mT
-    else:
-        precision, weights = variance.reciprocal(), observed.to(x)
-        squares = value.square() @ precision.mT - 2 * value @ (precision * mean).mT + weights @ (precision * mean.square()).mT
-        spread = weights @ (2 * math.pi * variance).log().mT
-    scores = -0.5 * (squares + spread + candidates.square().sum(-1))
+    scores = log_prob_of_each(x, *posterior.predict(candidates)) - 0.5 * candidates.square().sum(-1)
     return candidates[scores.topk(num, 1).indices].movedim(1, 0)
 
 
@@ -153,9 +143,7 @@ class OwnLatents:
 
     def log_joint(self, x: Tensor, noise: Tensor) -> Tensor:
         """Returns log joint densities ``(M,)`` of observed entries and latents."""
-        spread = self.variance + noise
-        terms = torch.where(x.isnan(), 0.0, (x - self.mean).square() / spread + spread.log())
-        return -(terms.sum(1) + self.latents.square().sum(1)) / 2
+        return conditional_log_prob(x, self.mean, self.variance + noise) - 0.5 * self.latents.square().sum(1)
 
 
 _TEMPERATURES = [2.0 ** (power / 2) for power in range(21)]
@@ -381,12 +369,7 @@ class CandidateLatents:
 
     def _log_joint(self, x: Tensor, noise: Tensor) -> Tensor:
         """Returns log joint densities ``(M, K)`` of observed entries and candidates."""
-        is_observed, value = (~x.isnan()).double(), x.nan_to_num(0.0)
-        precision = 1 / (self._variance + noise)
-        square = (
-            value.square() @ precision.mT - 2 * value @ (precision * self._mean).mT + is_observed @ (precision * self._mean.square()).mT
-        )
-        return -(square - is_observed @ precision.log().mT + self.latents.double().square().sum(1)) / 2
+        return log_prob_of_each(x, self._mean, self._variance + noise) - 0.5 * self.latents.double().square().sum(1)
 
     def _moments(self, weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         mean = weights @ self._mean

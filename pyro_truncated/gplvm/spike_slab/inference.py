@@ -12,9 +12,10 @@ import torch
 import xarray as xr
 from torch import Tensor
 
+from pyro_truncated.gp.active_sets import log_prob_of_each
 from pyro_truncated.gp.uncertain import SpikeSlabInputs
 from pyro_truncated.gplvm.batched_bfgs import maximize_batched
-from pyro_truncated.gplvm.spike_slab.inducing_posterior import Observations, Prediction, predict
+from pyro_truncated.gplvm.spike_slab.inducing_posterior import Prediction, predict
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
 from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, describe, names_arguments
 from pyro_truncated.utils.arrays import as_tensors, check_column_names, remember_columns, takes_arrays
@@ -264,9 +265,7 @@ class Posterior:
             if likelihood is not None:
                 score = score + likelihood.log_prob(y.double().unsqueeze(1), prediction.mean)
                 continue
-            observations, variance = Observations.from_outputs(y), prediction.variance + prediction.noise
-            square = observations.values.square() @ (1 / variance).mT - 2 * observations.values @ (prediction.mean / variance).mT
-            score = score - (square + observations.all_weights @ (prediction.mean.square() / variance + variance.log()).mT) / 2
+            score = score + log_prob_of_each(y.double(), prediction.mean, prediction.variance + prediction.noise)
         return loc[score.argmax(1)].clone()
 
     def _contribution(self, data: dict[int, Tensor], usage: Tensor, loc: Tensor, log_scale: Tensor, prior: tuple[Tensor, Tensor]) -> Tensor:
