@@ -172,7 +172,7 @@ def conditional_log_prob(value: Tensor, mean: Tensor, variance: Tensor) -> Tenso
 
 
 def log_prob_of_each(value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-    """Log densities ``(M, K)`` of observed entries ``(M, D)`` under each of ``K`` independent normals ``(K, D)``."""
+    """Log densities ``(M, K)`` of observed entries under independent normals ``(K, D)``."""
     observed, value = ~value.isnan(), value.nan_to_num(0.0)
     if variance.shape[-1] == 1:
         # All outputs share a variance: for complete data one product with the means remains.

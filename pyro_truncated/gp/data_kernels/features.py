@@ -569,7 +569,7 @@ class CountKernel(FixedKernel):
         return self.inputs if rows is None else (self._matrix.index_select(0, rows), self._norms[rows])
 
     def points(self, new: Any, own_features: bool = False) -> tuple[Tensor, Tensor]:
-        """Counts of new inputs by the training inputs' features, or by their own."""
+        """Counts of new inputs, by the training inputs' or their own features."""
         counts = self.prepare(super().points(new)).to(self._vocabulary.device)
         return counts.matrix(counts.keys.unique() if own_features else self._vocabulary), counts.squared_norms
 

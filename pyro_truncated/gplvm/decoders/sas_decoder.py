@@ -208,7 +208,7 @@ class SASDecoder(UniqueModule):
         return self
 
     def _start(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Sets means and noise; returns what latents start from, and the functions' variance."""
+        """Sets means and noise; returns what latents start from, and a variance."""
         observed, total = ~x.isnan(), shard_sum(x)
         sums, counts = total([x.nansum(0), observed.sum(0)])
         if not bool((counts > 0).all()):
