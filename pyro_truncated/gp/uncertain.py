@@ -59,17 +59,6 @@ class SpikeSlabInputs:
             object.__setattr__(self, name, as_tensors(value))
         if validate_args:
             check_kinds(SpikeSlabInputs.__init__, **vars(self))
-        self._check_shapes()
-        if validate_args:
-            self._check_numbers()
-
-    def _check_numbers(self) -> None:
-        check_entries(finite, loc=self.loc)
-        check_entries(nonnegative_finite, variance=self.variance)
-        shares = {"probability": self.probability, "prior_share": self.prior_share}
-        check_entries(constraints.unit_interval, **{name: share for name, share in shares.items() if share is not None})
-
-    def _check_shapes(self) -> None:
         if self.loc.dim() != 2 or self.variance.shape != self.loc.shape:
             raise ValueError(f"loc and variance must have the same shape (N, Q); got {tuple(self.loc.shape)}, {tuple(self.variance.shape)}")
         rest = self.loc.shape[1:]
@@ -79,6 +68,11 @@ class SpikeSlabInputs:
             )
         if self.prior_share is not None and self.prior_share.shape != rest:
             raise ValueError(f"prior_share must have shape {tuple(rest)}, one per dimension; got {tuple(self.prior_share.shape)}")
+        if validate_args:
+            check_entries(finite, loc=self.loc)
+            check_entries(nonnegative_finite, variance=self.variance)
+            shares = {"probability": self.probability, "prior_share": self.prior_share}
+            check_entries(constraints.unit_interval, **{name: share for name, share in shares.items() if share is not None})
 
     def __len__(self) -> int:
         return self.loc.shape[0]
@@ -363,9 +357,12 @@ def _find_zero_dimensions(inputs: SpikeSlabInputs) -> Tensor:
     return is_off if share is None else is_off & (share == 0)
 
 
-def _linear(weight: Tensor, inputs: SpikeSlabInputs, inducing: Tensor, per_datum: bool) -> PsiStatistics:
-    mean, second = inputs.moments()
-    weighted = inducing * weight
+@closed_form.register(LinearARD)
+@closed_form.register(kernels.Linear)
+def _(kernel: LinearARD | kernels.Linear, inputs: SpikeSlabInputs, inducing: Tensor, per_datum: bool) -> PsiStatistics:
+    weight = _value(kernel, "variance").expand(len(kernel.active_dims))
+    mean, second = inputs.select(kernel.active_dims).moments()
+    weighted = inducing[:, kernel.active_dims] * weight
     psi1 = mean @ weighted.mT
     spread = second - mean.square()
     if per_datum:
@@ -373,13 +370,6 @@ def _linear(weight: Tensor, inputs: SpikeSlabInputs, inducing: Tensor, per_datum
     else:
         psi2 = (weighted * spread.sum(0)) @ weighted.mT + psi1.mT @ psi1
     return PsiStatistics(second @ weight, psi1, psi2)
-
-
-@closed_form.register(LinearARD)
-@closed_form.register(kernels.Linear)
-def _(kernel: LinearARD | kernels.Linear, inputs: SpikeSlabInputs, inducing: Tensor, per_datum: bool) -> PsiStatistics:
-    weight = _value(kernel, "variance").expand(len(kernel.active_dims))
-    return _linear(weight, inputs.select(kernel.active_dims), inducing[:, kernel.active_dims], per_datum)
 
 
 def _constant(value: Tensor, inputs: SpikeSlabInputs, inducing: Tensor, per_datum: bool) -> PsiStatistics:

@@ -15,7 +15,7 @@ from pyro_truncated.gp.cholesky import DEPENDENT, independent_cholesky
 from pyro_truncated.gp.data_kernels.protocol import bound_kernel, check_data_kernel
 from pyro_truncated.gp.subset.objectives import Basis, SparsePosterior, SubsetProblem, check_index
 from pyro_truncated.utils.arguments import check_count, check_counts, check_kinds, names_arguments, renames
-from pyro_truncated.utils.console import ProgressBar, progress_bar
+from pyro_truncated.utils.console import progress_bar
 from pyro_truncated.utils.constraints import in_double
 
 
@@ -50,7 +50,7 @@ class Budget:
         if self.max_seconds is not None and not self.max_seconds >= 0:
             raise ValueError(f"max_seconds must be a number of at least 0; got {self.max_seconds}")
         self._start = self.clock()
-        self._bar: ProgressBar | None = None
+        self._bar = progress_bar(self.progress, total=self.max_swaps, unit="swap")
 
     @property
     def seconds(self) -> float:
@@ -70,16 +70,12 @@ class Budget:
         """Notes an objective that ``swaps`` more exchanges led to."""
         self.swaps += swaps
         self.history.append((self.seconds, self.swaps, objective))
-        if self.progress:
-            self._bar = progress_bar(True, total=self.max_swaps, unit="swap") if self._bar is None else self._bar
-            self._bar.update(swaps)
-            self._bar.set_postfix_str(f"F={objective:.6g}")
+        self._bar.update(swaps)
+        self._bar.set_postfix_str(f"F={objective:.6g}")
 
     def close(self) -> None:
         """Ends the progress bar."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        self._bar.close()
 
 
 class SubsetSearch(abc.ABC):
@@ -88,12 +84,7 @@ class SubsetSearch(abc.ABC):
     Example:
         >>> isinstance(ExchangeSearch(), SubsetSearch), isinstance(RandomSearch(), SubsetSearch)
         (True, True)
-
-    Attributes:
-        restarts: whether :meth:`improve` forgets the subset it is given, as greedy methods do: its result may be worse.
     """
-
-    restarts = True
 
     @abc.abstractmethod
     def improve(
@@ -123,8 +114,6 @@ class RandomSearch(SubsetSearch):
         >>> len(model.subset)
         5
     """
-
-    restarts = False
 
     def improve(
         self, problem: SubsetProblem, num_inducing: int, index: Tensor | None, budget: Budget, generator: torch.Generator | None = None
@@ -219,10 +208,6 @@ class ExchangeFactors:
         """The objective."""
         whitened = torch.linalg.solve_triangular(self.cholesky, self.moment, upper=False)
         return float(self.problem.value_from(self.cholesky, whitened, self.residual.sum()))
-
-    def weights(self) -> Tensor:
-        r""":math:`S^{-1} Y`, ``(n, H)``."""
-        return (self.problem.targets - self.factor @ torch.cholesky_solve(self.moment, self.cholesky)) / self.problem.noise
 
     def candidates(self) -> Tensor:
         """Which inputs may be added, ``(n,)``: no members, nor determined by them."""
@@ -376,7 +361,8 @@ def approximate_gains(factors: ExchangeFactors, pivots: Tensor) -> Tensor:
     missing = (factors.residual - square_norm).clamp(min=0.0)
     squared = squared + missing * (2 * square_norm + missing)
     weighted = weighted + missing * (2 * square_norm + missing) / noise
-    alignment = alignment + missing[:, None] * factors.weights()
+    weights = (factors.problem.targets - factors.factor @ torch.cholesky_solve(factors.moment, factors.cholesky)) / noise
+    alignment = alignment + missing[:, None] * weights
     gains = _gain(factors.problem, factors.residual.clamp(min=1e-300), squared, weighted, alignment)
     return torch.where(factors.candidates(), gains, -torch.inf)
 
@@ -474,8 +460,6 @@ class ExchangeSearch(SubsetSearch):
     Reference:
         The objective, information pivots and exact acceptance are those of Cao, Brubaker, Fleet and Hertzmann (PAMI 2015).
     """
-
-    restarts = False
 
     @renames("block", "single_swaps")
     @names_arguments

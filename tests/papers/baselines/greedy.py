@@ -103,8 +103,6 @@ class KMeansSearch(SubsetSearch):
         iterations: most iterations of Lloyd's algorithm.
     """
 
-    restarts = False
-
     @names_arguments
     def __init__(self, iterations: int = 20) -> None:
         self.iterations = check_count("iterations", iterations)
