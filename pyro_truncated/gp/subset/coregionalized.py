@@ -161,18 +161,17 @@ class CoregionalizedGPRegression(torch.nn.Module):
         """Noise variances of the standardised outputs, ``(H,)``."""
         return noise_from_log(self.log_noise)
 
-    def covariance(self) -> Tensor:
-        """Covariances of all observed entries, noise included."""
-        return self._covariance(self._entries)
+    def covariance(self, entries: ObservedEntries | None = None) -> Tensor:
+        """Covariances of all observed entries or of some, noise included."""
+        entries = self._entries if entries is None else entries
+        inputs, place = entries.row.unique(return_inverse=True)
+        prior = Basis(self.kernel, inputs).square()[place[:, None], place]
+        shared = prior * self.coregionalization[entries.output[:, None], entries.output]
+        return shared + torch.diag_embed(self.noise[entries.output])
 
     @property
     def _entries(self) -> ObservedEntries:
         return ObservedEntries(self._row, self._output, self._values)
-
-    def _covariance(self, entries: ObservedEntries) -> Tensor:
-        inputs, place = entries.row.unique(return_inverse=True)
-        shared = Basis(self.kernel, inputs).square()[place[:, None], place]
-        return self._couple(shared, entries.output, entries.output) + torch.diag_embed(self.noise[entries.output])
 
     def fit(
         self,
@@ -234,7 +233,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
 
     def _fit_to(self, entries: ObservedEntries, settings: FitSettings, record: FitRecord) -> float:
         """The objective of some entries after learning from them."""
-        return learn_exactly(lambda weight: self._backward(entries, weight), len(entries), self._trainable_parameters, settings, record)
+        return learn_exactly(lambda weight: self.backward(weight, entries), len(entries), self._trainable_parameters, settings, record)
 
     def _scout(self, start: list[Tensor], settings: FitSettings) -> list[Tensor] | None:
         """Parameters of better fits to some entries, from other length-scales."""
@@ -253,15 +252,13 @@ class CoregionalizedGPRegression(torch.nn.Module):
     @torch.no_grad()
     def _predict_left_out(self, entries: ObservedEntries) -> Tensor:
         """Predictions of the entries of each input from those of all others."""
-        return entries.predict_left_out(torch.cholesky_inverse(stable_cholesky(self._covariance(entries))))
+        return entries.predict_left_out(torch.cholesky_inverse(stable_cholesky(self.covariance(entries))))
 
-    def backward(self, weight: float = 1.0) -> float:
+    def backward(self, weight: float = 1.0, entries: ObservedEntries | None = None) -> float:
         """The objective times a weight, whose gradient is added to all parameters."""
-        return self._backward(self._entries, weight)
-
-    def _backward(self, entries: ObservedEntries, weight: float) -> float:
+        entries = self._entries if entries is None else entries
         with torch.enable_grad():
-            covariance = self._covariance(entries)
+            covariance = self.covariance(entries)
         return evidence_backward(covariance, entries.value[:, None], weight)
 
     @torch.no_grad()
@@ -305,7 +302,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
         weights = torch.linalg.solve_triangular(factor, self._values[:, None], upper=False)
         output = outputs.repeat(num)
         prior = self.kernel.among(new).double().repeat_interleave(self.num_outputs, 0).repeat_interleave(self.num_outputs, 1)
-        spread = self._couple(prior, output, output) - solved.mT @ solved
+        spread = prior * self.coregionalization[output[:, None], output] - solved.mT @ solved
         spread = spread if noiseless else spread + torch.diag_embed(self.noise[output])
         scale = self.target_scale[output]
         level = variances.mean() * self.coregionalization.diagonal().mean()
@@ -319,10 +316,6 @@ class CoregionalizedGPRegression(torch.nn.Module):
     def _block(self, cross: Tensor, outputs: Tensor) -> Tensor:
         """Covariances of all outputs at new inputs with the observed entries, ``(n_new, H, entries)``."""
         return cross[:, None, self._row] * self.coregionalization[outputs][:, self._output]
-
-    def _couple(self, covariance: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        """Returns covariances of entries by their inputs and outputs."""
-        return covariance * self.coregionalization[first[:, None], second]
 
 
 def _leading_correlations(targets: Tensor, rank: int) -> Tensor:

@@ -149,31 +149,6 @@ class OwnLatents:
 _TEMPERATURES = [2.0 ** (power / 2) for power in range(21)]
 
 
-class Decoder(Protocol):
-    """What candidates ask of a decoder, as :class:`.SASDecoder` has it."""
-
-    num_data: int
-    num_outputs: int
-    loc: Tensor
-    kernel: Any
-
-    @property
-    def noise_variance(self) -> Tensor:
-        """Noise variance of the outputs."""
-
-    def latents(self, x: Tensor) -> Tensor:
-        """Latents ``(N, Q)`` of the training data."""
-
-    def predict(self, latents: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
-        """Means and variances of outputs at latents."""
-
-    def infer(self, x: Tensor) -> Tensor:
-        """The most probable latents of data points."""
-
-    def posterior(self) -> Any:
-        """The posterior that predictions are made from."""
-
-
 class CandidateLatents:
     """Latents of a decoder's training data as candidates for new data.
 
@@ -186,7 +161,7 @@ class CandidateLatents:
         mean, variance = candidates.predict(weights)
 
     Args:
-        decoder: the decoder, conditioned.
+        decoder: a :class:`.SASDecoder`, conditioned.
         x: its training data ``(N, D)``, NaN where missing.
         most: most candidates, drawn at random.
         calibration: training points that temperature and noise are learned from.
@@ -208,14 +183,14 @@ class CandidateLatents:
     @names_arguments
     @torch.no_grad()
     def __init__(
-        self, decoder: Decoder, x: Tensor, *, most: int = 5000, calibration: int = 500, generator: torch.Generator | None = None
+        self, decoder: Any, x: Tensor, *, most: int = 5000, calibration: int = 500, generator: torch.Generator | None = None
     ) -> None:
         most, calibration, x = check_count("most", most, least=3), check_count("calibration", calibration), as_tensors(x, decoder.loc)
         if tuple(x.shape) != (decoder.num_data, decoder.num_outputs) or len(x) < 3:
             raise ValueError(f"x must be the decoder's training data, ({decoder.num_data}, {decoder.num_outputs}); got {tuple(x.shape)}")
         if not x.is_floating_point() or not bool((~x.isnan()).any()):
             raise ValueError(f"x must hold real numbers, not only missing ones; got {x.dtype}")
-        latents = decoder.latents(x)
+        latents: Tensor = decoder.latents(x)
         device = generator_device(generator)
         order = torch.randperm(len(x), generator=generator, device=device).to(x.device)[:most]
         self.decoder, self.latents = decoder, latents[order]
@@ -289,15 +264,12 @@ class CandidateLatents:
             RuntimeError: if the decoder's parameters have changed since.
         """
         x = self._check(x)
-        parts = [self._reconstruct(rows) for rows in x.split(check_count("block", block))]
+        parts = []
+        for rows in x.split(check_count("block", block)):
+            own = OwnLatents.at(self.decoder.posterior(), self.decoder.infer(rows.to(self.latents)), self.decoder.loc)
+            parts.append(self._with_own(self._log_joint(rows, self.own_noise), rows, own))
         mean, spread = (torch.cat(moments) for moments in zip(*parts, strict=True))
         return mean, self._variance_factor(x.isnan()) * (spread if noiseless else spread + self.own_noise)
-
-    def _reconstruct(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Means and variances ``(M, D)`` of the functions of data points."""
-        z = self.decoder.infer(x.to(self.latents))
-        own = OwnLatents.at(self.decoder.posterior(), z, self.decoder.loc)
-        return self._with_own(self._log_joint(x, self.own_noise), x, own)
 
     def _with_own(self, log_joint: Tensor, x: Tensor, own: OwnLatents) -> tuple[Tensor, Tensor]:
         """As :meth:`_mix`, at the temperature and the noise that were learned."""
@@ -383,7 +355,8 @@ class CandidateLatents:
         return log_joint
 
     def _first_noise(self) -> Tensor:
-        return self.decoder.noise_variance.detach().double().expand(self._mean.shape[1])
+        noise: Tensor = self.decoder.noise_variance.detach().double()
+        return noise.expand(self._mean.shape[1])
 
     def _calibrate(self, x: Tensor, is_hidden: Tensor, own: OwnLatents | None, *, rounds: int = 2) -> tuple[float, Tensor]:
         """Temperature and noise learned from data points that are the first candidates."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, Self, cast
@@ -569,22 +570,16 @@ class SASDecoder(UniqueModule):
         with torch.no_grad():
             latents, outputs = gather_all_rows(self.latents(x), x), as_shard_like(self._outputs(x), x)
             if num_neighbors is None:
-                points = select_conditioning_set(self.kernel, latents, outputs, size, projected, choose or self._least_variance)
+                choose = choose or functools.partial(least_variance, noise=self.noise_variance.detach())
+                points = select_conditioning_set(self.kernel, latents, outputs, size, projected, choose)
             elif size is None and not projected:
                 points = neighbors_set(latents, outputs, check_count("num_neighbors", num_neighbors))
             else:
                 raise ValueError("num_neighbors are the closest of all complete data points: leave size and projected out")
-            self._conditioning_points = self._with_checksum(points, x)
+            examples = self._examples(x).clone() if self.encoder_sees_active else None
+            self._conditioning_points = dataclasses.replace(points, examples=examples, checksum=checksum(self))
         self._training_data, self._candidates = x, None
         return self
-
-    def _with_checksum(self, points: ConditioningSet, x: Tensor) -> ConditioningSet:
-        """The state with the encoder's needs and the parameters' checksum."""
-        examples = self._examples(x).clone() if self.encoder_sees_active else None
-        return dataclasses.replace(points, examples=examples, checksum=checksum(self))
-
-    def _least_variance(self, kernel: kernels.Kernel, latents: Tensor, size: int) -> Tensor:
-        return least_variance(kernel, latents, size, self.noise_variance.detach())
 
     def _conditioning_set(self) -> ConditioningSet:
         if self._conditioning_points is None:

@@ -12,7 +12,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from pyro.contrib.gp import kernels
 from pyro.contrib.gp.kernels import Isotropy
 from pyro.infer import ELBO
 from torch import Tensor
@@ -102,19 +101,14 @@ def _start_view(view: View, loc: Tensor, variance: Tensor, generator: torch.Gene
     elif view.collapsed:
         view.point = view.center.double().expand_as(view.point).clone()
     # Functions of labels are log odds or the like, whatever the variance of the labels.
-    _start_kernel(view.kernel, variance if view.likelihood is None else torch.ones_like(variance))
+    amplitude, kernel_variance = variance if view.likelihood is None else torch.ones_like(variance), getattr(view.kernel, "variance", None)
+    if isinstance(kernel_variance, Tensor):  # of a sum or product of a user's there is none
+        view.kernel.variance = (amplitude / kernel_variance.numel()).to(kernel_variance).expand(kernel_variance.shape).clone()
     if not isinstance(view.kernel, LinearARD):
         order = torch.randperm(len(loc), generator=generator, device=generator_device(generator))
         rows = loc[order[: len(view.inducing)].to(loc.device)]
         # Moved by a hundredth of the prior deviation, as equal inputs have no inverse.
         view.inducing = rows + 1e-2 * _randn(len(rows), rows.shape[1], rows, generator).to(rows)
-
-
-def _start_kernel(kernel: kernels.Kernel, variance: Tensor) -> None:
-    """Gives a single kernel, none of a user's, the variance of data."""
-    value = getattr(kernel, "variance", None)
-    if isinstance(value, Tensor):
-        kernel.variance = (variance / value.numel()).to(value).expand(value.shape).clone()
 
 
 def _randn(rows: int, columns: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -156,26 +150,21 @@ def maximize_bound(model: SpikeSlabMRD, y: Views, steps: int = 500, *, tolerance
         if not any("point" in part for part in fixed):
             model.tighten(y)
         bound = float(model.bound(y))
-    while steps > 0:
-        value, count = _run_lbfgs(model, y, parameters, steps, size, tolerance)
-        steps -= max(1, count)
-        gain, bound = value - bound, value
-        if not gain > tolerance * size:
-            break
-    return bound
-
-
-def _run_lbfgs(model: SpikeSlabMRD, y: Views, parameters: Sequence[Tensor], steps: int, size: float, tolerance: float) -> tuple[float, int]:
-    """Runs L-BFGS once; returns the bound and the number of iterations."""
 
     def loss() -> Tensor:
         value = -model.bound(y) / size
         value.backward()
         return value
 
-    minimum = minimize(loss, parameters, max_iterations=steps, tolerance=tolerance / 10, gradient_tolerance=1e-8, memory=20)
-    model.zero_grad()
-    return -minimum.value * size, minimum.iterations
+    while steps > 0:
+        minimum = minimize(loss, parameters, max_iterations=steps, tolerance=tolerance / 10, gradient_tolerance=1e-8, memory=20)
+        model.zero_grad()
+        steps -= max(1, minimum.iterations)
+        value = -minimum.value * size
+        gain, bound = value - bound, value
+        if not gain > tolerance * size:
+            break
+    return bound
 
 
 # Log odds of switches that are free again after they have been held on, and of moves.

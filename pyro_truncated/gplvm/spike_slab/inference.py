@@ -368,7 +368,10 @@ def latents_to_arviz(model: SpikeSlabMRD, y: Views, *, num_samples: int = 125, n
         ),
         "latent_posterior": xr.Dataset(
             {
-                **{name: (("view", "latent"), _array(value)) for name, value in _switches(model).items()},
+                "probability": (("view", "latent"), _array(model.probability)),
+                "prior": (("view", "latent"), _array(model.prior)),
+                "log_odds": (("view", "latent"), _array(model.probability.logit())),
+                "relevance": (("view", "latent"), _array(model.relevance())),
                 "loc": (("data", "latent"), _array(loc)),
                 "scale": (("data", "latent"), _array(scale)),
                 "bound": ((), _array(model.bound(views))),
@@ -379,11 +382,6 @@ def latents_to_arviz(model: SpikeSlabMRD, y: Views, *, num_samples: int = 125, n
     attributes = {"inference_library": "pyro", "inference_library_version": pyro.__version__, "inference_method": "variational"}
     numbered = {name: data.assign_coords({d: np.arange(n) for d, n in data.sizes.items()}) for name, data in datasets.items()}
     return make_idata(**{name: data.assign_attrs(attributes) for name, data in numbered.items()})
-
-
-def _switches(model: SpikeSlabMRD) -> dict[str, Tensor]:
-    gamma = model.probability
-    return {"probability": gamma, "prior": model.prior, "log_odds": gamma.logit(), "relevance": model.relevance()}
 
 
 def _array(value: Tensor) -> np.ndarray:
