@@ -339,7 +339,7 @@ class PrecomputedKernel(PairwiseKernel):
         return check_positions("train and new inputs", new, len(self.matrix), self.matrix.device)
 
 
-class IdentityKernel(DataKernel):
+class IdentityKernel(PairwiseKernel):
     r""":math:`v\,\delta_{ij}` on the training inputs, none with new ones: noise.
 
     Beside the noise of a regression, it keeps the optimiser from explaining all data as noise before other kernels are learned (Cao et al.,
@@ -358,28 +358,21 @@ class IdentityKernel(DataKernel):
     @names_arguments
     def __init__(self, num_data: int, variance: float = 1.0, like: Tensor | None = None) -> None:
         super().__init__(check_count("num_data", num_data))
-        self.variance: Tensor = positive_parameter(variance, torch.zeros(()) if like is None else like)
+        like = torch.zeros(()) if like is None else like
+        self.register_buffer("inputs", torch.arange(num_data, device=like.device), persistent=False)
+        self.variance: Tensor = positive_parameter(variance, like)
 
-    def diag(self, rows: Tensor | None = None) -> Tensor:
-        """Variances of the training inputs, ``(n,)``, or only those at ``rows``."""
-        return self.variance.expand(self.num_data if rows is None else len(rows))
+    def between(self, first: Tensor, second: Tensor) -> Tensor:
+        """Covariances ``(a, b)`` of inputs by their numbers."""
+        return self.variance * (first[:, None] == second).to(self.variance.dtype)
 
-    def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Covariances ``(n, b)`` with inputs at ``index``, of all or ``rows``."""
-        rows = torch.arange(self.num_data, device=index.device) if rows is None else rows
-        return self.variance * (rows[:, None] == index).to(self.variance.dtype)
+    def variances(self, points: Tensor) -> Tensor:
+        """Variances ``(a,)``."""
+        return self.variance.expand(len(points))
 
-    def cross(self, new: Any, index: Tensor) -> Tensor:
-        """Returns zeros ``(n_new, b)``: new inputs are independent of all others."""
-        return self.variance.new_zeros(len(new), len(index))
-
-    def diag_new(self, new: Any) -> Tensor:
-        """Variances ``(n_new,)`` of new inputs."""
-        return self.variance.expand(len(new))
-
-    def among(self, new: Any) -> Tensor:
-        """The variance ``(n_new, n_new)`` on the diagonal."""
-        return torch.diag_embed(self.diag_new(new))
+    def points(self, new: Any) -> Tensor:
+        """Numbers that no training input has."""
+        return -1 - torch.arange(len(new), device=self.inputs.device)
 
 
 class SumKernel(DataKernel):
@@ -453,60 +446,7 @@ class SumKernel(DataKernel):
         return total if self.identity is None else total + evaluate(self.identity, each[0])
 
 
-class _DerivedKernel(DataKernel):
-    """A kernel made of another one, alike on new inputs."""
-
-    def __init__(self, kernel: DataKernel, num_data: int) -> None:
-        super().__init__(num_data)
-        # Not a submodule: the kernel may already belong to another module.
-        self._lent = (kernel,)
-
-    @property
-    def kernel(self) -> DataKernel:
-        """The kernel on all of its training inputs."""
-        return self._lent[0]
-
-    def diag_new(self, new: Any) -> Tensor:
-        """Variances ``(n_new,)`` of new inputs."""
-        return self.kernel.diag_new(new)
-
-    def among(self, new: Any) -> Tensor:
-        """Covariances ``(n_new, n_new)`` of new inputs with each other."""
-        return self.kernel.among(new)
-
-
-class RescaledKernel(_DerivedKernel):
-    r""":math:`k(x_i, x_j) / (\sigma_i \sigma_j)`, for noise of variance :math:`\sigma_i^2` per data point.
-
-    Args:
-        kernel: the kernel.
-        deviations: :math:`\sigma`, ``(n,)``.
-    """
-
-    def __init__(self, kernel: DataKernel, deviations: Tensor) -> None:
-        super().__init__(kernel, kernel.num_data)
-        self.register_buffer("deviations", deviations, persistent=False)
-
-    def diag(self, rows: Tensor | None = None) -> Tensor:
-        """Variances of the training inputs, ``(n,)``, or only those at ``rows``."""
-        return self.kernel.diag(rows) / self._scale_rows(rows).square()
-
-    def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Covariances ``(n, b)`` with inputs at ``index``, of all or ``rows``."""
-        block: Tensor = self.kernel.columns(index, rows) / (self._scale_rows(rows)[:, None] * self.deviations[index])
-        return block
-
-    def cross(self, new: Any, index: Tensor) -> Tensor:
-        """Covariances ``(n_new, b)`` of new inputs, which are not rescaled."""
-        block: Tensor = self.kernel.cross(new, index) / self.deviations[index]
-        return block
-
-    def _scale_rows(self, rows: Tensor | None) -> Tensor:
-        deviations: Tensor = self.deviations if rows is None else self.deviations[rows]
-        return deviations
-
-
-class RestrictedKernel(_DerivedKernel):
+class RestrictedKernel(DataKernel):
     """A kernel on some of its training inputs: subset of data.
 
     Example:
@@ -532,10 +472,16 @@ class RestrictedKernel(_DerivedKernel):
         num = kernel.num_data
         if not borrowed and not len(check_positions("rows", rows, num)):
             raise ValueError(f"rows must be positions (n,), integers from 0 to {num - 1}; got none")
-        super().__init__(kernel, len(rows))
+        super().__init__(len(rows))
+        self._lent = (kernel,)  # not a submodule: it may already belong to another module
         if not borrowed:
             self._own = kernel
         self.register_buffer("rows", rows, persistent=False)
+
+    @property
+    def kernel(self) -> DataKernel:
+        """The kernel on all of its training inputs."""
+        return self._lent[0]
 
     def diag(self, rows: Tensor | None = None) -> Tensor:
         """Variances of the inputs kept, ``(n,)``, or only those at ``rows``."""
@@ -548,6 +494,14 @@ class RestrictedKernel(_DerivedKernel):
     def cross(self, new: object, index: Tensor) -> Tensor:
         """Covariances ``(n_new, b)`` of new inputs with the inputs kept at positions ``index``."""
         return self.kernel.cross(new, self.rows[index])
+
+    def diag_new(self, new: Any) -> Tensor:
+        """Variances ``(n_new,)`` of new inputs."""
+        return self.kernel.diag_new(new)
+
+    def among(self, new: Any) -> Tensor:
+        """Covariances ``(n_new, n_new)`` of new inputs with each other."""
+        return self.kernel.among(new)
 
 
 class InputKernel(PairwiseKernel):

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.cholesky import independent_cholesky
-from pyro_truncated.gp.data_kernels.protocol import DataKernel, InputKernel
+from pyro_truncated.gp.data_kernels.protocol import DataKernel, InputKernel, check_positions
 from pyro_truncated.gp.noisy_covariance import SMALLEST_SHARE, LowRankCovariance
 from pyro_truncated.utils.arguments import describe
 from pyro_truncated.utils.budget import rows_per_block
@@ -98,9 +98,9 @@ def objective_at_share(targets: Tensor, explained: float = 0.02) -> float:
 
 def check_index(index: Tensor, num_data: int) -> Tensor:
     """Positions of an inducing subset ``(m,)`` as int64."""
-    index = torch.as_tensor(index)
-    if index.dim() != 1 or not len(index) or index.is_floating_point() or int(index.min()) < 0 or int(index.max()) >= num_data:
-        raise ValueError(f"index must be a vector of positions from 0 to {num_data - 1}; got {index.dtype} of shape {tuple(index.shape)}")
+    index = check_positions("index", index, num_data)
+    if not len(index):
+        raise ValueError(f"index must be positions (m,), integers from 0 to {num_data - 1}; got none")
     if len(index.unique()) != len(index):
         raise ValueError(f"index must not hold a position twice; got {len(index)} positions, {len(index.unique())} of them distinct")
     return index.long()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pyro
@@ -17,7 +18,7 @@ from pyro.nn.module import pyro_method
 from torch import Tensor
 
 from pyro_truncated.gp.cholesky import INDUCING_JITTER, stable_cholesky
-from pyro_truncated.gp.data_kernels.protocol import DataKernel, RescaledKernel, bound_kernel, check_data_kernel, positive_parameter
+from pyro_truncated.gp.data_kernels.protocol import DataKernel, bound_kernel, check_data_kernel, positive_parameter
 from pyro_truncated.gp.kernels import outside_programs
 from pyro_truncated.gp.subset.objectives import check_index
 from pyro_truncated.gp.subset.subset_search import InducingSubset, SubsetSearch
@@ -394,7 +395,12 @@ class SubsetVariationalGP(SubsetModel):
         """
         self.set_mode("guide")  # type: ignore[no-untyped-call]
         targets, deviations = gaussian_surrogate(self.likelihood, *self.marginals(), self.y, num_draws, generator)
-        scaled = RescaledKernel(self.kernel, deviations)
+        # Noise of variance one, by a kernel in units of the deviations.
+        scaled = SimpleNamespace(
+            diag=lambda: self.kernel.diag() / deviations.square(),
+            columns=lambda index: self.kernel.columns(index) / (deviations[:, None] * deviations[index]),
+            cross=lambda new, index: self.kernel.cross(new, index) / deviations[index],
+        )
         subset = InducingSubset(
             scaled, targets / deviations[:, None], num_inducing=self.num_inducing, noise=1.0, algorithm=algorithm, index=self.index,
             generator=generator,
