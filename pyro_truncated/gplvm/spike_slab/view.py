@@ -71,9 +71,10 @@ class LabelLikelihood(abc.ABC):
     def bound(self, y: Tensor, point: Tensor) -> Observations:
         """The quadratic bound of data ``(N, D)`` at a point ``(N, F)``."""
 
-    @abc.abstractmethod
     def log_prob(self, y: Tensor, functions: Tensor) -> Tensor:
         """Log probabilities ``(...)`` of data ``(..., D)`` given functions ``(..., F)``."""
+        log_prob: Tensor = self.distribution(functions).base_dist.log_prob(y.nan_to_num(0.0))
+        return torch.where(y.isnan(), 0.0, log_prob).sum(-1)
 
     @abc.abstractmethod
     def response(self, loc: Tensor, variance: Tensor) -> Tensor:
@@ -124,12 +125,6 @@ class BernoulliLabels(LabelLikelihood):
         half = torch.where(is_observed, y, 0.5) - 0.5
         offset = half.square() / (2 * weight) + weight * xi.square() / 2 - xi / 2 - torch.nn.functional.softplus(-xi)
         return Observations(half / weight, weight * is_observed, (offset * is_observed).sum(1))
-
-    def log_prob(self, y: Tensor, functions: Tensor) -> Tensor:
-        """See :meth:`LabelLikelihood.log_prob`."""
-        signed = (2 * y.nan_to_num(0.0) - 1) * functions
-        log_prob: Tensor = torch.where(y.isnan(), 0.0, torch.nn.functional.logsigmoid(signed)).sum(-1)
-        return log_prob
 
     def response(self, loc: Tensor, variance: Tensor) -> Tensor:
         """Expected labels ``(N, F)``, by quadrature."""
@@ -224,14 +219,6 @@ class CategoricalLabels(_CurvatureBound):
         """Returns ``None``: the curvature is one half everywhere."""
         return None
 
-    def log_prob(self, y: Tensor, functions: Tensor) -> Tensor:
-        """See :meth:`LabelLikelihood.log_prob`."""
-        logits = functions.log_softmax(-1)
-        shape = torch.broadcast_shapes(y.shape[:-1], logits.shape[:-1])
-        label = y.nan_to_num(0.0).long().expand(*shape, 1)
-        log_prob = logits.expand(*shape, -1).gather(-1, label).squeeze(-1)
-        return torch.where(y.isnan().squeeze(-1), 0.0, log_prob)
-
     def response(self, loc: Tensor, variance: Tensor) -> Tensor:
         """Expected class probabilities ``(N, F)`` by quasi Monte Carlo, always the same."""
         uniform = torch.quasirandom.SobolEngine(self.num_classes, scramble=True, seed=0).draw(512, dtype=torch.float64)
@@ -280,12 +267,6 @@ class PoissonCounts(_CurvatureBound):
     def curvature(self, y: Tensor) -> Tensor | None:
         """The bounds on the curvature ``(N, F)``."""
         return 0.25 + 0.17 * y
-
-    def log_prob(self, y: Tensor, functions: Tensor) -> Tensor:
-        """See :meth:`LabelLikelihood.log_prob`."""
-        rate, counts = _rate(functions), y.nan_to_num(0.0)
-        log_prob: Tensor = torch.where(y.isnan(), 0.0, counts * rate.log() - rate - (counts + 1).lgamma()).sum(-1)
-        return log_prob
 
     def response(self, loc: Tensor, variance: Tensor) -> Tensor:
         """Expected rates ``(N, F)``, by quadrature."""
