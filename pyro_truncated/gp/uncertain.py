@@ -19,7 +19,7 @@ from pyro_truncated.gp.kernels import LinearARD, evaluate
 from pyro_truncated.ops.mixture_products import mixture_products
 from pyro_truncated.utils.arguments import check_count, check_kinds
 from pyro_truncated.utils.arrays import as_tensors, takes_arrays
-from pyro_truncated.utils.budget import rows_per_block
+from pyro_truncated.utils.budget import row_slices
 from pyro_truncated.utils.constraints import check_entries, finite, nonnegative_finite
 
 
@@ -404,7 +404,7 @@ def _(kernel: kernels.Sum, inputs: SpikeSlabInputs, inducing: Tensor, per_datum:
 
 @closed_form.register(kernels.Product)
 def _(kernel: kernels.Product, inputs: SpikeSlabInputs, inducing: Tensor, per_datum: bool) -> PsiStatistics | None:
-    blocks = [slice(None)] if per_datum else _row_blocks(inputs, len(inducing) ** 2 * 4)
+    blocks = [slice(None)] if per_datum else row_slices(max(1, len(inputs)), 64 * len(inducing) ** 2)
     products = []
     for rows in blocks:
         parts = _parts(kernel, inputs.rows(rows), inducing, per_datum=True)
@@ -439,7 +439,7 @@ def _by_nodes(
     num_dims = inputs.loc.shape[1]
     size = len(expectation.nodes(inputs.rows(slice(0, 1)).select(kernel.active_dims)).weights)
     blocks = []
-    for rows in _row_blocks(inputs, 4 * size * (len(inducing) + num_dims)):
+    for rows in row_slices(max(1, len(inputs)), 64 * size * (len(inducing) + num_dims)):
         part = inputs.rows(rows)
         nodes = expectation.nodes(part.select(kernel.active_dims), rows.start)
         points = nodes.points
@@ -454,11 +454,6 @@ def _by_nodes(
         psi2 = torch.einsum("snm,snk->nmk" if per_datum else "snm,snk->mk", weights.unsqueeze(-1) * cross, cross)
         blocks.append(PsiStatistics(psi0, psi1, psi2))
     return _join(blocks, per_datum)
-
-
-def _row_blocks(inputs: SpikeSlabInputs, entries_per_row: int) -> list[slice]:
-    rows = rows_per_block(16 * entries_per_row)
-    return [slice(start, start + rows) for start in range(0, max(1, len(inputs)), rows)]
 
 
 def _join(blocks: list[PsiStatistics], per_datum: bool) -> PsiStatistics:

@@ -16,6 +16,7 @@ from torch import Tensor
 from pyro_truncated.gp.kernels import evaluate, outside_programs, refuse_foreign_kernel
 from pyro_truncated.utils.arguments import check_count, check_kinds, describe, names_arguments
 from pyro_truncated.utils.arrays import as_data, as_tensors, check_column_names, check_units, remember_columns, takes_arrays
+from pyro_truncated.utils.devices import module_device
 from pyro_truncated.utils.parameter_store import UniqueModule
 
 
@@ -87,9 +88,7 @@ class DataKernel(UniqueModule, Parameterized):
     @property
     def device(self) -> torch.device:
         """The device of the kernel's tensors; the CPU if it has none."""
-        for tensor in (*self.parameters(), *self.buffers()):
-            return torch.device(tensor.device)
-        return torch.device("cpu")
+        return module_device(self)
 
 
 class ProtocolKernel(DataKernel):

@@ -332,7 +332,9 @@ def scout_length_scales(
     best, best_parameters = math.inf, None
     for share in (1.0, 0.5, 0.25, 0.125, 0.0625):
         load_snapshot(parameters, start)
-        _shorten(kernel, share)
+        with torch.no_grad(), outside_programs():
+            for module in kernels_with_length_scales(kernel):
+                setattr(module, "lengthscale", share * getattr(module, "lengthscale").detach())  # noqa: B009, B010
         value = scout()
         if value < best:
             best, best_parameters = value, snapshot(parameters)
@@ -343,13 +345,6 @@ def kernels_with_length_scales(kernel: DataKernel) -> list[torch.nn.Module]:
     """Kernels of Pyro and of GPyTorch whose length-scales are learned."""
     names = {"lengthscale_unconstrained", "raw_lengthscale"}
     return [module for module in kernel.modules() if any(p.requires_grad and n in names for n, p in module.named_parameters(recurse=False))]
-
-
-@torch.no_grad()
-def _shorten(kernel: DataKernel, share: float) -> None:
-    with outside_programs():
-        for module in kernels_with_length_scales(kernel):
-            setattr(module, "lengthscale", share * getattr(module, "lengthscale").detach())  # noqa: B009, B010
 
 
 class SomeInputs(InputKernel):

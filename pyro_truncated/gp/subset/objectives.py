@@ -384,7 +384,12 @@ class SparsePosterior:
         m = len(basis)
         whitened = torch.linalg.solve_triangular(R, scaled.mT @ targets, upper=False)
         self.fitted = self.factor @ torch.linalg.solve_triangular(R.mT, whitened, upper=True)
-        self.share = self._prior_share(triangle, rows, held_out) if self.is_projected else 1.0
+        self.share = 1.0
+        if self.is_projected:
+            members = rows[:0] if isinstance(basis, FreeBasis) else basis.index[rows]
+            prediction = predict_left_out(LowRankCovariance(self.factor, self.noise), triangle, members, targets, self.residual)
+            some = slice(None) if held_out is None or not len(held_out) else held_out
+            self.share = calibrate_share(LeaveOneOutPrediction(*(part[some] for part in prediction)), targets[some])
         self.mean_weights = targets.new_zeros(m, targets.shape[1])
         self.mean_weights[rows] = shrink.mT @ whitened
         self.variance_weights = targets.new_zeros(m, m)
@@ -409,9 +414,3 @@ class SparsePosterior:
         """
         mean, variance = LowRankCovariance(self.factor, self.noise).leave_one_out(self.targets)
         return (mean, variance + self.share * self.residual) if self.is_projected else (mean, variance)
-
-    def _prior_share(self, triangle: Tensor, columns: Tensor, held_out: Tensor | None) -> float:
-        members = columns[:0] if isinstance(self.basis, FreeBasis) else self.basis.index[columns]
-        prediction = predict_left_out(LowRankCovariance(self.factor, self.noise), triangle, members, self.targets, self.residual)
-        rows = slice(None) if held_out is None or not len(held_out) else held_out
-        return calibrate_share(LeaveOneOutPrediction(*(part[rows] for part in prediction)), self.targets[rows])

@@ -20,7 +20,7 @@ from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
 from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, describe, names_arguments
 from pyro_truncated.utils.arrays import as_tensors, check_column_names, remember_columns, takes_arrays
 from pyro_truncated.utils.arviz_compat import convert_owner, make_idata
-from pyro_truncated.utils.budget import rows_per_block
+from pyro_truncated.utils.budget import row_slices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,11 +103,11 @@ class Posterior:
         if not bool(inputs.loc.isfinite().all() & inputs.variance.isfinite().all()):
             raise ValueError(f"latents must be finite; got means {describe(inputs.loc)} and variances {describe(inputs.variance)}")
         process, posterior = self.model.views[view], self.inducing[view]
-        rows = rows_per_block(64 * (len(process.inducing) ** 2 + process.num_functions ** (2 if full_covariance else 1)))
+        size = 64 * (len(process.inducing) ** 2 + process.num_functions ** (2 if full_covariance else 1))
         noise = process.noise.double() if process.likelihood is None else torch.zeros_like(process.noise).double()
         parts = [
-            predict(process.statistics(inputs.rows(slice(start, start + rows)), per_datum=True), posterior, noise, full_covariance)
-            for start in range(0, max(1, len(inputs)), rows)
+            predict(process.statistics(inputs.rows(rows), per_datum=True), posterior, noise, full_covariance)
+            for rows in row_slices(max(1, len(inputs)), size)
         ]
         mean = torch.cat([part.mean for part in parts]) + process.center
         covariance = torch.cat([part.covariance for part in parts if part.covariance is not None]) if full_covariance else None
@@ -210,8 +210,8 @@ class Posterior:
             usage = torch.ones_like(usage)
         loc = self._start(data, usage, candidates, prior)
         parts = []
-        size = rows_per_block(64 * max(len(view.inducing) ** 2 + view.num_functions for view in self.model.views))
-        for rows in torch.arange(len(loc), device=loc.device).split(size):
+        size = 64 * max(len(view.inducing) ** 2 + view.num_functions for view in self.model.views)
+        for rows in row_slices(len(loc), size):
             here, near = {c: value[rows] for c, value in data.items()}, (prior[0][rows], prior[1][rows])
             parts.append(self._maximize(here, usage, loc[rows], near, steps, tolerance))
         loc, log_scale, bound = (torch.cat(part) for part in zip(*parts, strict=True))

@@ -32,7 +32,7 @@ from pyro_truncated.gplvm.spike_slab.inducing_posterior import (
     predict,
 )
 from pyro_truncated.utils.arguments import check_count
-from pyro_truncated.utils.budget import rows_per_block
+from pyro_truncated.utils.budget import row_slices
 from pyro_truncated.utils.parameter_store import UniqueModule
 
 
@@ -484,10 +484,9 @@ class View(UniqueModule):
         posterior = dataclasses.replace(posterior)
         if not self.likelihood.uses_square:
             return self.likelihood.best_point(self.statistics(inputs).psi1 @ posterior.weights + self.center, None)
-        rows = rows_per_block(64 * len(self.inducing) ** 2)
         points = []
-        for start in range(0, len(inputs), rows):
-            psi = self.statistics(inputs.rows(slice(start, start + rows)), per_datum=True)
+        for rows in row_slices(len(inputs), 64 * len(self.inducing) ** 2):
+            psi = self.statistics(inputs.rows(rows), per_datum=True)
             moments = predict(psi, posterior, self.noise)
             first = moments.mean + self.center
             points.append(self.likelihood.best_point(first, first.square() + moments.variance))
