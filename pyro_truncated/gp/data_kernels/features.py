@@ -22,20 +22,13 @@ from pyro_truncated.utils.budget import rows_per_block
 class FixedKernel(PairwiseKernel):
     """A learned variance times a kernel without parameters, cached by columns.
 
-    When ``cache_bytes`` are full, columns that are unused for longest make room.
+    When a GiB is full, columns that are unused for longest make room.
     """
 
-    def __init__(
-        self,
-        num_data: int,
-        variance: float = 1.0,
-        dtype: torch.dtype = torch.float64,
-        cache_bytes: int = 2**30,
-        device: torch.device | None = None,
-    ) -> None:
+    def __init__(self, num_data: int, variance: float, like: Tensor) -> None:
         super().__init__(num_data)
-        self.variance: Tensor = positive_parameter(variance, torch.zeros((), dtype=dtype, device=device))
-        self._capacity = max(1, min(num_data, cache_bytes // (num_data * torch.finfo(dtype).bits // 8)))
+        self.variance: Tensor = positive_parameter(variance, like)
+        self._capacity = max(1, min(num_data, 2**30 // (num_data * like.itemsize)))
         self._kept: dict[int, Tensor] = {}  # columns, the least recently used first
         self._diagonal: Tensor | None = None
 
@@ -122,7 +115,7 @@ class FunctionKernel(FixedKernel):
         if not callable(function):
             raise TypeError(f"function must be callable; got {type(function).__name__}")
         check_kinds(FunctionKernel.__init__, objects=objects, batched=batched)
-        super().__init__(len(objects), variance)
+        super().__init__(len(objects), variance, torch.zeros((), dtype=torch.float64))
         self.function = function
         self.inputs = objects
         self.batched = batched
@@ -535,7 +528,7 @@ class CountKernel(FixedKernel):
         dtype: torch.dtype = torch.float64,
     ) -> None:
         table, width, features = features, _width(features), self.prepare(features)
-        super().__init__(len(features), variance, dtype, device=features.rows.device)
+        super().__init__(len(features), variance, features.counts.to(dtype))
         remember_columns(self, "new", table)
         if normalization not in ("inner", "cosine", "tanimoto"):
             raise ValueError(f'normalization must be "inner", "cosine" or "tanimoto"; got {normalization!r}')
@@ -640,7 +633,7 @@ class HistogramIntersectionKernel(FixedKernel):
         if histograms.dim() != 2 or not bool((histograms >= 0).all()) or not bool(histograms.isfinite().all()):
             raise ValueError(f"histograms must be finite, not negative, and of shape (n, D); got {describe(histograms)}")
         histograms = histograms if histograms.is_floating_point() else histograms.double()
-        super().__init__(len(histograms), variance, histograms.dtype, device=histograms.device)
+        super().__init__(len(histograms), variance, histograms)
         remember_columns(self, "new", table)
         mass = histograms.sum(1).mean()
         self.register_buffer("_mass", mass if bool(mass > 0) else torch.ones_like(mass), persistent=False)

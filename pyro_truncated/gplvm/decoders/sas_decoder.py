@@ -193,7 +193,10 @@ class SASDecoder(UniqueModule):
         steps = check_count("steps", steps, least=0)
         with propagate_shard_errors(x):
             self._check_data(x)
-            self._check_latents(latents)
+            if latents is not None:
+                if tuple(latents.shape) != (self.num_data, self.latent_dim):
+                    raise ValueError(f"latents must have shape ({self.num_data}, {self.latent_dim}); got {tuple(latents.shape)}")
+                self._check_places(latents)
             self.portion = join_latents(self, self.portion, x)
             with torch.no_grad():
                 features, variance = self._start(x)
@@ -221,12 +224,6 @@ class SASDecoder(UniqueModule):
             raise ValueError(f"the data x must vary; got a variance of {float(variance):g}")
         self.noise = 0.5 * variance.to(self.loc)
         return as_shard_like(deviation, x), variance
-
-    def _check_latents(self, latents: Tensor | None) -> None:
-        if latents is not None and tuple(latents.shape) != (self.num_data, self.latent_dim):
-            raise ValueError(f"latents must have shape ({self.num_data}, {self.latent_dim}); got {tuple(latents.shape)}")
-        if latents is not None:
-            self._check_places(latents)
 
     @staticmethod
     def _check_places(latents: Tensor) -> None:

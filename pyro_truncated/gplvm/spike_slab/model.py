@@ -273,7 +273,8 @@ class SpikeSlabMRD(UniqueModule):
         super().__init__()
         num_data, num_latents = check_counts(num_data=num_data, num_latents=num_latents)
         num_observed = [check_count(f"num_observed[{c}]", d) for c, d in enumerate(num_observed)]
-        num_inducing = None if num_inducing is None else check_count("num_inducing", num_inducing)
+        # The default, if there are as many data points.
+        num_inducing = 50 if num_inducing is None else check_count("num_inducing", num_inducing)
         self.num_data, self.num_latents, self.num_observed = num_data, num_latents, tuple(num_observed)
         self.collapsed = collapsed
         shape = (len(self.num_observed), num_latents)
@@ -295,8 +296,6 @@ class SpikeSlabMRD(UniqueModule):
             time_prior.start(num_latents)
             time_prior.set_latents(loc, scale)
         self.logits = PyroParam(torch.zeros(shape, dtype=torch.float64), constraints.real)  # type: ignore[assignment]
-        # The default number of inducing inputs, if there are as many data points.
-        num_inducing = 50 if num_inducing is None else num_inducing
         views = make_views(kernel, likelihood, self.num_observed, loc, num_inducing, collapsed, expectation)
         self.views = PyroModule[torch.nn.ModuleList](views)  # type: ignore[arg-type, assignment]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import copy
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -321,29 +320,17 @@ def make_kernel(kernel: KernelSpec, num_latents: int, like: Tensor) -> kernels.K
     raise ValueError(f"kernel must be 'rbf', 'linear' or a kernel of pyro.contrib.gp.kernels; got {kernel!r}")
 
 
-@functools.singledispatch
 def kernel_weights(kernel: kernels.Kernel, num_latents: int) -> Tensor:
     r"""Each latent's weight: linear, :math:`1 / \ell^2`, or one, ``(Q,)``."""
-    del kernel
-    return torch.ones(num_latents)
-
-
-@kernel_weights.register(LinearARD)
-@kernel_weights.register(kernels.Linear)
-def _(kernel: kernels.Kernel, num_latents: int) -> Tensor:
-    return _spread(kernel, kernel.variance, num_latents)
-
-
-@kernel_weights.register(kernels.Isotropy)
-def _(kernel: kernels.Kernel, num_latents: int) -> Tensor:
-    return _spread(kernel, kernel.lengthscale.square().reciprocal(), num_latents)
-
-
-def _spread(kernel: kernels.Kernel, weight: Tensor, num_latents: int) -> Tensor:
-    """Weights of the kernel's active dimensions among all of them."""
-    variances = torch.zeros(num_latents, dtype=weight.dtype, device=weight.device)
-    variances[kernel.active_dims] = weight.detach().expand(len(kernel.active_dims))
-    return variances
+    if isinstance(kernel, LinearARD | kernels.Linear):
+        weight = torch.as_tensor(kernel.variance)
+    elif isinstance(kernel, kernels.Isotropy):
+        weight = torch.as_tensor(kernel.lengthscale).square().reciprocal()
+    else:
+        return torch.ones(num_latents)
+    weights = torch.zeros(num_latents, dtype=weight.dtype, device=weight.device)
+    weights[kernel.active_dims] = weight.detach().expand(len(kernel.active_dims))
+    return weights
 
 
 LikelihoodSpec = str | LabelLikelihood | None
