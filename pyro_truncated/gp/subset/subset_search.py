@@ -157,17 +157,12 @@ class ExchangeFactors:
         self._gram, self._moment = new(capacity, capacity), new(capacity, H)
         self._index = torch.zeros(capacity, dtype=torch.int64, device=problem.targets.device)
         self.prior = problem.diag()
-        self.rebuild(self._index[:0] if index is None else index)
-
-    def rebuild(self, index: Tensor | None = None) -> None:
-        """Computes all factors anew, which removes rounding errors."""
-        index = self.index.clone() if index is None else index
         self.size = 0
         self._cholesky: Tensor | None = None
         self.residual = self.prior.clone()
-        if len(index):
+        if index is not None and len(index):
             # All inputs at once: K_nI C^-T beats adding blocks.
-            columns = self.problem.columns(index)
+            columns = problem.columns(index)
             rows, triangle = independent_cholesky(columns[index], self.prior[index])
             self._place(index[rows], columns[:, rows], triangle)
 
@@ -502,7 +497,7 @@ class ExchangeSearch(SubsetSearch):
     def _exchange_blocks(
         self, factors: ExchangeFactors, value: float, most: int, budget: Budget, generator: torch.Generator | None
     ) -> float:
-        block, failures, since = most, 0, 0
+        block, failures = most, 0
         while failures < self.patience and not budget.is_exhausted:
             budget.attempts += 1
             limit = block if budget.max_swaps is None else min(block, budget.max_swaps - budget.swaps)
@@ -511,11 +506,7 @@ class ExchangeSearch(SubsetSearch):
                 failures += 1
                 block = 1
                 continue
-            failures, block, since = 0, min(most, 2 * swapped), since + swapped
-            # Rounding errors of updates add up.
-            if since >= 500:
-                factors.rebuild()
-                value, since = factors.value(), 0
+            failures, block = 0, min(most, 2 * swapped)
             budget.record(value, swapped)
         return value
 
