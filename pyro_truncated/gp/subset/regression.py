@@ -361,7 +361,7 @@ class SubsetGPRegression(torch.nn.Module):
 
         begin = functools.partial(attempt, size=size, start=self.index[self.index >= 0], tries_all=not larger)
         if math.isnan(self.objective_value):
-            value = fit_with_restart(begin, self.kernel, self.targets, self.log_noise, record, self.generator, self.index)
+            value = fit_with_restart(begin, self.kernel, self.targets, self.log_noise, record, self.index, self.generator)
         else:
             value = begin(False)
         for size in larger:

@@ -394,14 +394,9 @@ class SpikeSlabMRD(UniqueModule):
         """
         views = self.check_data(y)
         self.check_batch(batch_size)
-        if batch_size is None or batch_size >= self.num_data:
-            return self.bound_at(views, slice(None))
-        with pyro.plate("data", self.num_data, subsample_size=batch_size, device=str(self.prior.device)) as index:
-            assert index is not None
-        return self.bound_at(views, index)
-
-    def bound_at(self, views: Sequence[Tensor], index: Tensor | slice) -> Tensor:
-        """The bound from some data points of ``views``, scaled up to all."""
+        index: Tensor | slice = slice(None)
+        if batch_size is not None and batch_size < self.num_data:
+            index = pyro.plate("data", self.num_data, subsample_size=batch_size, device=str(self.prior.device)).indices
         latents = self.latents(index)
         return self.partial_bound([data[index] for data in views], latents, self.num_data / len(latents.loc))
 
@@ -538,10 +533,9 @@ class SpikeSlabMRD(UniqueModule):
         distinct, position = torch.unique(flat.flatten(1), dim=0, return_inverse=True)
         latents, bounds = self.latents(), []
         for row in distinct.view(-1, *self.prior.shape):
-            terms = []
-            for c, (view, data) in enumerate(zip(self.views, views, strict=True)):
-                inputs = SpikeSlabInputs(latents.loc, latents.scale.square(), row[c].to(latents.loc.dtype), validate_args=False)
-                terms.append(view.optimal(inputs, data)[0])
+            with self.fix_switches(row):
+                inputs = [self._view_inputs(latents, c) for c in range(self.num_views)]
+            terms = [view.optimal(own, data)[0] for view, own, data in zip(self.views, inputs, views, strict=True)]
             bounds.append(torch.stack(terms).sum() - (row.amax(0) * latents.divergence).sum())
         return torch.stack(bounds)[position].reshape(patterns.shape[:-2])
 
