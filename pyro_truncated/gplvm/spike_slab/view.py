@@ -75,9 +75,13 @@ class LabelLikelihood(abc.ABC):
         log_prob: Tensor = self.distribution(functions).base_dist.log_prob(y.nan_to_num(0.0))
         return torch.where(y.isnan(), 0.0, log_prob).sum(-1)
 
-    @abc.abstractmethod
     def response(self, loc: Tensor, variance: Tensor) -> Tensor:
-        """Expected data (probabilities of each class, rates) ``(N, F)`` under independent normal functions."""
+        """Expected data (probabilities, rates) ``(N, F)`` under independent normal functions, by quadrature."""
+        total = torch.zeros_like(loc)
+        roots, weights = np.polynomial.hermite_e.hermegauss(32)
+        for root, weight in zip(roots.tolist(), (weights / math.sqrt(2 * math.pi)).tolist(), strict=True):
+            total += weight * self.distribution(loc + root * variance.sqrt()).mean
+        return total
 
     @abc.abstractmethod
     def distribution(self, functions: Tensor) -> TorchDistribution:
@@ -124,10 +128,6 @@ class BernoulliLabels(LabelLikelihood):
         half = torch.where(is_observed, y, 0.5) - 0.5
         offset = half.square() / (2 * weight) + weight * xi.square() / 2 - xi / 2 - torch.nn.functional.softplus(-xi)
         return Observations(half / weight, weight * is_observed, (offset * is_observed).sum(1))
-
-    def response(self, loc: Tensor, variance: Tensor) -> Tensor:
-        """Expected labels ``(N, F)``, by quadrature."""
-        return _gaussian_mean(torch.sigmoid, loc, variance)
 
     def distribution(self, functions: Tensor) -> TorchDistribution:
         """The distribution of labels ``(..., F)``."""
@@ -267,10 +267,6 @@ class PoissonCounts(_CurvatureBound):
         """The bounds on the curvature ``(N, F)``."""
         return 0.25 + 0.17 * y
 
-    def response(self, loc: Tensor, variance: Tensor) -> Tensor:
-        """Expected rates ``(N, F)``, by quadrature."""
-        return _gaussian_mean(_rate, loc, variance)
-
     def distribution(self, functions: Tensor) -> TorchDistribution:
         """The distribution of counts ``(..., F)``."""
         counts: TorchDistribution = dist.Poisson(_rate(functions)).to_event(1)
@@ -285,15 +281,6 @@ def _range(y: Tensor) -> str:
 def _rate(functions: Tensor) -> Tensor:
     rate: Tensor = torch.nn.functional.softplus(functions)
     return rate.clamp(min=torch.finfo(rate.dtype).tiny)
-
-
-def _gaussian_mean(function: Callable[[Tensor], Tensor], loc: Tensor, variance: Tensor, *, nodes: int = 32) -> Tensor:
-    """Expectation of a function of a normal number, by Gauss-Hermite quadrature."""
-    roots, weights = np.polynomial.hermite_e.hermegauss(nodes)
-    total = torch.zeros_like(loc)
-    for root, weight in zip(roots.tolist(), (weights / math.sqrt(2 * math.pi)).tolist(), strict=True):
-        total += weight * function(loc + root * variance.sqrt())
-    return total
 
 
 KernelSpec = str | kernels.Kernel | Callable[[], kernels.Kernel]
