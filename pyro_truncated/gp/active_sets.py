@@ -160,12 +160,9 @@ class ActiveSet:
 def conditional_log_prob(value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
     """Log densities ``(*batch, B)`` of observed entries ``(*batch, B, D)`` under independent normals."""
     observed = ~value.isnan()
-    if bool(observed.all()):
-        if variance.shape[-1] == 1:
-            squares = (value - mean).square().sum(-1)
-            spread = variance.squeeze(-1)
-            return -0.5 * (squares / spread + value.shape[-1] * (2 * math.pi * spread).log())
-        return -0.5 * ((value - mean).square() / variance + (2 * math.pi * variance).log()).sum(-1)
+    if variance.shape[-1] == 1 and bool(observed.all()):
+        spread = variance.squeeze(-1)
+        return -0.5 * ((value - mean).square().sum(-1) / spread + value.shape[-1] * (2 * math.pi * spread).log())
     terms = (torch.where(observed, value, mean) - mean).square() / variance + (2 * math.pi * variance).log()
     return -0.5 * torch.where(observed, terms, 0.0).sum(-1)
 

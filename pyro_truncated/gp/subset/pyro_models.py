@@ -393,7 +393,7 @@ class SubsetVariationalGP(SubsetModel):
 
     @torch.no_grad()
     def take_index(self, index: Tensor) -> bool:
-        """Takes a new subset, and the moments of q(f) there for q(u)."""
+        """Takes a new subset, and q(f) with it."""
         old, factor = self.index, self.inducing_factor()
         if not super().take_index(index):
             return False

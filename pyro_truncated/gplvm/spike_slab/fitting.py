@@ -423,20 +423,19 @@ def fit(
 @contextmanager
 def _nearly_linear(model: SpikeSlabMRD) -> Iterator[None]:
     """A context with long length-scales and steep variances: functions hardly bend."""
-    stretched = [view.kernel for view in model.views if isinstance(view.kernel, Isotropy)]
-    for kernel in stretched:
-        _stretch(kernel, _STRETCH_FACTOR)
+
+    @torch.no_grad()
+    def stretch(factor: float) -> None:
+        """Multiplies length-scales, and variances by its square."""
+        for kernel in (view.kernel for view in model.views if isinstance(view.kernel, Isotropy)):
+            lengthscale, variance = torch.as_tensor(kernel.lengthscale), torch.as_tensor(kernel.variance)
+            kernel.lengthscale, kernel.variance = factor * lengthscale, factor**2 * variance  # type: ignore[assignment]
+
+    stretch(_STRETCH_FACTOR)
     try:
         yield
     finally:
-        for kernel in stretched:
-            _stretch(kernel, 1 / _STRETCH_FACTOR)
-
-
-@torch.no_grad()
-def _stretch(kernel: Isotropy, factor: float) -> None:
-    lengthscale, variance = torch.as_tensor(kernel.lengthscale), torch.as_tensor(kernel.variance)
-    kernel.lengthscale, kernel.variance = factor * lengthscale, factor**2 * variance  # type: ignore[assignment]
+        stretch(1 / _STRETCH_FACTOR)
 
 
 def _train(
