@@ -339,8 +339,7 @@ def split_weights(batch_size: int, num_active: int, num_data: int, like: Tensor 
             f"all {batch_size} points of the batch are active, and none stands for the other {num_data - batch_size} data points; "
             "make num_active smaller than the batch"
         )
-    weights = torch.ones(batch_size) if like is None else torch.ones(batch_size, dtype=like.dtype, device=like.device)
-    weights *= batch_size / num_data
+    weights = (torch.empty(0) if like is None else like).new_full((batch_size,), batch_size / num_data)
     if num_active < batch_size:
         weights[num_active:] *= (num_data - num_active) / (batch_size - num_active)
     return weights

@@ -224,12 +224,13 @@ def _closed_form_backward(basis: Basis, targets: Tensor, log_noise: Tensor, obje
         terms = _gradient_terms(problem, columns, square.detach(), diagonal.detach().sum())
     if terms is None:
         return math.nan
+    value, for_columns, for_square, for_noise = terms
     with torch.enable_grad():
-        fixed = (terms.square * square).sum() + 0.5 * problem.trace_weight * diagonal.sum() + terms.noise * noise
-        backward_through([(fixed, None)] if first is None else [(fixed, None), (first, terms.columns)])
+        fixed = (for_square * square).sum() + 0.5 * problem.trace_weight * diagonal.sum() + for_noise * noise
+        backward_through([(fixed, None)] if first is None else [(fixed, None), (first, for_columns)])
         for rows in blocks if first is None else ():
-            backward_through([(basis.columns(rows), terms.columns[rows])])
-    return terms.value
+            backward_through([(basis.columns(rows), for_columns[rows])])
+    return value
 
 
 def backward_through(outputs: list[tuple[Tensor, Tensor | None]]) -> None:
@@ -239,14 +240,7 @@ def backward_through(outputs: list[tuple[Tensor, Tensor | None]]) -> None:
         torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
 
 
-class _Terms(NamedTuple):
-    value: float
-    columns: Tensor
-    square: Tensor
-    noise: float
-
-
-def _gradient_terms(problem: SubsetProblem, columns: Tensor, square: Tensor, trace: Tensor) -> _Terms | None:
+def _gradient_terms(problem: SubsetProblem, columns: Tensor, square: Tensor, trace: Tensor) -> tuple[float, Tensor, Tensor, Tensor] | None:
     """The objective and its derivatives in columns, square and noise."""
     Y, s2, H, n = problem.targets, problem.noise, problem.num_outputs, problem.num_data
     rows, C = independent_cholesky(square)
@@ -280,7 +274,7 @@ def _gradient_terms(problem: SubsetProblem, columns: Tensor, square: Tensor, tra
         padded = torch.zeros_like(square)
         padded[rows[:, None], rows] = for_square
         for_square = padded
-    return _Terms(float(value), for_columns, for_square, float(d_noise))
+    return float(value), for_columns, for_square, d_noise
 
 
 class LeaveOneOutPrediction(NamedTuple):

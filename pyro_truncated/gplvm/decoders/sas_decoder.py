@@ -291,17 +291,15 @@ class SASDecoder(UniqueModule):
     def _split(self, x: Tensor, split: Split | None) -> Split:
         """The split given, or one drawn as Pyro draws subsamples."""
         self.portion = join_latents(self, self.portion, x)
-        split = self._whole_split(split)
+        if split is None:
+            batch = pyro.plate("batch", self.num_data, subsample_size=self.batch_size).indices
+            active = pyro.plate("active", len(batch), subsample_size=self.num_active).indices
+            others = torch.ones(len(batch), dtype=torch.bool, device=batch.device)
+            others[active] = False
+            split = Split(batch[torch.cat([active, others.nonzero().squeeze(-1)])], len(active))
+        else:
+            split = Split(split.indices.to(self.loc.device), split.num_active)
         return split if self.portion is None else SharedSplit.from_split(split, self.portion)
-
-    def _whole_split(self, split: Split | None) -> Split:
-        if split is not None:
-            return Split(split.indices.to(self.loc.device), split.num_active)
-        batch = pyro.plate("batch", self.num_data, subsample_size=self.batch_size).indices
-        active = pyro.plate("active", len(batch), subsample_size=self.num_active).indices
-        others = torch.ones(len(batch), dtype=torch.bool, device=batch.device)
-        others[active] = False
-        return Split(batch[torch.cat([active, others.nonzero().squeeze(-1)])], len(active))
 
     @contextlib.contextmanager
     def _plate(self, split: Split) -> Iterator[None]:

@@ -31,7 +31,6 @@ from pyro_truncated.utils.devices import generator_device
 from pyro_truncated.utils.parameter_store import load_snapshot, snapshot
 
 Start = str | Tensor | Callable[[list[Tensor]], Tensor]
-STARTS = ("pca", "random")
 
 
 @names_arguments
@@ -92,7 +91,7 @@ def _latent_means(start: Start, views: list[Tensor], num_latents: int, generator
         return principal_components(torch.cat([v / (v.square().mean() * v.shape[1]).sqrt() for v in views], 1), num_latents, generator)
     if start == "random":
         return _randn(len(views[0]), num_latents, views[0], generator)
-    raise ValueError(f"start must be one of {STARTS}, latent means (N, Q), or a function that makes them; got {start!r}")
+    raise ValueError(f"start must be one of ('pca', 'random'), latent means (N, Q), or a function that makes them; got {start!r}")
 
 
 def _start_view(view: View, loc: Tensor, variance: Tensor, generator: torch.Generator | None, *, noise_share: float = 0.01) -> None:
@@ -636,22 +635,19 @@ def fit_minibatches(
                 with torch.no_grad():
                     model.logits = torch.full_like(model.logits, NEARLY_ON)
             with model.fix_switches(1.0) if step < free_from else nullcontext():
-                estimates.append(_step(model, batch, views, rate * decay, optimizer))
+                _natural_step(model, batch, views, rate * decay)
+                model.zero_grad()
+                outputs, latents = [data[batch.rows] for data in views], model.latents(batch.positions)
+                bound = model.partial_bound(outputs, latents, batch.scale, batch.share)
+            (-bound / model.num_data).backward()
+            add_gradients(model, batch)
+            optimizer.step()
+            estimates.append(float(batch.total([bound.detach()])[0]))
             if callback is not None:
                 callback(step, estimates[-1])
         if find_part(views) is not None:
             gather_latent_marginals(model, views)
     return estimates
-
-
-def _step(model: SpikeSlabMRD, batch: Minibatch, views: list[Tensor], rate: float, optimizer: torch.optim.Optimizer) -> float:
-    _natural_step(model, batch, views, rate)
-    model.zero_grad()
-    bound = model.partial_bound([data[batch.rows] for data in views], model.latents(batch.positions), batch.scale, batch.share)
-    (-bound / model.num_data).backward()
-    add_gradients(model, batch)
-    optimizer.step()
-    return float(batch.total([bound.detach()])[0])
 
 
 @names_arguments
