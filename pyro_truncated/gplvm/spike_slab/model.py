@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -217,7 +217,7 @@ class SpikeSlabMRD(UniqueModule):
 
     Args:
         num_data: number of data points ``N``.
-        num_observed: number of outputs of each view.
+        num_observed: number of outputs of each view, or of the only one.
         num_latents: number of latent dimensions ``Q``.
         kernel: ``"rbf"``, ``"linear"``, a kernel, or a function that makes one; or one for each view.
         num_inducing: inducing inputs ``M`` of each view. Default: 50, at most ``N``; with ``LinearARD`` the unit vectors.
@@ -258,7 +258,7 @@ class SpikeSlabMRD(UniqueModule):
     def __init__(
         self,
         num_data: int,
-        num_observed: Sequence[int],
+        num_observed: int | Sequence[int],
         num_latents: int,
         *,
         kernel: KernelSpec | Sequence[KernelSpec] = "rbf",
@@ -272,7 +272,9 @@ class SpikeSlabMRD(UniqueModule):
     ) -> None:
         super().__init__()
         num_data, num_latents = check_counts(num_data=num_data, num_latents=num_latents)
-        num_observed = [check_count(f"num_observed[{c}]", d) for c, d in enumerate(num_observed)]
+        # A tensor of one number is a number.
+        sizes = num_observed if isinstance(num_observed, Iterable) and getattr(num_observed, "ndim", 1) > 0 else [num_observed]
+        num_observed = [check_count(f"num_observed[{c}]", d) for c, d in enumerate(sizes)]
         # The default, if there are as many data points.
         num_inducing = 50 if num_inducing is None else check_count("num_inducing", num_inducing)
         self.num_data, self.num_latents, self.num_observed = num_data, num_latents, tuple(num_observed)
@@ -570,33 +572,3 @@ class SpikeSlabGPLVM(SpikeSlabMRD):
     Reference:
         Dai, Hensman and Lawrence, "Spike and slab Gaussian process latent variable models" (2015), section 3.
     """
-
-    @names_arguments
-    def __init__(
-        self,
-        num_data: int,
-        num_observed: int,
-        num_latents: int,
-        *,
-        kernel: KernelSpec = "rbf",
-        num_inducing: int | None = None,
-        likelihood: LikelihoodSpec = None,
-        prior: float | Tensor = 0.1,
-        collapsed: bool = True,
-        expectation: Expectation | None = None,
-        time_prior: TimePrior | None = None,
-        dtype: torch.dtype = torch.float64,
-    ) -> None:
-        super().__init__(
-            num_data,
-            [num_observed],
-            num_latents,
-            kernel=kernel,
-            num_inducing=num_inducing,
-            likelihood=likelihood,
-            prior=prior,
-            collapsed=collapsed,
-            expectation=expectation,
-            time_prior=time_prior,
-            dtype=dtype,
-        )
