@@ -122,7 +122,7 @@ class FunctionKernel(FixedKernel):
 
     def take(self, rows: Tensor | None) -> Sequence[Any]:
         """The objects, or those at ``rows``."""
-        return self.inputs if rows is None else [self.inputs[i] for i in rows.tolist()]
+        return self.inputs if rows is None else [self.inputs[i] for i in torch.as_tensor(rows).tolist()]
 
     def points(self, new: Sequence[Any]) -> Sequence[Any]:
         """New objects as they are."""
@@ -559,7 +559,10 @@ class CountKernel(FixedKernel):
 
     def take(self, rows: Tensor | None) -> tuple[Tensor, Tensor]:
         """The training inputs, or those at ``rows``."""
-        return self.inputs if rows is None else (self._matrix.index_select(0, rows), self._norms[rows])
+        if rows is None:
+            return self.inputs
+        rows = torch.as_tensor(rows, device=self._norms.device)
+        return self._matrix.index_select(0, rows), self._norms[rows]
 
     def points(self, new: Any, own_features: bool = False) -> tuple[Tensor, Tensor]:
         """Counts of new inputs, by the training inputs' or their own features."""

@@ -275,9 +275,8 @@ class CoregionalizedGPRegression(torch.nn.Module):
         (cross, prior), factor = self._cross(new), stable_cholesky(self.covariance())
         weights = torch.cholesky_solve(self._values[:, None], factor).squeeze(1)
         means, variances = [], []
-        everything = torch.arange(self.num_outputs, device=self._row.device)
         for rows in torch.arange(len(cross)).split(rows_per_block(32 * self.num_outputs * len(self._values))):
-            block = self._block(cross[rows], everything)
+            block = self._block(cross[rows])
             explained = torch.linalg.solve_triangular(factor, block.flatten(0, 1).mT, upper=False).square().sum(0)
             means.append(block @ weights)
             variances.append(prior[rows, None] * self.coregionalization.diagonal() - explained.reshape(len(rows), -1))
@@ -296,11 +295,9 @@ class CoregionalizedGPRegression(torch.nn.Module):
             A normal distribution of event shape ``(n_new * H,)``, the outputs of the first input first.
         """
         (cross, variances), factor = self._cross(new), stable_cholesky(self.covariance())
-        num, outputs = len(cross), torch.arange(self.num_outputs, device=self._row.device)
-        block = self._block(cross, outputs).flatten(0, 1)
-        solved = torch.linalg.solve_triangular(factor, block.mT, upper=False)
+        solved = torch.linalg.solve_triangular(factor, self._block(cross).flatten(0, 1).mT, upper=False)
         weights = torch.linalg.solve_triangular(factor, self._values[:, None], upper=False)
-        output = outputs.repeat(num)
+        output = torch.arange(self.num_outputs, device=self._row.device).repeat(len(cross))
         prior = self.kernel.among(new).double().repeat_interleave(self.num_outputs, 0).repeat_interleave(self.num_outputs, 1)
         spread = prior * self.coregionalization[output[:, None], output] - solved.mT @ solved
         spread = spread if noiseless else spread + torch.diag_embed(self.noise[output])
@@ -313,9 +310,9 @@ class CoregionalizedGPRegression(torch.nn.Module):
         """Covariances ``(n_new, n)`` of new inputs with the training inputs, and their variances."""
         return covariances_with(Basis(self.kernel, torch.arange(self.kernel.num_data, device=self._row.device)), new)
 
-    def _block(self, cross: Tensor, outputs: Tensor) -> Tensor:
+    def _block(self, cross: Tensor) -> Tensor:
         """Covariances of all outputs at new inputs with the observed entries, ``(n_new, H, entries)``."""
-        return cross[:, None, self._row] * self.coregionalization[outputs][:, self._output]
+        return cross[:, None, self._row] * self.coregionalization[:, self._output]
 
 
 def _leading_correlations(targets: Tensor, rank: int) -> Tensor:

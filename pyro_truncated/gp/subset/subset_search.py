@@ -470,7 +470,7 @@ class ExchangeSearch(SubsetSearch):
         """Exchanges members until nothing helps or the budget is spent; see :class:`SubsetSearch`."""
         # Most inputs exchanged at once: an eighth of the subset, at most 16.
         block = min(16, max(1, num_inducing // 8))
-        capacity = min(problem.num_data, num_inducing + max(block, 1))
+        capacity = min(problem.num_data, num_inducing + block)
         start = None if index is None else check_index(index, problem.num_data).to(problem.targets.device)[:num_inducing]
         factors = ExchangeFactors(problem, capacity, start)
         self.fill(factors, num_inducing, block, generator)
