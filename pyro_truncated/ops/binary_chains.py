@@ -11,6 +11,7 @@ S)``; a member whose log likelihood is minus infinity is as good as absent.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -52,21 +53,23 @@ def pair_tables(log_prob: Tensor) -> PairTables:
     """The tables of log transition probabilities ``(K, M, 2, 2)``, in float64."""
     is_forbidden = log_prob == -torch.inf
     (off_off, off_on), (on_off, on_on) = (row.unbind(-1) for row in log_prob.double().masked_fill(is_forbidden, 0.0).unbind(-2))
-    bits = torch.arange(256, device=log_prob.device) >> torch.arange(8, device=log_prob.device).unsqueeze(1) & 1
-
-    def by_octet(coefficients: Tensor) -> Tensor:
-        filled = torch.nn.functional.pad(coefficients, (0, -coefficients.shape[1] % 8)).unflatten(1, (-1, 8, 1))
-        sums: Tensor = (filled * bits).sum(2)
-        return sums
-
-    both = by_octet(on_on - on_off - off_on + off_off)
-    flags = torch.nn.functional.pad(is_forbidden.flatten(2).mT, (0, -log_prob.shape[1] % WORD_BITS)).unflatten(2, (-1, WORD_BITS))
-    masks = (flags.long() << torch.arange(WORD_BITS, device=log_prob.device)).sum(-1)
-    # Where nothing is forbidden there is nothing to look up.
-    masks = torch.stack([masks, masks[:, [0, 2, 1, 3]]])[:, :, : 4 * int(masks.any())]
+    coefficients = torch.stack([on_off - off_off, off_on - off_off, on_on - on_off - off_on + off_off])
+    filled = torch.nn.functional.pad(coefficients, (0, -log_prob.shape[1] % 8)).unflatten(2, (-1, 8, 1))
+    previous, current, both = (filled * _octets(log_prob.device)).sum(3).unbind()
     smallest = (both.amax(-1).sum(-1) - _SAFE_NATS).exp()
-    pairs = torch.stack([both, both.exp()], 1)
-    return PairTables(off_off.sum(-1), smallest, by_octet(on_off - off_off), by_octet(off_on - off_off), pairs, masks)
+    # Where nothing is forbidden there is nothing to look up.
+    masks = torch.zeros(2, len(log_prob), 0, -(-log_prob.shape[1] // WORD_BITS), dtype=torch.int64, device=log_prob.device)
+    if bool(is_forbidden.any()):
+        flags = torch.nn.functional.pad(is_forbidden.flatten(2).mT, (0, -log_prob.shape[1] % WORD_BITS)).unflatten(2, (-1, WORD_BITS))
+        words = (flags.long() << torch.arange(WORD_BITS, device=log_prob.device)).sum(-1)
+        masks = torch.stack([words, words[:, [0, 2, 1, 3]]])
+    return PairTables(off_off.sum(-1), smallest, previous, current, torch.stack([both, both.exp()], 1), masks)
+
+
+@functools.cache
+def _octets(device: torch.device) -> Tensor:
+    """The bits of all octets, ``(8, 256)``."""
+    return torch.arange(256, device=device) >> torch.arange(8, device=device).unsqueeze(1) & 1
 
 
 def chances_if_full(words: Tensor, log_prob: Tensor) -> Tensor | None:

@@ -12,13 +12,13 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from pyro_truncated.ops.binary_chains import LOST_NATS, chances_if_full, likelihoods, pair_tables
+from pyro_truncated.ops.binary_chains import LOST_NATS, PairTables, chances_if_full, likelihoods, pair_tables
 from pyro_truncated.ops.compiled.compilation import HEAVY, njit, parallel_kernel
 from pyro_truncated.ops.compiled.iterate_active import as_array, copy, trailing_zeros
 
 
-def _tables(log_prob: Tensor) -> list[np.ndarray]:
-    return [table.numpy() for table in pair_tables(log_prob)]
+def _tables(log_prob: Tensor) -> PairTables:
+    return PairTables(*(table.numpy() for table in pair_tables(log_prob)))  # type: ignore[arg-type]
 
 
 def _arrays(*tensors: Tensor) -> list[np.ndarray]:
@@ -57,7 +57,7 @@ def messages(words: Tensor, unary: Tensor, log_prob: Tensor, kind: Tensor, direc
     """See :func:`pyro_truncated.ops.binary_chains.messages`; messages and norms, forward or backward in turn."""
     found = [(torch.empty(unary.shape, dtype=torch.float64), torch.zeros(kind.shape, dtype=torch.float64)) for _ in directions]
     if (chances := chances_if_full(words, log_prob)) is None:
-        arguments = *_arrays(words, unary, kind), *_tables(log_prob)
+        arguments = *_arrays(words, unary, kind), _tables(log_prob)
         for forward, (out, log_norm) in zip(directions, found, strict=True):
             _messages(*arguments, forward, out.numpy(), log_norm.numpy())
         return found
@@ -81,7 +81,7 @@ def select(
     out = torch.empty(chosen.shape, dtype=torch.float64)
     log_norm = torch.zeros(kind.shape, dtype=torch.float64)
     arguments = _arrays(words, unary, kind, ahead)
-    _select(*arguments, *_tables(log_prob), forward, chosen.numpy(), out.numpy(), log_norm.numpy())
+    _select(*arguments, _tables(log_prob), forward, chosen.numpy(), out.numpy(), log_norm.numpy())
     return chosen, out, log_norm
 
 
@@ -96,21 +96,21 @@ def expected_pairs(
     if (chances := chances_if_full(words, log_prob)) is not None:
         _full_expected_pairs(*_arrays(forward.exp(), likelihoods(onward)[0], kind, weight, chances), *sums)
         return number.sum(0), previous.sum(0), current.sum(0), both.sum(0)
-    _expected_pairs(*_arrays(words, forward, onward, kind, weight), *_tables(log_prob), *sums)
+    _expected_pairs(*_arrays(words, forward, onward, kind, weight), _tables(log_prob), *sums)
     return number.sum(0), previous.sum(0), current.sum(0), both.sum(0)
 
 
 def best_path(words: Tensor, unary: Tensor, log_prob: Tensor, kind: Tensor) -> tuple[Tensor, Tensor]:
     """See :func:`pyro_truncated.ops.binary_chains.best_path`."""
     path, value = torch.zeros(kind.shape, dtype=torch.int64), torch.zeros(len(kind), dtype=torch.float64)
-    _best_path(*_arrays(words, unary, kind), *_tables(log_prob), path.numpy(), value.numpy())
+    _best_path(*_arrays(words, unary, kind), _tables(log_prob), path.numpy(), value.numpy())
     return path, value
 
 
 def draw_paths(words: Tensor, forward: Tensor, log_prob: Tensor, kind: Tensor, uniform: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.binary_chains.draw_paths`."""
     path = torch.zeros(uniform.shape, dtype=torch.int64)
-    _draw_paths(*_arrays(words, forward, kind, uniform), *_tables(log_prob), path.numpy())
+    _draw_paths(*_arrays(words, forward, kind, uniform), _tables(log_prob), path.numpy())
     return path
 
 
@@ -123,14 +123,14 @@ def flips(
     score = torch.full((last - first, size), -torch.inf, dtype=torch.float64)
     arguments = _arrays(words, log_weight, gain, forward, onward, kind)
     chances = as_array(torch.stack([log_prob, log_prob.mT]).double().exp())
-    _flips(*arguments, *_tables(log_prob), chances, first, member.numpy(), latent.numpy(), score.numpy())
+    _flips(*arguments, _tables(log_prob), chances, first, member.numpy(), latent.numpy(), score.numpy())
     return member, latent, score
 
 
 def masses(words: Tensor, unary: Tensor, others: Tensor, forward: Tensor, onward: Tensor, log_prob: Tensor, kind: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.vectorised.binary_chains.masses`."""
     out = torch.empty(unary.shape, dtype=torch.float64)
-    _masses(*_arrays(words, unary, others, forward, onward, kind), *_tables(log_prob), out.numpy())
+    _masses(*_arrays(words, unary, others, forward, onward, kind), _tables(log_prob), out.numpy())
     return out
 
 
@@ -233,10 +233,11 @@ def _log_factor(smallest, both, masks, near, others, state, scratch):
 
 
 @njit
-def _share_pairs(smallest, both, masks, near, others, state, shares):
+def _share_pairs(tables, k, is_left, near, others, state, shares):
     """Writes the share of each of the others in that sum."""
+    both, masks = tables.both[k], tables.forbidden[0 if is_left else 1, k]
     total = _weigh_pairs(both, masks, near, others, state, shares)
-    if not smallest <= total < np.inf:
+    if not tables.smallest[k] <= total < np.inf:
         best = _log_pairs(both, masks, near, others, state, shares)
         total = 0.0
         for j in range(others.shape[0]):
@@ -268,14 +269,14 @@ def _set_first(values):
 
 
 @njit
-def _near(others, message, terms, constant, near):
+def _near(tables, k, is_left, others, message, near):
     """Writes (log) weights of a neighbouring step's members; returns the largest.
 
     They include the terms of the transition that depend on these members alone.
     """
-    best = -np.inf
+    terms, best = tables.previous[k] if is_left else tables.current[k], -np.inf
     for j in range(others.shape[0]):
-        near[0, j] = message[j] + constant + _by_octets(terms, others[j])
+        near[0, j] = message[j] + tables.constant[k] + _by_octets(terms, others[j])
         best = max(best, near[0, j])
     if best == -np.inf:
         best = 0.0
@@ -286,16 +287,19 @@ def _near(others, message, terms, constant, near):
 
 
 @njit
-def _message(states, own, terms, smallest, both, masks, near, best, others, scratch, out):
+def _message(tables, k, is_left, others, message, states, own, near, scratch, out):
     """Adds what a neighbouring step's members send to states to ``own``."""
+    best = _near(tables, k, is_left, others, message, near)
+    terms, both, masks = tables.current[k] if is_left else tables.previous[k], tables.both[k], tables.forbidden[0 if is_left else 1, k]
     for i in range(states.shape[0]):
         out[i] = own[i]
         if out[i] > -np.inf:
-            out[i] += _by_octets(terms, states[i]) + best + _log_factor(smallest, both, masks, near, others, states[i], scratch)
+            factor = _log_factor(tables.smallest[k], both, masks, near, others, states[i], scratch)
+            out[i] += _by_octets(terms, states[i]) + best + factor
 
 
 @parallel_kernel(cost=HEAVY, has_plain=True)
-def _messages(words, unary, kind, constant, smallest, previous, current, both, forbidden, forward, out, log_norm):
+def _messages(words, unary, kind, tables, forward, out, log_norm):
     num_data, num_steps, size, num_words = words.shape
     for n in prange(num_data):
         near, scratch, onward = np.zeros((2, size)), np.empty(size), np.zeros(size)
@@ -305,31 +309,15 @@ def _messages(words, unary, kind, constant, smallest, previous, current, both, f
             if kind[n, t] < 0:
                 _set_first(out[n, t])
             elif forward:
-                k = kind[n, t]
                 others, message = (words[n, t - 1], out[n, t - 1]) if t > 0 else (zero_state, zero)
-                best = _near(others, message, previous[k], constant[k], near)
-                _message(
-                    words[n, t],
-                    unary[n, t],
-                    current[k],
-                    smallest[k],
-                    both[k],
-                    forbidden[0, k],
-                    near,
-                    best,
-                    others,
-                    scratch,
-                    out[n, t],
-                )
+                _message(tables, kind[n, t], True, others, message, words[n, t], unary[n, t], near, scratch, out[n, t])
                 log_norm[n, t] = _normalize(out[n, t])
             elif t + 1 == num_steps or kind[n, t + 1] < 0:
                 out[n, t] = 0.0
             else:
-                k, others = kind[n, t + 1], words[n, t + 1]
                 for j in range(size):
                     onward[j] = unary[n, t + 1, j] + out[n, t + 1, j]
-                best = _near(others, onward, current[k], constant[k], near)
-                _message(words[n, t], zero, previous[k], smallest[k], both[k], forbidden[1, k], near, best, others, scratch, out[n, t])
+                _message(tables, kind[n, t + 1], False, words[n, t + 1], onward, words[n, t], zero, near, scratch, out[n, t])
                 log_norm[n, t] = _normalize(out[n, t])
 
 
@@ -528,7 +516,7 @@ def _best_distinct(score, states, index, best_states):
 
 
 @parallel_kernel(cost=HEAVY, has_plain=True)
-def _select(words, unary, kind, ahead, constant, smallest, previous, current, both, forbidden, forward, index, out, log_norm):
+def _select(words, unary, kind, ahead, tables, forward, index, out, log_norm):
     num_data, num_steps, num_candidates, num_words = words.shape
     size, width = index.shape[2], ahead.shape[2]
     for n in prange(num_data):
@@ -547,7 +535,6 @@ def _select(words, unary, kind, ahead, constant, smallest, previous, current, bo
                 index[n, t] = -1
                 index[n, t, 0] = 0
                 continue
-            k = kind[n, t]
             if t == 0:
                 others = zero_state
                 own[0] = 0.0
@@ -557,11 +544,9 @@ def _select(words, unary, kind, ahead, constant, smallest, previous, current, bo
             else:
                 others = words[n, t - 1, :width]
                 copy(ahead[n, t - 1], own[:width])
-            best = _near(others, own, previous[k], constant[k], near)
-            _message(words[n, t], unary[n, t], current[k], smallest[k], both[k], forbidden[0, k], near, best, others, scratch, left)
+            _message(tables, kind[n, t], True, others, own, words[n, t], unary[n, t], near, scratch, left)
             right[:] = 0.0
             if t + 1 < num_steps and kind[n, t + 1] >= 0:
-                k = kind[n, t + 1]
                 if forward:
                     others = words[n, t + 1, :width]
                     for i in range(width):
@@ -571,9 +556,8 @@ def _select(words, unary, kind, ahead, constant, smallest, previous, current, bo
                     for i in range(size):
                         c = index[n, t + 1, i]
                         own[i] = unary[n, t + 1, c] + out[n, t + 1, i] if c >= 0 else -np.inf
-                best = _near(others, own, current[k], constant[k], near)
                 score[:] = 0.0
-                _message(words[n, t], score, previous[k], smallest[k], both[k], forbidden[1, k], near, best, others, scratch, right)
+                _message(tables, kind[n, t + 1], False, others, own, words[n, t], score, near, scratch, right)
             for c in range(num_candidates):
                 score[c] = left[c] + right[c]
             _best_distinct(score, words[n, t], index[n, t], best_states)
@@ -586,8 +570,9 @@ def _select(words, unary, kind, ahead, constant, smallest, previous, current, bo
 
 
 @njit
-def _posterior_pairs(others, near, states, alone, smallest, both, masks, pairs):
+def _posterior_pairs(tables, k, others, near, states, alone, pairs):
     """Writes the posterior of states and previous ones, ``(S, S')``, if possible."""
+    both, masks = tables.both[k], tables.forbidden[0, k]
     num, highest, total = others.shape[0], -np.inf, 0.0
     for value in alone:
         highest = max(highest, value)
@@ -599,7 +584,7 @@ def _posterior_pairs(others, near, states, alone, smallest, both, masks, pairs):
             total += weight * _weigh_pairs(both, masks, near, others, states[i], pairs[i])
         for j in range(num):
             pairs[i, j] = weight * pairs[i, j] if weight > 0.0 else 0.0
-    if not smallest <= total < np.inf:
+    if not tables.smallest[k] <= total < np.inf:
         total = _log_posterior_pairs(others, near, states, alone, both, masks, pairs)
     if total > 0.0:
         for i in range(states.shape[0]):
@@ -625,23 +610,7 @@ def _log_posterior_pairs(others, near, states, alone, both, masks, pairs):
 
 
 @parallel_kernel(cost=HEAVY, has_plain=True)
-def _expected_pairs(
-    words,
-    forward,
-    onward,
-    kind,
-    weight,
-    constant,
-    smallest,
-    previous_terms,
-    current_terms,
-    both_terms,
-    forbidden,
-    number,
-    previous,
-    current,
-    both,
-):
+def _expected_pairs(words, forward, onward, kind, weight, tables, number, previous, current, both):
     num_data, num_steps, size, num_words = words.shape
     for n in prange(num_data):
         near, zero, alone, pairs = np.zeros((2, size)), np.zeros(size), np.empty(size), np.empty((size, size))
@@ -651,13 +620,12 @@ def _expected_pairs(
             if k < 0 or weight[n] == 0.0:
                 continue
             others, message = (words[n, t - 1], forward[n, t - 1]) if t > 0 else (zero_state, zero)
-            _near(others, message, previous_terms[k], constant[k], near)
+            _near(tables, k, True, others, message, near)
             for i in range(size):
-                alone[i] = onward[n, t, i] + _by_octets(current_terms[k], words[n, t, i])
-            if not _posterior_pairs(others, near, words[n, t], alone, smallest[k], both_terms[k], forbidden[0, k], pairs):
-                continue
-            number[n, k] += weight[n]
-            _add_pairs(others, words[n, t], pairs, weight[n], previous[n, k], current[n, k], both[n, k])
+                alone[i] = onward[n, t, i] + _by_octets(tables.current[k], words[n, t, i])
+            if _posterior_pairs(tables, k, others, near, words[n, t], alone, pairs):
+                number[n, k] += weight[n]
+                _add_pairs(others, words[n, t], pairs, weight[n], previous[n, k], current[n, k], both[n, k])
 
 
 @njit
@@ -696,7 +664,7 @@ def _add_bits(sums, w, word, share):
 
 
 @parallel_kernel(cost=HEAVY, has_plain=True)
-def _best_path(words, unary, kind, constant, smallest, previous, current, both, forbidden, path, value):
+def _best_path(words, unary, kind, tables, path, value):
     num_data, num_steps, size, num_words = words.shape
     for n in prange(num_data):
         near, scratch, message, zero = np.zeros((2, size)), np.empty(size), np.zeros(size), np.zeros(size)
@@ -710,14 +678,14 @@ def _best_path(words, unary, kind, constant, smallest, previous, current, both, 
             last = t
             others, weights = (words[n, t - 1], message) if t > 0 else (zero_state, zero)
             num = others.shape[0]
-            highest = _near(others, weights, previous[k], constant[k], near)
+            highest = _near(tables, k, True, others, weights, near)
             for i in range(size):
-                best = _log_pairs(both[k], forbidden[0, k], near, others, words[n, t, i], scratch)
+                best = _log_pairs(tables.both[k], tables.forbidden[0, k], near, others, words[n, t, i], scratch)
                 for j in range(num):
                     if scratch[j] == best:
                         origin[t, i] = j
                         break
-                message[i] = unary[n, t, i] + _by_octets(current[k], words[n, t, i]) + highest + best
+                message[i] = unary[n, t, i] + _by_octets(tables.current[k], words[n, t, i]) + highest + best
         if last < 0:
             continue
         best_last = 0
@@ -747,7 +715,7 @@ def _place(weights, uniform):
 
 
 @parallel_kernel(cost=HEAVY, has_plain=True)
-def _draw_paths(words, forward, kind, uniform, constant, smallest, previous, current, both, forbidden, path):
+def _draw_paths(words, forward, kind, uniform, tables, path):
     num_draws, num_data, num_steps = uniform.shape
     size = words.shape[2]
     for n in prange(num_data):
@@ -762,33 +730,28 @@ def _draw_paths(words, forward, kind, uniform, constant, smallest, previous, cur
                         chances[i] = np.exp(forward[n, t, i])
                 else:
                     k = kind[n, t + 1]
-                    _near(words[n, t], forward[n, t], previous[k], constant[k], near)
-                    _share_pairs(smallest[k], both[k], forbidden[0, k], near, words[n, t], words[n, t + 1, following], chances)
+                    _near(tables, k, True, words[n, t], forward[n, t], near)
+                    _share_pairs(tables, k, True, near, words[n, t], words[n, t + 1, following], chances)
                 following = _place(chances, uniform[r, n, t])
                 path[r, n, t] = following
 
 
 @parallel_kernel(cost=HEAVY, has_plain=True)
-def _masses(words, unary, members, forward, onward, kind, constant, smallest, previous, current, both, forbidden, out):
+def _masses(words, unary, members, forward, onward, kind, tables, out):
     num_data, num_steps, num_candidates, num_words = words.shape
     size = members.shape[2]
     for row in prange(num_data * num_steps):
         n, t = row // num_steps, row % num_steps
         near, scratch = np.zeros((2, size)), np.empty(size)
         right, zero = np.zeros(num_candidates), np.zeros(max(size, num_candidates))
-        k = kind[n, t]
-        if k < 0:
+        if kind[n, t] < 0:
             _set_first(out[n, t])
             continue
         zero_state = np.zeros((1, num_words), np.int64)
         others, message = (members[n, t - 1], forward[n, t - 1]) if t > 0 else (zero_state, zero)
-        best = _near(others, message, previous[k], constant[k], near)
-        _message(words[n, t], unary[n, t], current[k], smallest[k], both[k], forbidden[0, k], near, best, others, scratch, out[n, t])
-        k = kind[n, t + 1] if t + 1 < num_steps else -1
-        if k >= 0:
-            others = members[n, t + 1]
-            best = _near(others, onward[n, t + 1], current[k], constant[k], near)
-            _message(words[n, t], zero, previous[k], smallest[k], both[k], forbidden[1, k], near, best, others, scratch, right)
+        _message(tables, kind[n, t], True, others, message, words[n, t], unary[n, t], near, scratch, out[n, t])
+        if t + 1 < num_steps and kind[n, t + 1] >= 0:
+            _message(tables, kind[n, t + 1], False, members[n, t + 1], onward[n, t + 1], words[n, t], zero, near, scratch, right)
             for c in range(num_candidates):
                 out[n, t, c] += right[c]
 
@@ -811,9 +774,9 @@ def _ratio(on, from_off, from_on, value):
 
 
 @njit
-def _times_ratios(near, others, state, smallest, both, masks, chances, scratch, on, ratio):
+def _times_ratios(tables, k, is_left, near, others, state, chances, scratch, on, ratio):
     """Multiplies ratios ``(M,)`` by what each flip changes at a neighbouring step."""
-    _share_pairs(smallest, both, masks, near, others, state, scratch)
+    _share_pairs(tables, k, is_left, near, others, state, scratch)
     _chance_on(others, scratch, on)
     for m in range(ratio.shape[0]):
         value = (state[m >> 6] >> (m & 63)) & 1
@@ -846,25 +809,7 @@ def _insert_flips(i, states, weights, gain, ratio, score, member, latent, best_s
 
 
 @parallel_kernel(cost=HEAVY, has_plain=True)
-def _flips(
-    words,
-    log_weight,
-    gain,
-    forward,
-    onward,
-    kind,
-    constant,
-    smallest,
-    previous,
-    current,
-    both,
-    forbidden,
-    chances,
-    first,
-    member,
-    latent,
-    score,
-):
+def _flips(words, log_weight, gain, forward, onward, kind, tables, chances, first, member, latent, score):
     _, num_steps, size, num_words = words.shape
     num_rows, num_latents, num_kept = member.shape[0], gain.shape[2], member.shape[1]
     for row in prange(num_rows):
@@ -877,29 +822,17 @@ def _flips(
         kept, state = np.zeros((num_kept, num_words), np.int64), np.zeros(num_words, np.int64)
         zero_state, zero = np.zeros((1, num_words), np.int64), np.zeros(size)
         before, message = (words[n, t - 1], forward[n, t - 1]) if t > 0 else (zero_state, zero)
-        _near(before, message, previous[k], constant[k], left)
+        _near(tables, k, True, before, message, left)
         if following >= 0:
-            _near(words[n, t + 1], onward[n, t + 1], current[following], constant[following], right)
+            _near(tables, following, False, words[n, t + 1], onward[n, t + 1], right)
         for i in range(gain.shape[1]):
             if log_weight[n, t, i] == -np.inf:
                 continue
             one = words[n, t, i]
             ratio[:] = 1.0
-            _times_ratios(left, before, one, smallest[k], both[k], forbidden[0, k], chances[0, k], scratch, on, ratio)
+            _times_ratios(tables, k, True, left, before, one, chances[0, k], scratch, on, ratio)
             if following >= 0:
-                after = words[n, t + 1]
-                _times_ratios(
-                    right,
-                    after,
-                    one,
-                    smallest[following],
-                    both[following],
-                    forbidden[1, following],
-                    chances[1, following],
-                    scratch,
-                    on,
-                    ratio,
-                )
+                _times_ratios(tables, following, False, right, words[n, t + 1], one, chances[1, following], scratch, on, ratio)
             _insert_flips(i, words[n, t], log_weight[n, t], gain[row, i], ratio, score[row], member[row], latent[row], kept, state)
 
 
