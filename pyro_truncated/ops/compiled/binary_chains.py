@@ -95,8 +95,8 @@ def expected_pairs(
     sums = (number.numpy(), previous.numpy(), current.numpy(), both.numpy())
     if (chances := chances_if_full(words, log_prob)) is not None:
         _full_expected_pairs(*_arrays(forward.exp(), likelihoods(onward)[0], kind, weight, chances), *sums)
-        return number.sum(0), previous.sum(0), current.sum(0), both.sum(0)
-    _expected_pairs(*_arrays(words, forward, onward, kind, weight), _tables(log_prob), *sums)
+    else:
+        _expected_pairs(*_arrays(words, forward, onward, kind, weight), _tables(log_prob), *sums)
     return number.sum(0), previous.sum(0), current.sum(0), both.sum(0)
 
 
@@ -757,16 +757,6 @@ def _masses(words, unary, members, forward, onward, kind, tables, out):
 
 
 @njit
-def _chance_on(others, shares, on):
-    """Writes the probability that each latent of a neighbouring step is on."""
-    on[:] = 0.0
-    for j in range(others.shape[0]):
-        if shares[j] > 0.0:
-            for w in range(others.shape[1]):
-                _add_bits(on, w, others[j, w], shares[j])
-
-
-@njit
 def _ratio(on, from_off, from_on, value):
     """By how much a sum over neighbours grows where one changes."""
     ratio = (1.0 - on) * from_off[1 - value] / from_off[value] if from_off[value] > 0.0 else 0.0
@@ -777,7 +767,11 @@ def _ratio(on, from_off, from_on, value):
 def _times_ratios(tables, k, is_left, near, others, state, chances, scratch, on, ratio):
     """Multiplies ratios ``(M,)`` by what each flip changes at a neighbouring step."""
     _share_pairs(tables, k, is_left, near, others, state, scratch)
-    _chance_on(others, scratch, on)
+    # The probability that each latent of the neighbouring step is on.
+    on[:] = 0.0
+    for j in range(others.shape[0]):
+        for w in range(others.shape[1] if scratch[j] > 0.0 else 0):
+            _add_bits(on, w, others[j, w], scratch[j])
     for m in range(ratio.shape[0]):
         value = (state[m >> 6] >> (m & 63)) & 1
         ratio[m] *= _ratio(on[m], chances[m, 0], chances[m, 1], value)

@@ -200,22 +200,15 @@ def _select_tasks(words, log_joint, extra_words, extra_log_joint, out_words, out
         fewest[task] = _select_rows(words, log_joint, extra_words, extra_log_joint, first, last, out_words, out_log_joint)
 
 
-@njit
-def _distinct_rows(words, first, last, out):
-    num_states = words.shape[1]
-    table = new_table(num_states)
-    for n in range(first, last):
-        clear(table)
-        insert(table, words[n], 0, num_states, out[n])
-
-
 @parallel_kernel(has_plain=True)
 def _distinct(words, out):
     """Marks the states that equal no earlier state of their row."""
-    num_data = len(words)
+    num_data, num_states = out.shape
     for task in prange((num_data + ROWS_PER_TASK - 1) // ROWS_PER_TASK):
-        first = task * ROWS_PER_TASK
-        _distinct_rows(words, first, min(num_data, first + ROWS_PER_TASK), out)
+        table = new_table(num_states)
+        for n in range(task * ROWS_PER_TASK, min(num_data, (task + 1) * ROWS_PER_TASK)):
+            clear(table)
+            insert(table, words[n], 0, num_states, out[n])
 
 
 def select_parents(log_joint: Tensor, num_parents: int, by_fitness: bool, rows: Tensor, seed: int) -> Tensor:
