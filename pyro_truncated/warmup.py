@@ -32,9 +32,8 @@ from pyro_truncated import (
 )
 from pyro_truncated.ops.backend import compile_first
 from pyro_truncated.ops.components import component_sums, square_distances
-from pyro_truncated.ops.max_inner_products import follow_neighbours, max_inner_products, max_inner_products_in_groups
+from pyro_truncated.ops.max_inner_products import follow_neighbours, max_inner_products_in_groups
 from pyro_truncated.ops.mixture_products import mixture_products
-from pyro_truncated.ops.quadratic import flip_energy
 from pyro_truncated.scenes import PlacementCompletion, PlacementMoves, PlacementSelection, PlaceScan, RefinedPlaces
 from pyro_truncated.search.preselection import Singletons
 from pyro_truncated.sequences import BlockSearch
@@ -134,8 +133,6 @@ def _causes(kind: Callable[..., Any], *, binary: bool = False) -> Task:
 
 
 def _select(dtype: torch.dtype) -> None:
-    # What each flip changes is asked for by searches that few models take.
-    flip_energy(torch.zeros(4, 1, dtype=torch.int64), torch.zeros(4, _LATENTS, dtype=dtype), torch.zeros(_LATENTS, _LATENTS, dtype=dtype))
     model = models.BinarySparseCoding(9, _LATENTS, dtype=dtype).initialize(_data(dtype))
     _train(model, _data(dtype), Preselection(Singletons(), 3), closed_form=True)
 
@@ -165,7 +162,6 @@ def _psi(dtype: torch.dtype) -> None:
 
 def _mixtures(dtype: torch.dtype) -> None:
     features, group = torch.rand(9, 5, dtype=dtype), torch.arange(9)
-    max_inner_products(features, features, 1)
     value, index = max_inner_products_in_groups(features, features, group, 9, group.reshape(-1, 1), 1)
     follow_neighbours(features, features, index, value, index, 1)
     component_sums(index, value, features, 9)

@@ -69,7 +69,9 @@ class _Kernels:
             return getattr(self._own, function)(*arguments, **options)
         except NoKernelError:
             pass
-        return self._plain(function)(*arguments, **options)
+        # Kernels have no gradients, and neither has what serves in their place.
+        with torch.no_grad():
+            return self._plain(function)(*arguments, **options)
 
 
 def backend(name: str, tensor: Tensor, *, is_small: bool = False) -> Any:

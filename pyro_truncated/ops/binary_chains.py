@@ -11,6 +11,7 @@ S)``; a member whose log likelihood is minus infinity is as good as absent.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -21,30 +22,71 @@ from pyro_truncated.ops.packed_states import WORD_BITS
 from pyro_truncated.utils.arguments import describe
 
 
-class PairTerms(NamedTuple):
-    r"""Coefficients of :math:`\log p(s \mid s') = k + \sum_m b_m s'_m + v_m s_m + c_m s'_m s_m` for ``K`` kinds of transitions.
+class PairTables(NamedTuple):
+    r"""Coefficients of :math:`\log p(s \mid s') = k + \sum_m b_m s'_m + v_m s_m + c_m s'_m s_m` by octets of states, of ``K`` kinds.
 
     Attributes:
         constant: :math:`k`, ``(K,)``.
-        previous: :math:`b`, ``(K, M)``.
-        current: :math:`v`, ``(K, M)``.
-        both: :math:`c`, ``(K, M)``.
-        forbidden: transitions of probability zero, Boolean ``(K, M, 2, 2)``. They count as one in the coefficients.
+        smallest: sums of products of factors are trusted from here on, ``(K,)``.
+        previous: sums of :math:`b`, ``(K, octets, 256)``.
+        current: sums of :math:`v`, ``(K, octets, 256)``.
+        both: sums of :math:`c`, and their exponentials, the factors, ``(K, 2, octets, 256)``.
+        forbidden: words of the chains that cannot go from 0 to 0, 0 to 1, 1 to 0, 1 to 1, ``(2, K, 4, W)``; and to the first from the
+            second. Empty where nothing is forbidden. These transitions count as one in the coefficients.
     """
 
     constant: Tensor
+    smallest: Tensor
     previous: Tensor
     current: Tensor
     both: Tensor
     forbidden: Tensor
 
 
-def pair_terms(log_prob: Tensor) -> PairTerms:
-    """The coefficients of log transition probabilities ``(K, M, 2, 2)``, in float64."""
-    forbidden = log_prob == -torch.inf
-    (off_off, off_on), (on_off, on_on) = (row.unbind(-1) for row in log_prob.double().masked_fill(forbidden, 0.0).unbind(-2))
-    both = on_on - on_off - off_on + off_off
-    return PairTerms(off_off.sum(-1), on_off - off_off, off_on - off_off, both, forbidden)
+# Terms that are so much smaller than the largest one, in nats, are lost in a sum of float64.
+LOST_NATS = 45.0
+# Products of float64 numbers that are larger than exp of minus this many nats lose nothing that counts.
+_SAFE_NATS = 660.0
+
+
+def pair_tables(log_prob: Tensor) -> PairTables:
+    """The tables of log transition probabilities ``(K, M, 2, 2)``, in float64."""
+    is_forbidden = log_prob == -torch.inf
+    (off_off, off_on), (on_off, on_on) = (row.unbind(-1) for row in log_prob.double().masked_fill(is_forbidden, 0.0).unbind(-2))
+    coefficients = torch.stack([on_off - off_off, off_on - off_off, on_on - on_off - off_on + off_off])
+    filled = torch.nn.functional.pad(coefficients, (0, -log_prob.shape[1] % 8)).unflatten(2, (-1, 8, 1))
+    previous, current, both = (filled * _octets(log_prob.device)).sum(3).unbind()
+    smallest = (both.amax(-1).sum(-1) - _SAFE_NATS).exp()
+    # Where nothing is forbidden there is nothing to look up.
+    masks = torch.zeros(2, len(log_prob), 0, -(-log_prob.shape[1] // WORD_BITS), dtype=torch.int64, device=log_prob.device)
+    if bool(is_forbidden.any()):
+        flags = torch.nn.functional.pad(is_forbidden.flatten(2).mT, (0, -log_prob.shape[1] % WORD_BITS)).unflatten(2, (-1, WORD_BITS))
+        words = (flags.long() << torch.arange(WORD_BITS, device=log_prob.device)).sum(-1)
+        masks = torch.stack([words, words[:, [0, 2, 1, 3]]])
+    return PairTables(off_off.sum(-1), smallest, previous, current, torch.stack([both, both.exp()], 1), masks)
+
+
+@functools.cache
+def _octets(device: torch.device) -> Tensor:
+    """The bits of all octets, ``(8, 256)``."""
+    return torch.arange(256, device=device) >> torch.arange(8, device=device).unsqueeze(1) & 1
+
+
+def chances_if_full(words: Tensor, log_prob: Tensor) -> Tensor | None:
+    """Transition probabilities, if sets are full, in order, and no product vanishes."""
+    size = words.shape[2]
+    if size.bit_length() - 1 != log_prob.shape[1] or size != 1 << log_prob.shape[1]:
+        return None
+    # Messages backward are normalised before a step, and what the next step multiplies must not vanish, either.
+    is_safe = bool(log_prob.amin((-2, -1)).sum(-1).amin() > -_SAFE_NATS / 2)
+    shared = words[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in words.stride())]
+    return log_prob.double().exp() if is_safe and bool((shared[..., 0] == torch.arange(size, device=words.device)).all()) else None
+
+
+def likelihoods(unary: Tensor) -> tuple[Tensor, Tensor]:
+    """Likelihoods relative to the largest of their step, and its logarithm."""
+    best = unary.amax(-1, keepdim=True)
+    return (unary - best.clamp(min=torch.finfo(unary.dtype).min)).exp_().double(), best.squeeze(-1)
 
 
 class Transitions(NamedTuple):

@@ -155,11 +155,11 @@ def _mirror(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.where(is_flipped, -upper, lower), torch.where(is_flipped, -lower, upper), is_flipped
 
 
-def _inverse_log_ndtr(log_p: Tensor, *, newton_steps: int = 8) -> Tensor:
+def _inverse_log_ndtr(log_p: Tensor) -> Tensor:
     r"""Solves :math:`\log\Phi(x) = \log p` for :math:`p \le 1/2` by Newton's method."""
     log_p = log_p.clamp(min=-1e300)
     x = -(-2 * log_p).sqrt()
-    for _ in range(newton_steps):
+    for _ in range(8):
         value = torch.special.log_ndtr(x)
         x = x + (log_p - value) * (value - _log_phi(x)).exp()
     return x

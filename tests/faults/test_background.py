@@ -58,6 +58,38 @@ print([svi.step(y).hex() for _ in range(3)])
 """
 
 
+PROGRAM = """
+import pyro, pyro.distributions as dist, torch
+from numba.core.event import install_recorder
+from pyro.infer import SVI
+from pyro_truncated import AutoTruncated, Truncated_ELBO
+from pyro_truncated.distributions import BinaryChains
+pyro.set_rng_seed(0)
+y = torch.randn(3, 260, dtype=torch.float64)
+
+def chains(y):
+    weight = pyro.param("weight", lambda: torch.randn(6, dtype=torch.float64))
+    switch = pyro.param("switch", torch.full((6, 2, 2), 0.5, dtype=torch.float64), constraint=dist.constraints.simplex)
+    with pyro.plate("data", len(y)):
+        s = pyro.sample("s", BinaryChains(torch.full((6,), 0.3, dtype=torch.float64), switch, num_steps=20))
+        pyro.sample("y", dist.Normal(s @ weight, 1.0).to_event(1), obs=y[:, :20])
+
+def sites(y):
+    chance = pyro.param("chance", torch.tensor(0.3, dtype=torch.float64), constraint=dist.constraints.unit_interval)
+    z = torch.zeros((), dtype=torch.float64)
+    for place in range(260):
+        z = pyro.sample(f"z_{{place}}", dist.Bernoulli(0.5 * (chance + z)))
+        pyro.sample(f"y_{{place}}", dist.Normal(z, 1.0), obs=y[0, place])
+
+svi = SVI({model}, AutoTruncated({model}, {num_states}), pyro.optim.Adam({{"lr": 0.1}}), Truncated_ELBO())
+with install_recorder("numba:compile") as recorder:
+    losses = [svi.step(y) for _ in range(3)]
+functions = [event.data["dispatcher"].py_func for _, event in recorder.buffer]
+print({{function.__name__ for function in functions if function.__module__.startswith("pyro_truncated")}})
+print([loss.hex() for loss in losses])
+"""
+
+
 def run(script: str, folder: Path, background: str, **environment: str) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
@@ -115,3 +147,16 @@ def test_the_first_steps_have_the_same_free_energies_to_the_last_digit(model, tm
     found = [run(script, tmp_path, background) for background in "01"]
     assert [done.returncode for done in found] == [0, 0], found[1].stderr
     assert found[0].stdout == found[1].stdout
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("model", "num_states"), [("chains", 16), ("chains", 64), ("sites", 16)])
+def test_a_first_step_of_many_kernels_waits_for_none(model, num_states, tmp_path):
+    script = PROGRAM.format(model=model, num_states=num_states)
+    found = [run(script, tmp_path, background) for background in "01"]
+    assert [done.returncode for done in found] == [0, 0], found[1].stderr
+    (before, first), (at_once, other) = (done.stdout.splitlines() for done in found)
+    assert first == other
+    assert len(eval(before)) > 5
+    # The functions of single numbers that torch computes in another way.
+    assert eval(at_once) <= {"_exp", "_log"}

@@ -15,6 +15,7 @@ from torch import Tensor
 from pyro_truncated import ops
 from pyro_truncated.ops import binary_chains as chains
 from pyro_truncated.ops.binary_chains import Transitions
+from pyro_truncated.ops.vectorised import binary_chains as torch_kernels
 from pyro_truncated.states import StateSpace
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
@@ -96,36 +97,70 @@ def test_messages_are_sums_over_all_paths(kind: str, forbidden: float) -> None:
     torch.testing.assert_close(chains.expected_transitions(words, unary, moves, sums), counts, **CLOSE)
 
 
+def every_result(words: Tensor, unary: Tensor, moves: Transitions, seed: int) -> list[Tensor]:
+    """What all kernels give; positions are of states, as several flips lead to one."""
+    torch.manual_seed(seed)
+    (num_data, num_steps, size), num_latents = unary.shape, moves.log_prob.shape[1]
+    gain = torch.randn(num_data * num_steps, size, num_latents, dtype=torch.float64)
+    uniform = torch.rand(4, num_data, num_steps, dtype=torch.float64)
+    candidates = torch.cat([words, StateSpace([2] * num_latents).random((num_data, num_steps, 9), 0.3)], 2)
+    likelihood = torch.cat([unary, torch.randn(num_data, num_steps, 9, dtype=torch.float64)], 2)
+    block = torch.stack([torch.randperm(num_latents)[:4] for _ in range(num_data)])
+    table = torch.randn(num_data, num_steps, 2 ** block.shape[1], dtype=torch.float64)
+    sums = chains.messages(words, unary, moves)
+    flips = chains.best_flips(words, unary, moves, sums, gain, slice(0, len(gain)), 5)
+    states = flips.words(words.view(1, len(gain), *words.shape[2:]))
+    return [
+        *sums,
+        chains.expected_transitions(words, unary, moves, sums),
+        *chains.best_path(words, unary, moves),
+        chains.draw_paths(words, sums.forward, moves, uniform),
+        *chains.select(candidates, likelihood, moves, size, sums.backward, forward=True),
+        *chains.select(candidates, likelihood, moves, size, sums.forward, forward=False),
+        chains.masses(words, unary, moves, sums, candidates, likelihood),
+        flips.log_mass,
+        torch.where((flips.log_mass > -math.inf).unsqueeze(-1), states, 0),
+        torch.where((moves.kind >= 0).unsqueeze(-1), chains.block_posteriors(table, moves, block), 0.0),
+        chains.draw_blocks(table, moves, block, uniform[0]),
+    ]
+
+
 @pytest.mark.parametrize("num_latents", [1, 8, 30, 64, 70, 130])
 def test_compiled_kernels_equal_vectorised_ones(num_latents: int) -> None:
     words, unary, moves = problem(num_latents, [7, 5, 1], 2 if num_latents == 1 else 6)
-    gain, uniform = torch.randn(21, words.shape[2], num_latents, dtype=torch.float64), torch.rand(4, 3, 7, dtype=torch.float64)
-    candidates = torch.cat([words, StateSpace([2] * num_latents).random((3, 7, 9), 0.3)], 2)
-    likelihood = torch.cat([unary, torch.randn(3, 7, 9, dtype=torch.float64)], 2)
-    block = torch.randint(num_latents, (3, 1)) if num_latents == 1 else torch.stack([torch.randperm(num_latents)[:4] for _ in range(3)])
-    table = torch.randn(3, 7, 2 ** block.shape[1], dtype=torch.float64)
     results = []
     for name in ("compiled", "vectorised"):
         with ops.use_backend(name):
-            sums = chains.messages(words, unary, moves)
-            flips = chains.best_flips(words, unary, moves, sums, gain, slice(0, 21), 5)
-            is_part = (moves.kind >= 0).unsqueeze(-1)
-            results.append(
-                [
-                    *sums,
-                    chains.expected_transitions(words, unary, moves, sums),
-                    *chains.best_path(words, unary, moves),
-                    chains.draw_paths(words, sums.forward, moves, uniform),
-                    *chains.select(candidates, likelihood, moves, 6, sums.backward, forward=True),
-                    *chains.select(candidates, likelihood, moves, 6, sums.forward, forward=False),
-                    flips.log_mass,
-                    torch.where((flips.log_mass > -math.inf).unsqueeze(-1), flips.words(words.view(1, 21, *words.shape[2:])), 0),
-                    torch.where(is_part, chains.block_posteriors(table, moves, block), 0.0),
-                    chains.draw_blocks(table, moves, block, uniform[0]),
-                ]
-            )
+            results.append(every_result(words, unary, moves, num_latents))
     for compiled, vectorised in zip(*results, strict=True):
-        torch.testing.assert_close(compiled, vectorised, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(compiled, vectorised, rtol=1e-10, atol=1e-10, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("num_latents", "size", "forbidden", "rarity"),
+    [
+        (1, 2, 0.0, 1.0),
+        (2, 4, 0.0, 1.0),
+        (4, 16, 0.0, 1.0),
+        (8, 6, 0.0, 1.0),
+        (8, 6, 0.4, 1.0),
+        (30, 6, 0.0, 1.0),
+        (30, 6, 0.0, 60.0),
+        (70, 6, 0.2, 30.0),
+    ],
+)
+def test_until_kernels_are_compiled_torch_gives_the_same_to_the_last_digit(
+    num_latents: int, size: int, forbidden: float, rarity: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, unary, moves = problem(num_latents, [7, 5, 1], size, forbidden)
+    if size == 2**num_latents:
+        words = StateSpace([2] * num_latents).enumerate().expand_as(words)
+    unary[0, 1, 1] = -math.inf
+    moves.log_prob[1:] *= rarity
+    compiled = every_result(words, unary, moves, num_latents)
+    monkeypatch.setattr(chains, "backend", lambda *_: torch_kernels)
+    for one, other in zip(compiled, every_result(words, unary, moves, num_latents), strict=True):
+        torch.testing.assert_close(one, other, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 @pytest.mark.parametrize("num_latents", [1, 2, 4])

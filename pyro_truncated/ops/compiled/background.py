@@ -129,7 +129,8 @@ def main() -> None:
             module, name, signature = pickle.loads(base64.b64decode(requests.get(timeout=_IDLE_SECONDS)))
             with _lock_folder(Path(sys.argv[1])):
                 # What another process has compiled in the meantime is read from disk.
-                getattr(importlib.import_module(module), name).compiled.compile(signature)
+                kernel = getattr(importlib.import_module(module), name)
+                getattr(kernel, "compiled", kernel).compile(signature)
 
 
 if __name__ == "__main__":

@@ -5,74 +5,63 @@ A step whose kind of transition is negative lies beyond the end of its sequence:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from numba import prange
 from torch import Tensor
 
-from pyro_truncated.ops.binary_chains import pair_terms
+from pyro_truncated.ops.binary_chains import LOST_NATS, PairTables, chances_if_full, likelihoods, pair_tables
 from pyro_truncated.ops.compiled.compilation import HEAVY, njit, parallel_kernel
 from pyro_truncated.ops.compiled.iterate_active import as_array, copy, trailing_zeros
 
-# Terms that are so much smaller than the largest one, in nats, are lost in a sum of float64.
-_LOST_NATS = 45.0
-# Products of float64 numbers that are larger than exp of minus this many nats lose nothing that counts.
-_SAFE_NATS = 660.0
 
-
-class _Tables(NamedTuple):
-    """Terms of transitions by octets of states, and what is forbidden.
-
-    Sums of products are trusted from ``smallest`` on.
-    """
-
-    constant: np.ndarray  # (K,)
-    smallest: np.ndarray  # (K,)
-    previous: np.ndarray  # (K, octets, 256)
-    current: np.ndarray
-    both: np.ndarray  # (K, 2, octets, 256): terms, and their exponentials
-    forbidden: np.ndarray  # (2, K, 4, W): from 0 to 0, 0 to 1, 1 to 0, 1 to 1; and to the first from the second
-
-
-def _tables(log_prob: Tensor, num_words: int) -> _Tables:
-    terms = pair_terms(log_prob)
-    num_kinds, num_latents = terms.both.shape
-    num_octets = -(-num_latents // 8)
-    bits = (np.arange(256) >> np.arange(8)[:, None] & 1).astype(np.float64)
-
-    def by_octet(coefficients: Tensor) -> np.ndarray:
-        filled = np.zeros((num_kinds, 8 * num_octets))
-        filled[:, :num_latents] = coefficients.numpy()
-        return filled.reshape(num_kinds, num_octets, 8) @ bits
-
-    flags = np.zeros((num_kinds, 4, 64 * num_words), np.uint8)
-    flags[:, :, :num_latents] = terms.forbidden.flatten(2).mT.numpy()
-    forbidden = np.packbits(flags, axis=-1, bitorder="little").view(np.int64)
-    # Where nothing is forbidden there is nothing to look up.
-    forbidden = np.stack([forbidden, forbidden[:, [0, 2, 1, 3]]])[:, :, : 4 * forbidden.any()]
-    both = by_octet(terms.both)
-    with np.errstate(over="ignore"):
-        smallest, factor = np.exp(both.max(-1).sum(-1) - _SAFE_NATS), np.exp(both)
-    pairs = np.stack([both, factor], 1)
-    return _Tables(terms.constant.numpy(), smallest, by_octet(terms.previous), by_octet(terms.current), pairs, forbidden)
+def _tables(log_prob: Tensor) -> PairTables:
+    return PairTables(*(table.numpy() for table in pair_tables(log_prob)))  # type: ignore[arg-type]
 
 
 def _arrays(*tensors: Tensor) -> list[np.ndarray]:
     return [tensor.contiguous().numpy() if tensor.dtype == torch.int64 else as_array(tensor) for tensor in tensors]
 
 
+def exp(values: Tensor) -> Tensor:
+    """Exponentials as kernels compute them, where torch serves in their place."""
+    return _map(_exp, values)
+
+
+def log(values: Tensor) -> Tensor:
+    """Logarithms as kernels compute them."""
+    return _map(_log, values)
+
+
+def _map(kernel: Callable[[np.ndarray, np.ndarray], None], values: Tensor) -> Tensor:
+    out = torch.empty(values.shape, dtype=torch.float64)
+    kernel(values.contiguous().view(-1).numpy(), out.view(-1).numpy())
+    return out
+
+
+@njit(cache=True, nogil=True)
+def _exp(values, out):
+    for i in range(len(values)):
+        out[i] = np.exp(values[i])
+
+
+@njit(cache=True, nogil=True)
+def _log(values, out):
+    for i in range(len(values)):
+        out[i] = np.log(values[i])
+
+
 def messages(words: Tensor, unary: Tensor, log_prob: Tensor, kind: Tensor, directions: Sequence[bool]) -> list[tuple[Tensor, Tensor]]:
     """See :func:`pyro_truncated.ops.binary_chains.messages`; messages and norms, forward or backward in turn."""
     found = [(torch.empty(unary.shape, dtype=torch.float64), torch.zeros(kind.shape, dtype=torch.float64)) for _ in directions]
-    if (chances := _chances_if_full(words, log_prob)) is None:
-        arguments = *_arrays(words, unary, kind), *_tables(log_prob, words.shape[-1])
+    if (chances := chances_if_full(words, log_prob)) is None:
+        arguments = *_arrays(words, unary, kind), _tables(log_prob)
         for forward, (out, log_norm) in zip(directions, found, strict=True):
             _messages(*arguments, forward, out.numpy(), log_norm.numpy())
         return found
-    likelihood, best = _likelihood(unary)
+    likelihood, best = likelihoods(unary)
     kernel = _full_messages
     if words.shape[2] <= 4:
         # A second chain that stays off.
@@ -84,17 +73,6 @@ def messages(words: Tensor, unary: Tensor, log_prob: Tensor, kind: Tensor, direc
     return [(out.log_(), norm.log_().add_(best) if forward else norm) for forward, (out, norm) in zip(directions, found, strict=True)]
 
 
-def _chances_if_full(words: Tensor, log_prob: Tensor) -> Tensor | None:
-    """Transition probabilities, if sets are full, in order, and no product vanishes."""
-    size = words.shape[2]
-    if size.bit_length() - 1 != log_prob.shape[1] or size != 1 << log_prob.shape[1]:
-        return None
-    # Messages backward are normalised before a step, and what the next step multiplies must not vanish, either.
-    is_safe = bool(log_prob.amin((-2, -1)).sum(-1).amin() > -_SAFE_NATS / 2)
-    shared = words[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in words.stride())]
-    return log_prob.double().exp() if is_safe and bool((shared[..., 0] == torch.arange(size)).all()) else None
-
-
 def select(
     words: Tensor, unary: Tensor, log_prob: Tensor, kind: Tensor, size: int, ahead: Tensor, forward: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,7 +81,7 @@ def select(
     out = torch.empty(chosen.shape, dtype=torch.float64)
     log_norm = torch.zeros(kind.shape, dtype=torch.float64)
     arguments = _arrays(words, unary, kind, ahead)
-    _select(*arguments, *_tables(log_prob, words.shape[-1]), forward, chosen.numpy(), out.numpy(), log_norm.numpy())
+    _select(*arguments, _tables(log_prob), forward, chosen.numpy(), out.numpy(), log_norm.numpy())
     return chosen, out, log_norm
 
 
@@ -115,24 +93,24 @@ def expected_pairs(
     number = torch.zeros(len(kind), num_kinds, dtype=torch.float64)
     previous, current, both = torch.zeros(3, len(kind), num_kinds, num_latents, dtype=torch.float64)
     sums = (number.numpy(), previous.numpy(), current.numpy(), both.numpy())
-    if (chances := _chances_if_full(words, log_prob)) is not None:
-        _full_expected_pairs(*_arrays(forward.exp(), _likelihood(onward)[0], kind, weight, chances), *sums)
-        return number.sum(0), previous.sum(0), current.sum(0), both.sum(0)
-    _expected_pairs(*_arrays(words, forward, onward, kind, weight), *_tables(log_prob, words.shape[-1]), *sums)
+    if (chances := chances_if_full(words, log_prob)) is not None:
+        _full_expected_pairs(*_arrays(forward.exp(), likelihoods(onward)[0], kind, weight, chances), *sums)
+    else:
+        _expected_pairs(*_arrays(words, forward, onward, kind, weight), _tables(log_prob), *sums)
     return number.sum(0), previous.sum(0), current.sum(0), both.sum(0)
 
 
 def best_path(words: Tensor, unary: Tensor, log_prob: Tensor, kind: Tensor) -> tuple[Tensor, Tensor]:
     """See :func:`pyro_truncated.ops.binary_chains.best_path`."""
     path, value = torch.zeros(kind.shape, dtype=torch.int64), torch.zeros(len(kind), dtype=torch.float64)
-    _best_path(*_arrays(words, unary, kind), *_tables(log_prob, words.shape[-1]), path.numpy(), value.numpy())
+    _best_path(*_arrays(words, unary, kind), _tables(log_prob), path.numpy(), value.numpy())
     return path, value
 
 
 def draw_paths(words: Tensor, forward: Tensor, log_prob: Tensor, kind: Tensor, uniform: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.binary_chains.draw_paths`."""
     path = torch.zeros(uniform.shape, dtype=torch.int64)
-    _draw_paths(*_arrays(words, forward, kind, uniform), *_tables(log_prob, words.shape[-1]), path.numpy())
+    _draw_paths(*_arrays(words, forward, kind, uniform), _tables(log_prob), path.numpy())
     return path
 
 
@@ -145,14 +123,14 @@ def flips(
     score = torch.full((last - first, size), -torch.inf, dtype=torch.float64)
     arguments = _arrays(words, log_weight, gain, forward, onward, kind)
     chances = as_array(torch.stack([log_prob, log_prob.mT]).double().exp())
-    _flips(*arguments, *_tables(log_prob, words.shape[-1]), chances, first, member.numpy(), latent.numpy(), score.numpy())
+    _flips(*arguments, _tables(log_prob), chances, first, member.numpy(), latent.numpy(), score.numpy())
     return member, latent, score
 
 
 def masses(words: Tensor, unary: Tensor, others: Tensor, forward: Tensor, onward: Tensor, log_prob: Tensor, kind: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.vectorised.binary_chains.masses`."""
     out = torch.empty(unary.shape, dtype=torch.float64)
-    _masses(*_arrays(words, unary, others, forward, onward, kind), *_tables(log_prob, words.shape[-1]), out.numpy())
+    _masses(*_arrays(words, unary, others, forward, onward, kind), _tables(log_prob), out.numpy())
     return out
 
 
@@ -160,22 +138,15 @@ def block_posteriors(unary: Tensor, log_prob: Tensor, kind: Tensor, block: Tenso
     """See :func:`pyro_truncated.ops.binary_chains.block_posteriors`."""
     out = torch.empty(unary.shape, dtype=torch.float64)
     chances = log_prob.double().exp()
-    _block_posteriors(*_arrays(_likelihood(unary)[0], kind, block, chances, chances.mT), out.numpy())
+    _block_posteriors(*_arrays(likelihoods(unary)[0], kind, block, chances, chances.mT), out.numpy())
     return (out / out.sum(-1, keepdim=True)).log().nan_to_num(nan=-torch.inf)
 
 
 def draw_blocks(unary: Tensor, log_prob: Tensor, kind: Tensor, block: Tensor, uniform: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.binary_chains.draw_blocks`."""
     out = torch.zeros(kind.shape, dtype=torch.int64)
-    _draw_blocks(*_arrays(_likelihood(unary)[0], kind, block), as_array(log_prob.double().exp()), as_array(uniform), out.numpy())
+    _draw_blocks(*_arrays(likelihoods(unary)[0], kind, block), as_array(log_prob.double().exp()), as_array(uniform), out.numpy())
     return out
-
-
-def _likelihood(unary: Tensor) -> tuple[Tensor, Tensor]:
-    """Likelihoods relative to the largest of their step, and its logarithm."""
-    best = unary.amax(-1, keepdim=True)
-    likelihood = (unary - best.clamp(min=torch.finfo(unary.dtype).min)).exp_()
-    return likelihood, best.squeeze(-1)
 
 
 @njit
@@ -246,7 +217,7 @@ def _log_sum(values, best):
     total = 0.0
     for j in range(values.shape[0]):
         below = values[j] - best
-        if below > -_LOST_NATS:
+        if below > -LOST_NATS:
             total += np.exp(below)
     return best + np.log(total)
 
@@ -262,15 +233,16 @@ def _log_factor(smallest, both, masks, near, others, state, scratch):
 
 
 @njit
-def _share_pairs(smallest, both, masks, near, others, state, shares):
+def _share_pairs(tables, k, is_left, near, others, state, shares):
     """Writes the share of each of the others in that sum."""
+    both, masks = tables.both[k], tables.forbidden[0 if is_left else 1, k]
     total = _weigh_pairs(both, masks, near, others, state, shares)
-    if not smallest <= total < np.inf:
+    if not tables.smallest[k] <= total < np.inf:
         best = _log_pairs(both, masks, near, others, state, shares)
         total = 0.0
         for j in range(others.shape[0]):
             below = shares[j] - best
-            shares[j] = np.exp(below) if below > -_LOST_NATS else 0.0
+            shares[j] = np.exp(below) if below > -LOST_NATS else 0.0
             total += shares[j]
     if total > 0.0:
         for j in range(others.shape[0]):
@@ -297,14 +269,14 @@ def _set_first(values):
 
 
 @njit
-def _near(others, message, terms, constant, near):
+def _near(tables, k, is_left, others, message, near):
     """Writes (log) weights of a neighbouring step's members; returns the largest.
 
     They include the terms of the transition that depend on these members alone.
     """
-    best = -np.inf
+    terms, best = tables.previous[k] if is_left else tables.current[k], -np.inf
     for j in range(others.shape[0]):
-        near[0, j] = message[j] + constant + _by_octets(terms, others[j])
+        near[0, j] = message[j] + tables.constant[k] + _by_octets(terms, others[j])
         best = max(best, near[0, j])
     if best == -np.inf:
         best = 0.0
@@ -315,16 +287,19 @@ def _near(others, message, terms, constant, near):
 
 
 @njit
-def _message(states, own, terms, smallest, both, masks, near, best, others, scratch, out):
+def _message(tables, k, is_left, others, message, states, own, near, scratch, out):
     """Adds what a neighbouring step's members send to states to ``own``."""
+    best = _near(tables, k, is_left, others, message, near)
+    terms, both, masks = tables.current[k] if is_left else tables.previous[k], tables.both[k], tables.forbidden[0 if is_left else 1, k]
     for i in range(states.shape[0]):
         out[i] = own[i]
         if out[i] > -np.inf:
-            out[i] += _by_octets(terms, states[i]) + best + _log_factor(smallest, both, masks, near, others, states[i], scratch)
+            factor = _log_factor(tables.smallest[k], both, masks, near, others, states[i], scratch)
+            out[i] += _by_octets(terms, states[i]) + best + factor
 
 
-@parallel_kernel(cost=HEAVY)
-def _messages(words, unary, kind, constant, smallest, previous, current, both, forbidden, forward, out, log_norm):
+@parallel_kernel(cost=HEAVY, has_plain=True)
+def _messages(words, unary, kind, tables, forward, out, log_norm):
     num_data, num_steps, size, num_words = words.shape
     for n in prange(num_data):
         near, scratch, onward = np.zeros((2, size)), np.empty(size), np.zeros(size)
@@ -334,31 +309,15 @@ def _messages(words, unary, kind, constant, smallest, previous, current, both, f
             if kind[n, t] < 0:
                 _set_first(out[n, t])
             elif forward:
-                k = kind[n, t]
                 others, message = (words[n, t - 1], out[n, t - 1]) if t > 0 else (zero_state, zero)
-                best = _near(others, message, previous[k], constant[k], near)
-                _message(
-                    words[n, t],
-                    unary[n, t],
-                    current[k],
-                    smallest[k],
-                    both[k],
-                    forbidden[0, k],
-                    near,
-                    best,
-                    others,
-                    scratch,
-                    out[n, t],
-                )
+                _message(tables, kind[n, t], True, others, message, words[n, t], unary[n, t], near, scratch, out[n, t])
                 log_norm[n, t] = _normalize(out[n, t])
             elif t + 1 == num_steps or kind[n, t + 1] < 0:
                 out[n, t] = 0.0
             else:
-                k, others = kind[n, t + 1], words[n, t + 1]
                 for j in range(size):
                     onward[j] = unary[n, t + 1, j] + out[n, t + 1, j]
-                best = _near(others, onward, current[k], constant[k], near)
-                _message(words[n, t], zero, previous[k], smallest[k], both[k], forbidden[1, k], near, best, others, scratch, out[n, t])
+                _message(tables, kind[n, t + 1], False, words[n, t + 1], onward, words[n, t], zero, near, scratch, out[n, t])
                 log_norm[n, t] = _normalize(out[n, t])
 
 
@@ -381,24 +340,21 @@ def _step(vector, chances, block):
 
 
 @njit
-def _multiply(vector, likelihood):
-    """Multiplies a vector by likelihoods to sum one; returns the sum."""
+def _multiply(vector, likelihood, scale):
+    """Multiplies a vector by likelihoods and a scale; returns the sum."""
     total = 0.0
     for c in range(vector.shape[0]):
-        vector[c] *= likelihood[c]
+        vector[c] *= likelihood[c] * scale
         total += vector[c]
-    scale = 1.0 / total if total > 0.0 else 0.0
-    for c in range(vector.shape[0]):
-        vector[c] *= scale
     return total
 
 
-@parallel_kernel(cost=HEAVY)
+@parallel_kernel(cost=HEAVY, has_plain=True)
 def _full_messages(likelihood, kind, chances, forward, out, norm):
     """Writes messages and norms, not logarithms, of all states."""
     num_data, num_steps, size = likelihood.shape
     for n in prange(num_data):
-        vector, block = np.zeros(size), np.arange(chances.shape[1])
+        vector, block, scale = np.zeros(size), np.arange(chances.shape[1]), 1.0
         vector[0] = 1.0
         for step in range(num_steps):
             t = step if forward else num_steps - 1 - step
@@ -406,16 +362,21 @@ def _full_messages(likelihood, kind, chances, forward, out, norm):
                 out[n, t] = 0.0
                 out[n, t, 0] = 1.0
                 continue
-            if forward:
-                _step(vector, chances[kind[n, t]], block)
-                norm[n, t] = _multiply(vector, likelihood[n, t])
-            elif t + 1 == num_steps or kind[n, t + 1] < 0:
+            at = t if forward else t + 1
+            if at == num_steps or kind[n, at] < 0:
                 vector[:] = 1.0
             else:
-                _multiply(vector, likelihood[n, t + 1])
-                _step(vector, chances[kind[n, t + 1]], block)
+                if forward:
+                    _step(vector, chances[kind[n, at]], block)
+                total = _multiply(vector, likelihood[n, at], scale)
+                # The next product is scaled, as the division takes as long as a step.
+                scale = 1.0 / total if total > 0.0 else 0.0
+                if forward:
+                    norm[n, t] = total
+                else:
+                    _step(vector, chances[kind[n, at]], block)
             for c in range(size):
-                out[n, t, c] = vector[c]
+                out[n, t, c] = vector[c] * scale
 
 
 @njit(inline="always")
@@ -430,7 +391,7 @@ def _step_two(off, first, second, both, chances):
     return off * a + second * c, first * a + both * c, off * b + second * d, first * b + both * d
 
 
-@parallel_kernel(cost=HEAVY)
+@parallel_kernel(cost=HEAVY, has_plain=True)
 def _messages_of_few(likelihood, kind, chances, forward, out, norm):
     """Like :func:`_full_messages`, of two chains, without arrays between steps.
 
@@ -454,8 +415,7 @@ def _messages_of_few(likelihood, kind, chances, forward, out, norm):
                 own = likelihood[n, at]
                 off, first = off * (own[0] * scale), first * (own[1] * scale)
                 second, both = (second * (own[2] * scale), both * (own[3] * scale)) if size == 4 else (0.0, 0.0)
-                total = (off + first) + (second + both)
-                # The next product is scaled, as the division takes as long as a step.
+                total = off + first + second + both
                 scale = 1.0 / total if total > 0.0 else 0.0
                 if forward:
                     norm[n, t] = total
@@ -466,7 +426,7 @@ def _messages_of_few(likelihood, kind, chances, forward, out, norm):
                 out[n, t, 2], out[n, t, 3] = second * scale, both * scale
 
 
-@parallel_kernel(cost=HEAVY)
+@parallel_kernel(cost=HEAVY, has_plain=True)
 def _full_expected_pairs(forward, onward, kind, weight, chances, number, previous, current, both):
     num_data, num_steps, size = forward.shape
     num_latents = chances.shape[1]
@@ -555,8 +515,8 @@ def _best_distinct(score, states, index, best_states):
         copy(states[index[0]], best_states[i])
 
 
-@parallel_kernel(cost=HEAVY)
-def _select(words, unary, kind, ahead, constant, smallest, previous, current, both, forbidden, forward, index, out, log_norm):
+@parallel_kernel(cost=HEAVY, has_plain=True)
+def _select(words, unary, kind, ahead, tables, forward, index, out, log_norm):
     num_data, num_steps, num_candidates, num_words = words.shape
     size, width = index.shape[2], ahead.shape[2]
     for n in prange(num_data):
@@ -575,7 +535,6 @@ def _select(words, unary, kind, ahead, constant, smallest, previous, current, bo
                 index[n, t] = -1
                 index[n, t, 0] = 0
                 continue
-            k = kind[n, t]
             if t == 0:
                 others = zero_state
                 own[0] = 0.0
@@ -585,11 +544,9 @@ def _select(words, unary, kind, ahead, constant, smallest, previous, current, bo
             else:
                 others = words[n, t - 1, :width]
                 copy(ahead[n, t - 1], own[:width])
-            best = _near(others, own, previous[k], constant[k], near)
-            _message(words[n, t], unary[n, t], current[k], smallest[k], both[k], forbidden[0, k], near, best, others, scratch, left)
+            _message(tables, kind[n, t], True, others, own, words[n, t], unary[n, t], near, scratch, left)
             right[:] = 0.0
             if t + 1 < num_steps and kind[n, t + 1] >= 0:
-                k = kind[n, t + 1]
                 if forward:
                     others = words[n, t + 1, :width]
                     for i in range(width):
@@ -599,9 +556,8 @@ def _select(words, unary, kind, ahead, constant, smallest, previous, current, bo
                     for i in range(size):
                         c = index[n, t + 1, i]
                         own[i] = unary[n, t + 1, c] + out[n, t + 1, i] if c >= 0 else -np.inf
-                best = _near(others, own, current[k], constant[k], near)
                 score[:] = 0.0
-                _message(words[n, t], score, previous[k], smallest[k], both[k], forbidden[1, k], near, best, others, scratch, right)
+                _message(tables, kind[n, t + 1], False, others, own, words[n, t], score, near, scratch, right)
             for c in range(num_candidates):
                 score[c] = left[c] + right[c]
             _best_distinct(score, words[n, t], index[n, t], best_states)
@@ -614,8 +570,9 @@ def _select(words, unary, kind, ahead, constant, smallest, previous, current, bo
 
 
 @njit
-def _posterior_pairs(others, near, states, alone, smallest, both, masks, pairs):
+def _posterior_pairs(tables, k, others, near, states, alone, pairs):
     """Writes the posterior of states and previous ones, ``(S, S')``, if possible."""
+    both, masks = tables.both[k], tables.forbidden[0, k]
     num, highest, total = others.shape[0], -np.inf, 0.0
     for value in alone:
         highest = max(highest, value)
@@ -627,7 +584,7 @@ def _posterior_pairs(others, near, states, alone, smallest, both, masks, pairs):
             total += weight * _weigh_pairs(both, masks, near, others, states[i], pairs[i])
         for j in range(num):
             pairs[i, j] = weight * pairs[i, j] if weight > 0.0 else 0.0
-    if not smallest <= total < np.inf:
+    if not tables.smallest[k] <= total < np.inf:
         total = _log_posterior_pairs(others, near, states, alone, both, masks, pairs)
     if total > 0.0:
         for i in range(states.shape[0]):
@@ -647,29 +604,13 @@ def _log_posterior_pairs(others, near, states, alone, both, masks, pairs):
     for i in range(states.shape[0]):
         for j in range(num):
             below = alone[i] + pairs[i, j] - best
-            pairs[i, j] = np.exp(below) if below > -_LOST_NATS else 0.0
+            pairs[i, j] = np.exp(below) if below > -LOST_NATS else 0.0
             total += pairs[i, j]
     return total
 
 
-@parallel_kernel(cost=HEAVY)
-def _expected_pairs(
-    words,
-    forward,
-    onward,
-    kind,
-    weight,
-    constant,
-    smallest,
-    previous_terms,
-    current_terms,
-    both_terms,
-    forbidden,
-    number,
-    previous,
-    current,
-    both,
-):
+@parallel_kernel(cost=HEAVY, has_plain=True)
+def _expected_pairs(words, forward, onward, kind, weight, tables, number, previous, current, both):
     num_data, num_steps, size, num_words = words.shape
     for n in prange(num_data):
         near, zero, alone, pairs = np.zeros((2, size)), np.zeros(size), np.empty(size), np.empty((size, size))
@@ -679,26 +620,39 @@ def _expected_pairs(
             if k < 0 or weight[n] == 0.0:
                 continue
             others, message = (words[n, t - 1], forward[n, t - 1]) if t > 0 else (zero_state, zero)
-            _near(others, message, previous_terms[k], constant[k], near)
+            _near(tables, k, True, others, message, near)
             for i in range(size):
-                alone[i] = onward[n, t, i] + _by_octets(current_terms[k], words[n, t, i])
-            if not _posterior_pairs(others, near, words[n, t], alone, smallest[k], both_terms[k], forbidden[0, k], pairs):
-                continue
-            number[n, k] += weight[n]
-            for i in range(size):
-                _add_pairs(others, words[n, t, i], pairs[i], weight[n], previous[n, k], current[n, k], both[n, k])
+                alone[i] = onward[n, t, i] + _by_octets(tables.current[k], words[n, t, i])
+            if _posterior_pairs(tables, k, others, near, words[n, t], alone, pairs):
+                number[n, k] += weight[n]
+                _add_pairs(others, words[n, t], pairs, weight[n], previous[n, k], current[n, k], both[n, k])
 
 
 @njit
-def _add_pairs(others, state, shares, weight, previous, current, both):
+def _add_pairs(others, states, pairs, weight, previous, current, both):
     """Adds the bits of pairs of neighbouring states to sums over them."""
+    of_others, sums, inner = np.zeros(others.shape[0]), np.zeros((3, both.shape[0])), np.empty(both.shape[0])
+    for i in range(states.shape[0]):
+        state, total = states[i], 0.0
+        inner[:] = 0.0
+        for j in range(others.shape[0]):
+            share = weight * pairs[i, j]
+            if share != 0.0:
+                total += share
+                of_others[j] += share
+                for w in range(state.shape[0]):
+                    _add_bits(inner, w, others[j, w] & state[w], share)
+        for w in range(state.shape[0]):
+            _add_bits(sums[1], w, state[w], total)
+        for m in range(inner.shape[0]):
+            sums[2, m] += inner[m]
     for j in range(others.shape[0]):
-        share = weight * shares[j]
-        if share != 0.0:
-            for w in range(state.shape[0]):
-                _add_bits(previous, w, others[j, w], share)
-                _add_bits(current, w, state[w], share)
-                _add_bits(both, w, others[j, w] & state[w], share)
+        for w in range(others.shape[1]):
+            _add_bits(sums[0], w, others[j, w], of_others[j])
+    for m in range(inner.shape[0]):
+        previous[m] += sums[0, m]
+        current[m] += sums[1, m]
+        both[m] += sums[2, m]
 
 
 @njit
@@ -709,8 +663,8 @@ def _add_bits(sums, w, word, share):
         word &= word - 1
 
 
-@parallel_kernel(cost=HEAVY)
-def _best_path(words, unary, kind, constant, smallest, previous, current, both, forbidden, path, value):
+@parallel_kernel(cost=HEAVY, has_plain=True)
+def _best_path(words, unary, kind, tables, path, value):
     num_data, num_steps, size, num_words = words.shape
     for n in prange(num_data):
         near, scratch, message, zero = np.zeros((2, size)), np.empty(size), np.zeros(size), np.zeros(size)
@@ -724,14 +678,14 @@ def _best_path(words, unary, kind, constant, smallest, previous, current, both, 
             last = t
             others, weights = (words[n, t - 1], message) if t > 0 else (zero_state, zero)
             num = others.shape[0]
-            highest = _near(others, weights, previous[k], constant[k], near)
+            highest = _near(tables, k, True, others, weights, near)
             for i in range(size):
-                best = _log_pairs(both[k], forbidden[0, k], near, others, words[n, t, i], scratch)
+                best = _log_pairs(tables.both[k], tables.forbidden[0, k], near, others, words[n, t, i], scratch)
                 for j in range(num):
                     if scratch[j] == best:
                         origin[t, i] = j
                         break
-                message[i] = unary[n, t, i] + _by_octets(current[k], words[n, t, i]) + highest + best
+                message[i] = unary[n, t, i] + _by_octets(tables.current[k], words[n, t, i]) + highest + best
         if last < 0:
             continue
         best_last = 0
@@ -747,21 +701,21 @@ def _best_path(words, unary, kind, constant, smallest, previous, current, both, 
 @njit
 def _place(weights, uniform):
     """The position that a uniform number falls on, in proportion to weights."""
-    left, place = 0.0, 0
+    total, place, passed = 0.0, 0, 0.0
     for weight in weights:
-        left += weight
-    left *= uniform
+        total += weight
+    total *= uniform
     for c in range(weights.shape[0]):
         if weights[c] > 0.0:
             place = c
-            left -= weights[c]
-            if left < 0.0:
+            passed += weights[c]
+            if passed > total:
                 break
     return place
 
 
-@parallel_kernel(cost=HEAVY)
-def _draw_paths(words, forward, kind, uniform, constant, smallest, previous, current, both, forbidden, path):
+@parallel_kernel(cost=HEAVY, has_plain=True)
+def _draw_paths(words, forward, kind, uniform, tables, path):
     num_draws, num_data, num_steps = uniform.shape
     size = words.shape[2]
     for n in prange(num_data):
@@ -776,45 +730,30 @@ def _draw_paths(words, forward, kind, uniform, constant, smallest, previous, cur
                         chances[i] = np.exp(forward[n, t, i])
                 else:
                     k = kind[n, t + 1]
-                    _near(words[n, t], forward[n, t], previous[k], constant[k], near)
-                    _share_pairs(smallest[k], both[k], forbidden[0, k], near, words[n, t], words[n, t + 1, following], chances)
+                    _near(tables, k, True, words[n, t], forward[n, t], near)
+                    _share_pairs(tables, k, True, near, words[n, t], words[n, t + 1, following], chances)
                 following = _place(chances, uniform[r, n, t])
                 path[r, n, t] = following
 
 
-@parallel_kernel(cost=HEAVY)
-def _masses(words, unary, members, forward, onward, kind, constant, smallest, previous, current, both, forbidden, out):
+@parallel_kernel(cost=HEAVY, has_plain=True)
+def _masses(words, unary, members, forward, onward, kind, tables, out):
     num_data, num_steps, num_candidates, num_words = words.shape
     size = members.shape[2]
     for row in prange(num_data * num_steps):
         n, t = row // num_steps, row % num_steps
         near, scratch = np.zeros((2, size)), np.empty(size)
         right, zero = np.zeros(num_candidates), np.zeros(max(size, num_candidates))
-        k = kind[n, t]
-        if k < 0:
+        if kind[n, t] < 0:
             _set_first(out[n, t])
             continue
         zero_state = np.zeros((1, num_words), np.int64)
         others, message = (members[n, t - 1], forward[n, t - 1]) if t > 0 else (zero_state, zero)
-        best = _near(others, message, previous[k], constant[k], near)
-        _message(words[n, t], unary[n, t], current[k], smallest[k], both[k], forbidden[0, k], near, best, others, scratch, out[n, t])
-        k = kind[n, t + 1] if t + 1 < num_steps else -1
-        if k >= 0:
-            others = members[n, t + 1]
-            best = _near(others, onward[n, t + 1], current[k], constant[k], near)
-            _message(words[n, t], zero, previous[k], smallest[k], both[k], forbidden[1, k], near, best, others, scratch, right)
+        _message(tables, kind[n, t], True, others, message, words[n, t], unary[n, t], near, scratch, out[n, t])
+        if t + 1 < num_steps and kind[n, t + 1] >= 0:
+            _message(tables, kind[n, t + 1], False, members[n, t + 1], onward[n, t + 1], words[n, t], zero, near, scratch, right)
             for c in range(num_candidates):
                 out[n, t, c] += right[c]
-
-
-@njit
-def _chance_on(others, shares, on):
-    """Writes the probability that each latent of a neighbouring step is on."""
-    on[:] = 0.0
-    for j in range(others.shape[0]):
-        if shares[j] > 0.0:
-            for w in range(others.shape[1]):
-                _add_bits(on, w, others[j, w], shares[j])
 
 
 @njit
@@ -825,64 +764,46 @@ def _ratio(on, from_off, from_on, value):
 
 
 @njit
-def _times_ratios(near, others, state, smallest, both, masks, chances, scratch, on, ratio):
+def _times_ratios(tables, k, is_left, near, others, state, chances, scratch, on, ratio):
     """Multiplies ratios ``(M,)`` by what each flip changes at a neighbouring step."""
-    _share_pairs(smallest, both, masks, near, others, state, scratch)
-    _chance_on(others, scratch, on)
+    _share_pairs(tables, k, is_left, near, others, state, scratch)
+    # The probability that each latent of the neighbouring step is on.
+    on[:] = 0.0
+    for j in range(others.shape[0]):
+        for w in range(others.shape[1] if scratch[j] > 0.0 else 0):
+            _add_bits(on, w, others[j, w], scratch[j])
     for m in range(ratio.shape[0]):
         value = (state[m >> 6] >> (m & 63)) & 1
         ratio[m] *= _ratio(on[m], chances[m, 0], chances[m, 1], value)
 
 
 @njit
-def _insert(log_mass, i, m, state, score, member, latent, best_states):
-    """Puts a candidate into the sorted list of the best."""
-    j = score.shape[0] - 1
-    while j > 0 and score[j - 1] < log_mass:
-        score[j], member[j], latent[j] = score[j - 1], member[j - 1], latent[j - 1]
-        copy(best_states[j - 1], best_states[j])
-        j -= 1
-    score[j], member[j], latent[j] = log_mass, i, m
-    copy(state, best_states[j])
-
-
-@njit
 def _insert_flips(i, states, weights, gain, ratio, score, member, latent, best_states, state):
-    """Puts member ``i``'s best flips that are no members into the list."""
+    """Puts member ``i``'s best new flips into the sorted list."""
     for m in range(ratio.shape[0]):
-        log_mass = weights[i] + gain[m] + np.log(ratio[m]) if ratio[m] > 0.0 else -np.inf
-        if log_mass > score[score.shape[0] - 1]:
-            copy(states[i], state)
-            state[m >> 6] ^= np.int64(1) << (m & 63)
-            is_new = True
-            for j in range(states.shape[0]):
-                is_new = is_new and not (weights[j] > -np.inf and _equal(states[j], state))
-            for j in range(score.shape[0]):
-                is_new = is_new and not (score[j] > -np.inf and _equal(best_states[j], state))
-            if is_new:
-                _insert(log_mass, i, m, state, score, member, latent, best_states)
+        log_mass, j = weights[i] + gain[m] + np.log(ratio[m]) if ratio[m] > 0.0 else -np.inf, score.shape[0] - 1
+        if not log_mass > score[j]:
+            continue
+        copy(states[i], state)
+        state[m >> 6] ^= np.int64(1) << (m & 63)
+        is_new = True
+        for c in range(states.shape[0]):
+            is_new = is_new and not (weights[c] > -np.inf and _equal(states[c], state))
+        # The flip of another member to the same state makes room.
+        for c in range(score.shape[0]):
+            if score[c] > -np.inf and _equal(best_states[c], state):
+                is_new, j = is_new and log_mass > score[c], c
+        if is_new:
+            while j > 0 and score[j - 1] < log_mass:
+                score[j], member[j], latent[j] = score[j - 1], member[j - 1], latent[j - 1]
+                copy(best_states[j - 1], best_states[j])
+                j -= 1
+            score[j], member[j], latent[j] = log_mass, i, m
+            copy(state, best_states[j])
 
 
-@parallel_kernel(cost=HEAVY)
-def _flips(
-    words,
-    log_weight,
-    gain,
-    forward,
-    onward,
-    kind,
-    constant,
-    smallest,
-    previous,
-    current,
-    both,
-    forbidden,
-    chances,
-    first,
-    member,
-    latent,
-    score,
-):
+@parallel_kernel(cost=HEAVY, has_plain=True)
+def _flips(words, log_weight, gain, forward, onward, kind, tables, chances, first, member, latent, score):
     _, num_steps, size, num_words = words.shape
     num_rows, num_latents, num_kept = member.shape[0], gain.shape[2], member.shape[1]
     for row in prange(num_rows):
@@ -895,29 +816,17 @@ def _flips(
         kept, state = np.zeros((num_kept, num_words), np.int64), np.zeros(num_words, np.int64)
         zero_state, zero = np.zeros((1, num_words), np.int64), np.zeros(size)
         before, message = (words[n, t - 1], forward[n, t - 1]) if t > 0 else (zero_state, zero)
-        _near(before, message, previous[k], constant[k], left)
+        _near(tables, k, True, before, message, left)
         if following >= 0:
-            _near(words[n, t + 1], onward[n, t + 1], current[following], constant[following], right)
+            _near(tables, following, False, words[n, t + 1], onward[n, t + 1], right)
         for i in range(gain.shape[1]):
             if log_weight[n, t, i] == -np.inf:
                 continue
             one = words[n, t, i]
             ratio[:] = 1.0
-            _times_ratios(left, before, one, smallest[k], both[k], forbidden[0, k], chances[0, k], scratch, on, ratio)
+            _times_ratios(tables, k, True, left, before, one, chances[0, k], scratch, on, ratio)
             if following >= 0:
-                after = words[n, t + 1]
-                _times_ratios(
-                    right,
-                    after,
-                    one,
-                    smallest[following],
-                    both[following],
-                    forbidden[1, following],
-                    chances[1, following],
-                    scratch,
-                    on,
-                    ratio,
-                )
+                _times_ratios(tables, following, False, right, words[n, t + 1], one, chances[1, following], scratch, on, ratio)
             _insert_flips(i, words[n, t], log_weight[n, t], gain[row, i], ratio, score[row], member[row], latent[row], kept, state)
 
 
@@ -957,7 +866,7 @@ def _filter_block(likelihood, kind, block, chances, vector, out):
     return last
 
 
-@parallel_kernel(cost=HEAVY)
+@parallel_kernel(cost=HEAVY, has_plain=True)
 def _draw_blocks(likelihood, kind, block, chances, uniform, out):
     num_data, num_steps, size = likelihood.shape
     for n in prange(num_data):
@@ -978,7 +887,7 @@ def _draw_blocks(likelihood, kind, block, chances, uniform, out):
             out[n, t] = _place(filtered[t], uniform[n, t])
 
 
-@parallel_kernel(cost=HEAVY)
+@parallel_kernel(cost=HEAVY, has_plain=True)
 def _block_posteriors(likelihood, kind, block, chances, returns, out):
     num_data, _, size = likelihood.shape
     for n in prange(num_data):

@@ -56,8 +56,8 @@ class _Helper(CPUDispatcher):
     """A function within the code of those that call it."""
 
     def __call__(self, *arguments: Any) -> Any:
-        """Refuses a call from Python, which would end the process."""
-        raise TypeError(f"{self.py_func.__name__} is called by compiled functions only; with cache=True it can be called from Python")
+        """Runs in Python, as compiled code without wrapper would end the process."""
+        return self.py_func(*arguments)
 
 
 class _Cache(FunctionCache):

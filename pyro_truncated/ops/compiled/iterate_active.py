@@ -99,9 +99,9 @@ def most_active(words):
 @njit
 def ever_active(words, n, union, active):
     """Like :func:`active_latents` for the union of a row's states."""
-    union[:] = 0
-    for c in range(words.shape[1]):
-        for w in range(words.shape[2]):
+    for w in range(words.shape[2]):
+        union[0, 0, w] = 0
+        for c in range(words.shape[1]):
             union[0, 0, w] |= words[n, c, w]
     return active_latents(union, 0, 0, active)
 

@@ -12,19 +12,8 @@ from torch import Tensor
 
 from pyro_truncated.ops.compiled.compilation import BLOCKS, njit, parallel_kernel
 
-_MAX_PRODUCTS, _FEWEST_ROWS = 2**18, 64
 # Entries that are compared at a time.
 _LANES = 16
-
-
-def max_inner_products(features: Tensor, coefficients: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """See :func:`pyro_truncated.ops.max_inner_products.max_inner_products`."""
-    value, index = _empty(features, number)
-    step = max(_FEWEST_ROWS, _MAX_PRODUCTS // len(coefficients))
-    for some, best, found in zip(features.split(step), value.split(step), index.split(step), strict=True):
-        _enter_products((some @ coefficients.mT).numpy(), best.numpy(), found.numpy())
-    _fill(index.numpy())
-    return value, index
 
 
 def max_inner_products_in_groups(
@@ -116,16 +105,6 @@ def _enter_row(products, names, best, index):
             for j in range(at, stop):
                 if _is_above(products[j], best[last]):
                     _insert(products[j], names[j], best, index)
-
-
-@parallel_kernel(cost=2)
-def _enter_products(products, value, index):
-    num_rows, num_functions = products.shape
-    names = np.arange(num_functions)
-    num_blocks = min(num_rows, BLOCKS)
-    for block in prange(num_blocks):
-        for n in range(num_rows * block // num_blocks, num_rows * (block + 1) // num_blocks):
-            _enter_row(products[n], names, value[n], index[n])
 
 
 @parallel_kernel(cost=64)

@@ -126,6 +126,16 @@ def _noisy_or_log_prob(words, value, linear, log_complement, weight, log_leak_co
                 out[n, c] = energy + _sum_log(probability, round_up(count))
 
 
+@njit
+def _least_weight(weights, leak, size):
+    """The largest weight that counts for nothing in the ratios."""
+    # What a state adds to them is at most its weight over the smallest leak; the likeliest one adds at least its weight.
+    smallest = 1.0
+    for j in range(size):
+        smallest = min(smallest, leak[j])
+    return smallest * least_weight(weights)
+
+
 # Dividing by the probability of an impossible observation gives infinity, not an exception.
 @parallel_kernel(cost=4, error_model="numpy")
 def _noisy_or_statistics(words, weights, value, weight, leak, first, ratio):
@@ -150,11 +160,9 @@ def _noisy_or_statistics(words, weights, value, weight, leak, first, ratio):
                 gather(weight[used[a]], index, count, 1.0, near_weight[used[a]])
             used[num_used] = num_latents
             for a in range(num_used + 1):
-                near_ratio[used[a], :size] = 0.0
-            # What a state adds to the ratios is at most its weight over the smallest leak; the likeliest one adds at least its weight.
-            least = least_weight(weights[n])
-            if size > 0:
-                least *= near_leak[:size].min()
+                for j in range(size):
+                    near_ratio[used[a], j] = 0.0
+            least = _least_weight(weights[n], near_leak, size)
             for c in range(num_candidates):
                 if abs(weights[n, c]) <= least:
                     continue

@@ -38,13 +38,6 @@ def pair_energy(words: Tensor, linear: Tensor, pairwise: Tensor) -> Tensor:
     return out
 
 
-def flip_energy(words: Tensor, alone: Tensor, others: Tensor) -> Tensor:
-    """See :func:`pyro_truncated.ops.vectorised.quadratic.flip_energy`."""
-    out = alone.clone()
-    _flip_energy(as_words(words.unsqueeze(1)), as_array(others), out.numpy())
-    return out
-
-
 def moments(words: Tensor, weights: Tensor, num_latents: int, per_datum: bool) -> tuple[Tensor, Tensor]:
     """See :func:`pyro_truncated.ops.moments`."""
     num_data = weights.shape[0]
@@ -82,20 +75,6 @@ def _pair_energy(words, linear, tables, out):
                         for b in range(count):
                             energy += table[h, active[b]]
                 out[n, c] = energy
-
-
-@parallel_kernel()
-def _flip_energy(words, others, out):
-    num_rows, _, num_words = words.shape
-    total = out.shape[0]
-    for block in prange(MAX_BLOCKS):
-        active = np.empty(64 * num_words, np.int64)
-        for n in range(total * block // MAX_BLOCKS, total * (block + 1) // MAX_BLOCKS):
-            count = active_latents(words, n if num_rows > 1 else 0, 0, active)
-            for a in range(count):
-                out[n] += others[active[a]]
-            for a in range(count):
-                out[n, active[a]] = -out[n, active[a]]
 
 
 @parallel_kernel()

@@ -228,11 +228,12 @@ def _add_sparse(words: Tensor, number: int, fields: Fields, streams: Tensor) -> 
     return words
 
 
-def _poisson(uniform: Tensor, mean: Tensor, *, max_changes: int = 24) -> Tensor:
+def _poisson(uniform: Tensor, mean: Tensor) -> Tensor:
     """Poisson numbers by inversion, for means up to 2."""
     probability = (-mean).exp()
     cumulative, count = probability, torch.zeros(uniform.shape, dtype=torch.int64, device="cpu")
-    for number in range(1, max_changes + 1):
+    # More are less likely than 1e-20.
+    for number in range(1, 25):
         count += uniform >= cumulative
         probability = probability * (mean / number)
         cumulative = cumulative + probability
