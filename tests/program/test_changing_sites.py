@@ -77,7 +77,21 @@ def as_one_hot_says():
 def test_sites_that_change_are_refused_with_one_reason(model):
     for seed in range(5):
         pyro.set_rng_seed(seed)
-        with pytest.raises(NotImplementedError, match=r"the sites \['z1'.*\] are sampled for some states of \['k'\] only. Sample the same"):
+        with pytest.raises(NotImplementedError, match=r"the sites \['z1'.*\] are sampled for some states of \['k'\] only, or in other"):
+            AutoTruncated(model).setup()
+
+
+@pytest.mark.parametrize("size", [lambda k: int(k) + 1, lambda k: 3 if k.item() else 2])
+def test_sites_whose_plate_has_a_size_that_a_latent_says_are_refused_by_name(size):
+    def model():
+        k = pyro.sample("k", dist.Categorical(torch.ones(3)))
+        with pyro.plate("members", size(k)):
+            z = pyro.sample("z1", dist.Bernoulli(0.3))
+        pyro.sample("y", dist.Normal(z.sum(-1), 1.0), obs=ONE)
+
+    for seed in range(5):
+        pyro.set_rng_seed(seed)
+        with pytest.raises(NotImplementedError, match=r"the sites \['z1'\] are sampled for some states of \['k'\] only, or in other"):
             AutoTruncated(model).setup()
 
 
