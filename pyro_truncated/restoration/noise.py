@@ -568,7 +568,7 @@ def warn_if_noise_varies(image: Tensor, num_dims: int, levels: float | Tensor) -
     Single edges in few windows raise the first.
 
     It warns if both estimates are half as much again in the brightest class as in the darkest, and a fifth more than in the second. Or if
-    the values are multiples of one number, and have the noise of counts.
+    the values are multiples of one number, and have the noise of counts, however little that is.
     """
     if isinstance(levels, Tensor):
         # Flags and drawings beside sensors have no noise that could vary.
@@ -577,7 +577,7 @@ def warn_if_noise_varies(image: Tensor, num_dims: int, levels: float | Tensor) -
             return
         image, levels = image[..., is_noisy], levels[is_noisy]
     is_large, growth = _noise_growth(image, num_dims, levels)
-    if not is_large or not (growth or _is_poisson_noise(image, num_dims)):
+    if not (is_large and growth) and not _is_poisson_noise(image, num_dims):
         return
     found, advice = "it is that of photon counts", "Pass noise='poisson'."
     if growth:
