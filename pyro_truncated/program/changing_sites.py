@@ -69,7 +69,7 @@ def refuse_changing_sites(call: Call, trace: poutine.Trace, dependencies: Depend
 
 
 def changing_sites(call: Call, trace: poutine.Trace, values: Collection[Mapping[str, Tensor]] = ()) -> set[str]:
-    """Returns the sites that some runs lack or have in other shapes.
+    """Returns the sites that are not alike in all runs.
 
     It compares a run and others, some with given values of latents, some by chance.
     """
@@ -86,13 +86,13 @@ def changing_sites(call: Call, trace: poutine.Trace, values: Collection[Mapping[
     return {name for name, _ in set().union(*runs) - set(runs[0]).intersection(*runs)}
 
 
-def _shapes(trace: poutine.Trace) -> dict[str, torch.Size]:
-    """Returns the shapes of the sites of a run.
+def _shapes(trace: poutine.Trace) -> dict[str, torch.Size | None]:
+    """Returns the shapes of a run's latents; ``None`` for what it observes.
 
     Those in sequential plates of which it takes some members are left out.
     """
     return {
-        name: node["fn"].shape()
+        name: None if node["is_observed"] else node["fn"].shape()
         for name, node in sample_nodes(trace).items()
         if not any(is_subsampled(frame) and not frame.vectorized for frame in node["cond_indep_stack"])
     }

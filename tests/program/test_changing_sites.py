@@ -40,6 +40,12 @@ def observed_elsewhere():
     pyro.sample("z1" if k.item() else "z2", dist.Normal(0.0, 1.0), obs=ONE)
 
 
+def observed_as_a_latent_says():
+    k = pyro.sample("k", dist.Bernoulli(0.5))
+    z = pyro.sample("z1", dist.Bernoulli(0.3), obs=ONE if k.item() else None)
+    pyro.sample("y", dist.Normal(z + k, 1.0), obs=ONE)
+
+
 def as_a_vector_says():
     k = pyro.sample("k", dist.Bernoulli(torch.full((3,), 0.1)).to_event(1))
     if k.all():
@@ -69,6 +75,7 @@ def as_one_hot_says():
         as_a_rare_value_says,
         as_a_continuous_latent_says,
         observed_elsewhere,
+        observed_as_a_latent_says,
         as_a_vector_says,
         as_a_plate_says,
         as_one_hot_says,
@@ -120,6 +127,17 @@ def test_factors_beside_a_plate_that_change_by_chance_are_refused_by_name():
         pyro.set_rng_seed(seed)
         with pytest.raises(NotImplementedError, match=r"the sites \['extra'\] are sampled in some runs only"):
             AutoTruncated(model).setup()
+
+
+def test_observations_may_have_a_length_that_a_latent_says():
+    def model():
+        k = pyro.sample("k", dist.Bernoulli(0.5))
+        data = torch.ones(int(k) + 1)
+        pyro.sample("y", dist.Normal(torch.zeros(len(data)), 1.0).to_event(1), obs=data)
+
+    log_prob = dist.Normal(0.0, 1.0).log_prob(ONE)
+    expected = torch.stack([log_prob, 2 * log_prob]).logsumexp(0) - torch.tensor(2.0).log()
+    torch.testing.assert_close(torch.tensor(-Truncated_ELBO().loss(model, AutoTruncated(model, vectorize=False))), expected)
 
 
 def test_programs_that_only_look_at_their_latents_are_taken():
