@@ -6,42 +6,35 @@ from typing import Any
 from pyro_truncated.gp.active_set_distributions import ActiveSetScaleWarning
 from pyro_truncated.gp.active_sets import ActiveSet, Split, UniformSplits, linear_growth
 from pyro_truncated.gp.cholesky import JitterWarning, PivotedCholesky, pivoted_cholesky
-from pyro_truncated.gp.data_kernels import (
+from pyro_truncated.gp.data_kernels.features import (
     CountKernel,
-    DataKernel,
     FunctionKernel,
-    GPyTorchKernel,
     Graphs,
     HashedCounts,
     HistogramIntersectionKernel,
-    IdentityKernel,
     MinMaxKernel,
+    shortest_path,
+    spectrum,
+    weisfeiler_lehman,
+)
+from pyro_truncated.gp.data_kernels.protocol import (
+    DataKernel,
+    GPyTorchKernel,
+    IdentityKernel,
     PrecomputedKernel,
     PyroKernel,
     RestrictedKernel,
     SumKernel,
     as_data_kernel,
-    shortest_path,
     smooth_rbf,
-    spectrum,
-    weisfeiler_lehman,
 )
 from pyro_truncated.gp.kernels import LinearARD
 from pyro_truncated.gp.noisy_covariance import DenseCovariance, LowRankCovariance, NoisyCovariance
-from pyro_truncated.gp.subset import (
-    AllNoiseWarning,
-    CoregionalizedGPRegression,
-    ExchangeSearch,
-    InducingSubset,
-    SubsetGPRegression,
-    SubsetPredictor,
-    SubsetSearch,
-    SubsetSparseGPRegression,
-    SubsetVariationalGP,
-)
+from pyro_truncated.gp.subset.coregionalized import CoregionalizedGPRegression
 from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
-from pyro_truncated.gp.subset.pyro_models import StudentT
-from pyro_truncated.gp.subset.subset_search import RandomSearch
+from pyro_truncated.gp.subset.pyro_models import StudentT, SubsetSparseGPRegression, SubsetVariationalGP
+from pyro_truncated.gp.subset.regression import AllNoiseWarning, SubsetGPRegression, SubsetPredictor
+from pyro_truncated.gp.subset.subset_search import ExchangeSearch, InducingSubset, RandomSearch, SubsetSearch
 from pyro_truncated.gp.uncertain import Expectation, PsiStatistics, Quadrature, Sampling, SpikeSlabInputs, closed_form, psi_statistics
 
 __all__ = [

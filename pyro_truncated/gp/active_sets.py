@@ -18,7 +18,7 @@ from pyro.contrib.gp.kernels import Kernel
 from torch import Tensor
 from torch.nn import functional
 
-from pyro_truncated.gp.cholesky import FINE_JITTER, factorize, inducing_cholesky, pivoted_cholesky, stable_cholesky
+from pyro_truncated.gp.cholesky import FINE_JITTER, factorize, inducing_cholesky, stable_cholesky
 from pyro_truncated.gp.kernels import covariance, prior_variance
 from pyro_truncated.utils.arguments import check_count, check_counts, describe, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
@@ -30,7 +30,6 @@ class _Factor:
 
     rows: Tensor | slice
     columns: Tensor | slice
-    num_outputs: int
     cholesky: Tensor
     whitened: Tensor
     jitter: float
@@ -87,7 +86,7 @@ class ActiveSet:
     def _factor(self, matrix: Tensor, rows: Tensor | slice, columns: Tensor | slice, outputs: Tensor) -> _Factor:
         cholesky, jitter = factorize(matrix, self.noise)
         whitened = torch.linalg.solve_triangular(cholesky, outputs, upper=False)
-        return _Factor(rows, columns, outputs.shape[-1], cholesky, whitened, jitter)
+        return _Factor(rows, columns, cholesky, whitened, jitter)
 
     def _factor_patterns(self, matrix: Tensor, is_observed: Tensor) -> list[_Factor]:
         if is_observed.dim() > 2:
@@ -111,7 +110,7 @@ class ActiveSet:
         total = self.latents.new_zeros(())
         for factor in self.factors:
             scale = factor.cholesky.diagonal(dim1=-2, dim2=-1).log() + 0.5 * math.log(2 * math.pi)
-            terms = -0.5 * factor.whitened.square().sum(-1) - factor.num_outputs * scale
+            terms = -0.5 * factor.whitened.square().sum(-1) - factor.whitened.shape[-1] * scale
             if not isinstance(factor.rows, slice):
                 terms = terms.new_zeros(*terms.shape[:-1], self.size).index_add(-1, factor.rows, terms)
             total = total + terms
@@ -161,14 +160,26 @@ class ActiveSet:
 def conditional_log_prob(value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
     """Log densities ``(*batch, B)`` of observed entries ``(*batch, B, D)`` under independent normals."""
     observed = ~value.isnan()
-    if bool(observed.all()):
-        if variance.shape[-1] == 1:
-            squares = (value - mean).square().sum(-1)
-            spread = variance.squeeze(-1)
-            return -0.5 * (squares / spread + value.shape[-1] * (2 * math.pi * spread).log())
-        return -0.5 * ((value - mean).square() / variance + (2 * math.pi * variance).log()).sum(-1)
+    if variance.shape[-1] == 1 and bool(observed.all()):
+        spread = variance.squeeze(-1)
+        return -0.5 * ((value - mean).square().sum(-1) / spread + value.shape[-1] * (2 * math.pi * spread).log())
     terms = (torch.where(observed, value, mean) - mean).square() / variance + (2 * math.pi * variance).log()
     return -0.5 * torch.where(observed, terms, 0.0).sum(-1)
+
+
+def log_prob_of_each(value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    """Log densities ``(M, K)`` of observed entries under independent normals ``(K, D)``."""
+    observed, value = ~value.isnan(), value.nan_to_num(0.0)
+    if variance.shape[-1] == 1:
+        # All outputs share a variance: for complete data one product with the means remains.
+        norms = mean.square().sum(-1) if bool(observed.all()) else observed.to(value) @ mean.square().mT
+        squares = (value.square().sum(-1, keepdim=True) - 2 * value @ mean.mT + norms) / variance.mT
+        spread = observed.sum(-1, keepdim=True) * (2 * math.pi * variance).log().mT
+    else:
+        precision, weights = variance.reciprocal(), observed.to(value)
+        squares = value.square() @ precision.mT - 2 * value @ (precision * mean).mT + weights @ (precision * mean.square()).mT
+        spread = weights @ (2 * math.pi * variance).log().mT
+    return -0.5 * (squares + spread)
 
 
 class NearestSet:
@@ -328,8 +339,7 @@ def split_weights(batch_size: int, num_active: int, num_data: int, like: Tensor 
             f"all {batch_size} points of the batch are active, and none stands for the other {num_data - batch_size} data points; "
             "make num_active smaller than the batch"
         )
-    weights = torch.ones(batch_size) if like is None else torch.ones(batch_size, dtype=like.dtype, device=like.device)
-    weights *= batch_size / num_data
+    weights = (torch.empty(0) if like is None else like).new_full((batch_size,), batch_size / num_data)
     if num_active < batch_size:
         weights[num_active:] *= (num_data - num_active) / (batch_size - num_active)
     return weights
@@ -423,29 +433,12 @@ class UniformSplits:
             yield Split(part if len(part) > 2 * size else torch.cat([part, order[: self.batch_size - len(part)]]), size)
 
 
-def pivots(kernel: Kernel, latents: Tensor, size: int) -> Tensor:
-    """Positions ``(size,)`` of latents by greedy pivoted Cholesky.
-
-    Where fewer explain everything but rounding errors, the first of the others fill up.
-    """
-
-    def evaluate(X: Tensor, Z: Tensor | None = None, diag: bool = False) -> Tensor:
-        """The kernel with distances in float64."""
-        return prior_variance(kernel, X) if diag else covariance(kernel, X, X if Z is None else Z)
-
-    with torch.no_grad():
-        index = pivoted_cholesky(evaluate, latents.detach().double(), size).pivots
-    others = torch.ones(len(latents), dtype=torch.bool, device=latents.device)
-    others[index] = False
-    return torch.cat([index, others.nonzero().squeeze(-1)[: size - len(index)]])
-
-
 def least_variance(kernel: Kernel, latents: Tensor, size: int, noise: Tensor | float | None = None, num_targets: int = 500) -> Tensor:
     r"""Returns positions ``(size,)`` of latents that leave the least predictive variance.
 
     With :math:`E` the posterior covariance given the points chosen so far, the next one is the ``j`` of largest :math:`\sum_n E_{nj}^2 /
-    (E_{jj} + \sigma^2)`, the decrease of the sum of variances by observing it. Unlike :func:`pivots`, this prefers points with many
-    neighbours to outliers. Cost :math:`O(|A| N T)`, memory :math:`O(N T)`.
+    (E_{jj} + \sigma^2)`, the decrease of the sum of variances by observing it. Unlike a pivoted Cholesky factor, this prefers points
+    with many neighbours to outliers. Cost :math:`O(|A| N T)`, memory :math:`O(N T)`.
 
     The default ``noise`` is a hundredth of the mean prior variance; ``num_targets`` is ``T``.
     """

@@ -18,7 +18,7 @@ from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
 
 from pyro_truncated.gp.cholesky import stable_cholesky
-from pyro_truncated.gp.data_kernels import GPyTorchKernel
+from pyro_truncated.gp.data_kernels.protocol import GPyTorchKernel
 from pyro_truncated.gp.subset.regression import SubsetGPRegression
 from pyro_truncated.gp.subset.subset_search import InducingSubset, SubsetSearch
 

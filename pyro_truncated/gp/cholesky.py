@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -25,9 +25,9 @@ from pyro_truncated.utils.arguments import check_count, describe, names_argument
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.constraints import check_entries, finite
 
-# Shares of the mean variance that are added against rounding errors. With the least a factor has digits left to trust, measured for 400
-# points on a plane. A matrix that needs more than the most is no covariance matrix.
-_ADDITIONS = {torch.float64: (1e-10, 1e-4), torch.float32: (1e-5, 1e-2), torch.float16: (1e-2, 10.0), torch.bfloat16: (1e-2, 10.0)}
+# The least share of the mean variance that is added against rounding errors, and how often it may grow tenfold. With the least a factor has
+# digits left to trust, measured for 400 points on a plane. A matrix that needs more than the most is no covariance matrix.
+_ADDITIONS = {torch.float64: (1e-10, 6), torch.float32: (1e-5, 3), torch.float16: (1e-2, 3), torch.bfloat16: (1e-2, 3)}
 # A share of the mean variance that makes the factor of inducing inputs exist wherever an optimiser may look.
 INDUCING_JITTER = 1e-6
 # And one that is enough in float64 where inducing inputs are some of the data and parameters stay in a box.
@@ -61,8 +61,7 @@ def factorize(covariance: Tensor, noise: Tensor) -> tuple[Tensor, float]:
     if not covariance.shape[-1]:
         return covariance, 0.0
     level = covariance.detach().diagonal(dim1=-2, dim2=-1).mean()
-    floor, _ = _additions(covariance.dtype)
-    missing = max(0.0, floor - float(noise.detach().max() / level))
+    missing = max(0.0, _additions(covariance.dtype)[0] - float(noise.detach().max() / level))
     factor = _first_factor(_lift(covariance, noise), level, missing)
     if factor is None:
         raise NotPositiveDefiniteError(
@@ -128,7 +127,8 @@ def independent_cholesky(matrix: Tensor, prior: Tensor | None = None) -> tuple[T
 
 def _first_factor(matrix: Tensor, level: Tensor, base_share: float = 0.0) -> tuple[Tensor, float] | None:
     """The factor with the least share of a level added."""
-    for addition in _ladder(matrix.dtype):
+    least, times = _additions(matrix.dtype)
+    for addition in (0.0, *(least * 10**power for power in range(times + 1))):
         share = base_share + addition
         factor, info = torch.linalg.cholesky_ex(_lift(matrix, share * level) if share else matrix)
         if not bool(info.any()) and bool(factor.detach().sum().isfinite()):
@@ -136,16 +136,7 @@ def _first_factor(matrix: Tensor, level: Tensor, base_share: float = 0.0) -> tup
     return None
 
 
-def _ladder(dtype: torch.dtype) -> Iterator[float]:
-    yield 0.0
-    share, most = _additions(dtype)
-    # But for rounding, up to the largest one.
-    while share <= 1.5 * most:
-        yield share
-        share *= 10
-
-
-def _additions(dtype: torch.dtype) -> tuple[float, float]:
+def _additions(dtype: torch.dtype) -> tuple[float, int]:
     return _ADDITIONS.get(dtype, _ADDITIONS[torch.float32])
 
 

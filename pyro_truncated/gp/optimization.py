@@ -60,7 +60,11 @@ def minimize(
             raise OutOfTimeError
         count += 1
         optimizer.zero_grad()
-        value = _value(evaluate)
+        try:
+            found = evaluate()
+            value = float(found.detach() if isinstance(found, Tensor) else found)
+        except (NotPositiveDefiniteError, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
+            value = math.nan
         slopes = [p.grad for p in parameters if p.grad is not None]
         if not math.isfinite(value) or not all(bool(slope.isfinite().all()) for slope in slopes):
             optimizer.zero_grad()
@@ -81,14 +85,6 @@ def minimize(
         load_snapshot(parameters, best_values)
         optimizer.zero_grad()
     return Minimum(best if math.isfinite(best) else math.nan, int(optimizer.state[parameters[0]].get("n_iter", 0)))
-
-
-def _value(evaluate: Callable[[], float | Tensor]) -> float:
-    try:
-        value = evaluate()
-    except (NotPositiveDefiniteError, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
-        return math.nan
-    return float(value.detach()) if isinstance(value, Tensor) else value
 
 
 @dataclasses.dataclass(frozen=True)

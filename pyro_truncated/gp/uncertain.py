@@ -19,7 +19,7 @@ from pyro_truncated.gp.kernels import LinearARD, evaluate
 from pyro_truncated.ops.mixture_products import mixture_products
 from pyro_truncated.utils.arguments import check_count, check_kinds
 from pyro_truncated.utils.arrays import as_tensors, takes_arrays
-from pyro_truncated.utils.budget import rows_per_block
+from pyro_truncated.utils.budget import row_slices
 from pyro_truncated.utils.constraints import check_entries, finite, nonnegative_finite
 
 
@@ -59,17 +59,6 @@ class SpikeSlabInputs:
             object.__setattr__(self, name, as_tensors(value))
         if validate_args:
             check_kinds(SpikeSlabInputs.__init__, **vars(self))
-        self._check_shapes()
-        if validate_args:
-            self._check_numbers()
-
-    def _check_numbers(self) -> None:
-        check_entries(finite, loc=self.loc)
-        check_entries(nonnegative_finite, variance=self.variance)
-        shares = {"probability": self.probability, "prior_share": self.prior_share}
-        check_entries(constraints.unit_interval, **{name: share for name, share in shares.items() if share is not None})
-
-    def _check_shapes(self) -> None:
         if self.loc.dim() != 2 or self.variance.shape != self.loc.shape:
             raise ValueError(f"loc and variance must have the same shape (N, Q); got {tuple(self.loc.shape)}, {tuple(self.variance.shape)}")
         rest = self.loc.shape[1:]
@@ -79,6 +68,11 @@ class SpikeSlabInputs:
             )
         if self.prior_share is not None and self.prior_share.shape != rest:
             raise ValueError(f"prior_share must have shape {tuple(rest)}, one per dimension; got {tuple(self.prior_share.shape)}")
+        if validate_args:
+            check_entries(finite, loc=self.loc)
+            check_entries(nonnegative_finite, variance=self.variance)
+            shares = {"probability": self.probability, "prior_share": self.prior_share}
+            check_entries(constraints.unit_interval, **{name: share for name, share in shares.items() if share is not None})
 
     def __len__(self) -> int:
         return self.loc.shape[0]
@@ -363,9 +357,12 @@ def _find_zero_dimensions(inputs: SpikeSlabInputs) -> Tensor:
     return is_off if share is None else is_off & (share == 0)
 
 
-def _linear(weight: Tensor, inputs: SpikeSlabInputs, inducing: Tensor, per_datum: bool) -> PsiStatistics:
-    mean, second = inputs.moments()
-    weighted = inducing * weight
+@closed_form.register(LinearARD)
+@closed_form.register(kernels.Linear)
+def _(kernel: LinearARD | kernels.Linear, inputs: SpikeSlabInputs, inducing: Tensor, per_datum: bool) -> PsiStatistics:
+    weight = _value(kernel, "variance").expand(len(kernel.active_dims))
+    mean, second = inputs.select(kernel.active_dims).moments()
+    weighted = inducing[:, kernel.active_dims] * weight
     psi1 = mean @ weighted.mT
     spread = second - mean.square()
     if per_datum:
@@ -373,13 +370,6 @@ def _linear(weight: Tensor, inputs: SpikeSlabInputs, inducing: Tensor, per_datum
     else:
         psi2 = (weighted * spread.sum(0)) @ weighted.mT + psi1.mT @ psi1
     return PsiStatistics(second @ weight, psi1, psi2)
-
-
-@closed_form.register(LinearARD)
-@closed_form.register(kernels.Linear)
-def _(kernel: LinearARD | kernels.Linear, inputs: SpikeSlabInputs, inducing: Tensor, per_datum: bool) -> PsiStatistics:
-    weight = _value(kernel, "variance").expand(len(kernel.active_dims))
-    return _linear(weight, inputs.select(kernel.active_dims), inducing[:, kernel.active_dims], per_datum)
 
 
 def _constant(value: Tensor, inputs: SpikeSlabInputs, inducing: Tensor, per_datum: bool) -> PsiStatistics:
@@ -414,7 +404,7 @@ def _(kernel: kernels.Sum, inputs: SpikeSlabInputs, inducing: Tensor, per_datum:
 
 @closed_form.register(kernels.Product)
 def _(kernel: kernels.Product, inputs: SpikeSlabInputs, inducing: Tensor, per_datum: bool) -> PsiStatistics | None:
-    blocks = [slice(None)] if per_datum else _row_blocks(inputs, len(inducing) ** 2 * 4)
+    blocks = [slice(None)] if per_datum else row_slices(max(1, len(inputs)), 64 * len(inducing) ** 2)
     products = []
     for rows in blocks:
         parts = _parts(kernel, inputs.rows(rows), inducing, per_datum=True)
@@ -449,7 +439,7 @@ def _by_nodes(
     num_dims = inputs.loc.shape[1]
     size = len(expectation.nodes(inputs.rows(slice(0, 1)).select(kernel.active_dims)).weights)
     blocks = []
-    for rows in _row_blocks(inputs, 4 * size * (len(inducing) + num_dims)):
+    for rows in row_slices(max(1, len(inputs)), 64 * size * (len(inducing) + num_dims)):
         part = inputs.rows(rows)
         nodes = expectation.nodes(part.select(kernel.active_dims), rows.start)
         points = nodes.points
@@ -464,11 +454,6 @@ def _by_nodes(
         psi2 = torch.einsum("snm,snk->nmk" if per_datum else "snm,snk->mk", weights.unsqueeze(-1) * cross, cross)
         blocks.append(PsiStatistics(psi0, psi1, psi2))
     return _join(blocks, per_datum)
-
-
-def _row_blocks(inputs: SpikeSlabInputs, entries_per_row: int) -> list[slice]:
-    rows = rows_per_block(16 * entries_per_row)
-    return [slice(start, start + rows) for start in range(0, max(1, len(inputs)), rows)]
 
 
 def _join(blocks: list[PsiStatistics], per_datum: bool) -> PsiStatistics:

@@ -349,7 +349,14 @@ class PopulationStore(torch.nn.Module):
         """Writes log joints, and states if they are new.
 
         The data are first checked to be possible, so that the two always agree.
+
+        Raises:
+            ValueError: if there are not as many states of each data point as a population has.
         """
+        expected = self.words.shape[1]
+        for name, own in (("log_joint", log_joint), ("words", words)):
+            if own is not None and own.shape[1] != expected:
+                raise ValueError(f"{name} must be of {expected} states of each data point; got shape {tuple(own.shape)}")
         check_possible(log_joint, self._sites)
         ops.on_success(lambda: self._write_(log_joint, where, words))
 

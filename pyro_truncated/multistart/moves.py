@@ -19,7 +19,7 @@ from pyro_truncated.multistart.model_parameters import Medians
 from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.multistart.pruning import deletion_losses, redundant_mask, value_deletion_losses
 from pyro_truncated.multistart.solution import NOTHING, ROUNDING, FreeEnergyEstimate, Solution, match_latents, shared_mask, vary
-from pyro_truncated.multistart.trainer import Trainer, copy_population, fit_states, settle
+from pyro_truncated.multistart.trainer import Trainer, copy_population, fit_states, search_and_train, settle
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.sites import family
 from pyro_truncated.search.base import Search
@@ -28,8 +28,8 @@ from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.devices import generator_device
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
-# Search steps that fill populations, and that adapt them to slightly changed parameters.
-_POPULATE_STEPS, _ADAPT_STEPS = 8, 2
+# Search steps that adapt populations to slightly changed parameters.
+_ADAPT_STEPS = 2
 # Correlations of latents that explain the same: small within one code, large for substitutes.
 _MIN_CORRELATIONS = 0.15, 0.3, 0.5, 0.7
 # Noise on parameters of a latent initialised near another one, in units of their root mean square.
@@ -187,16 +187,13 @@ class Recombination:
         self.latents, self.tolerance = latents, tolerance
         self._first_words, self.space = medians.guide.words.clone(), medians.guide.space
 
-    def populate(self, solution: Solution, near: Solution | None = None) -> Solution:
-        """Returns a solution with populations, begun from a near one if given.
+    def populate(self, solution: Solution) -> Solution:
+        """Returns a solution with populations that are adapted to its parameters.
 
         Beside continuous latents their spread gives the free energy that was reached.
         """
-        if near is None:
-            own = None if solution.population is None else solution.population.words
-            result = self._adapt(solution.parameters, self._first_words, _POPULATE_STEPS, own)
-        else:
-            result = self._change(near, solution.parameters)
+        words = self._first_words if solution.population is None else solution.population.words
+        result = self._adapt(solution.parameters, words)
         if not solution.companion:
             return result
         return result.replace(companion=solution.companion, spread=solution.free_energy - result.estimate.free_energy)
@@ -266,11 +263,11 @@ class Recombination:
 
     def _change(self, member: Solution, parameters: dict[str, Tensor], others: Tensor | None = None) -> Solution:
         """Returns a model with changed parameters, and populations adapted to them."""
-        solution = self._adapt(parameters, _population(member).words, _ADAPT_STEPS, others)
+        solution = self._adapt(parameters, _population(member).words, others)
         return solution.replace(companion=member.companion, spread=member.spread)
 
     @torch.no_grad()
-    def _adapt(self, parameters: dict[str, Tensor], words: Tensor, steps: int, others: Tensor | None = None) -> Solution:
+    def _adapt(self, parameters: dict[str, Tensor], words: Tensor, others: Tensor | None = None) -> Solution:
         scorer = self._medians.scorer(parameters)
         beyond, population = self._medians.beyond(scorer), Population(self.space, words, scorer.score(words))
         if others is not None:
@@ -278,7 +275,7 @@ class Recombination:
         # Of states that are all impossible none is searched: two latents may explain together what neither does.
         if not bool((population.log_joint.amax(-1) == -torch.inf).any()):
             self._guide.populations.store_(population.log_joint, None, population.words)
-            population = copy_population(self._guide.search_(self._search, scorer, steps))
+            population = copy_population(self._guide.search_(self._search, scorer, _ADAPT_STEPS))
         each = population.free_energy()
         return Solution(FreeEnergyEstimate(float(each.mean()) + beyond, each=each), parameters, population)
 
@@ -351,10 +348,11 @@ class Complement:
     def propose(self, best: Solution) -> Proposals:
         """Yields solutions fitted to states with one latent complemented."""
         for latent in find_unlikely(self.profile, best):
-            population = _population(best)
-            states = population.space.unpack(population.mode()).unsqueeze(1)
+            space, states = _population(best).space, best.states
             states[..., latent] = 1 - states[..., latent]
-            best = yield fit_states(self.profile, population.space.pack(states), solution=best)
+            population = Population(space, space.pack(states), _population(best).log_joint)
+            child = fit_states(self.profile, population.mode().unsqueeze(1), solution=best)
+            best = yield child.replace(population=population)
 
 
 def find_unlikely(profile: Profile, solution: Solution) -> list[int]:
@@ -475,8 +473,8 @@ class SolutionPool:
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        self.refine: Refine = settle  # trains what a move proposes
-        self.own_moves: Sequence[Move] = (Complement(profile),)  # are tried on the best one after each exchange
+        self.refine: Refine = settle  # trains what is exchanged, which is nearly final
+        self.own_moves: Sequence[Move] = (Complement(profile),)  # are tried on the best one after each exchange, and trained to convergence
         self.best = NOTHING  # the highest free energy, with what others have added
         self.restarts: list[Restart] = []
         self.estimates: list[FreeEnergyEstimate] = []  # what each has reached
@@ -552,7 +550,7 @@ class SolutionPool:
 
         They are not tried while other restarts still add to it.
         """
-        return bool(self.groups) and self._improve(self._redundant)
+        return bool(self.groups) and self._improve(self._redundant, self.refine)
 
     def _join(self, solution: Solution) -> None:
         """Adds latents of a restart to the best, then of others."""
@@ -561,11 +559,11 @@ class SolutionPool:
         queue = [self._members[-1]]
         while queue:
             other = queue.pop()
-            gains = [self._cross(other), *(self._improve(move) for move in self.own_moves)]
+            gains = [self._cross(other), *(self._improve(move, search_and_train) for move in self.own_moves)]
             if any(gains):
                 queue = [member for member in self._members if member is not other]
         if self.best is before:
-            self._improve(self._redundant)
+            self._improve(self._redundant, self.refine)
 
     def _cross(self, other: Solution) -> bool:
         """Whether the best has become better by what another one has found."""
@@ -574,25 +572,29 @@ class SolutionPool:
             return False
         before = self.best
         best, lesser = sorted((before, other), key=attrgetter("finite_energy"), reverse=True)
-        self.best = improve(self._profile, best, Crossover(self.groups, lesser), self._train_child, self.moves)
+        self.best = improve(self._profile, best, Crossover(self.groups, lesser), self._trained_by(self.refine), self.moves)
         return self.best is not before
 
-    def _improve(self, move: Move) -> bool:
+    def _improve(self, move: Move, refine: Refine) -> bool:
         """Whether a move improves the best; it is not repeated on it."""
         before = self.best
         if before is self._failures.get(move.name):
             return False
-        self.best = self._failures[move.name] = improve(self._profile, before, move, self._train_child, self.moves)
+        self.best = self._failures[move.name] = improve(self._profile, before, move, self._trained_by(refine), self.moves)
         return self.best is not before
 
-    def _train_child(self, profile: Profile, child: Solution) -> Solution:
-        """Returns a trained proposal, or itself if training does not help.
+    def _trained_by(self, refine: Refine) -> Refine:
+        """Returns what trains a proposal, and keeps it if that helps.
 
         Beside continuous latents the free energy of an untrained child is an estimate with the parent's spread. There only trained
         children count.
         """
-        solution = self.groups[0].populate(self.refine(profile, child), child)
-        return solution if child.companion else max(child, solution, key=attrgetter("free_energy"))
+
+        def train_child(profile: Profile, child: Solution) -> Solution:
+            solution = self.groups[0].populate(refine(profile, child))
+            return solution if child.companion else max(child, solution, key=attrgetter("free_energy"))
+
+        return train_child
 
     def _find_singletons(self, group: Recombination) -> Tensor:
         return torch.stack([group.shared_mask(self.best, member) for member in self._members]).sum(0) < 2

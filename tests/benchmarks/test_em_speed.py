@@ -13,13 +13,14 @@ import sys
 import textwrap
 from pathlib import Path
 
+import numba
 import pyro
 import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import Adam
 
-from pyro_truncated import AutoTruncated, EvolutionarySearch, Truncated_ELBO, ops
+from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Truncated_ELBO, ops
 from pyro_truncated.datasets import linear_bars, noisy_or_bars
 from pyro_truncated.models import BinarySparseCoding, NoisyOr
 from pyro_truncated.program.log_joint import LogJoint
@@ -173,6 +174,48 @@ def test_what_bounds_the_kernels():
             f"  select_top of {num_states} states: {1e3 * seconds:.1f} ms, {moved / seconds / 1e9:.2f} GB/s "
             f"({moved / seconds / 1e9 / top['copy']:.2f} of the ceiling)"
         )
+
+
+@numba.njit(fastmath=True)
+def add_entries(table, places):
+    total = 0.0
+    for place in places:
+        total += table[place]
+    return total
+
+
+def look_ups_per_second(states: torch.Tensor) -> float:
+    """How many entries of a table of pairs a loop adds up that does nothing else, in the order of these states ``(C, H)``."""
+    active = [state.nonzero().squeeze(-1) for state in states]
+    pairs = [(own.unsqueeze(-1) * states.shape[1] + own)[torch.ones(len(own), len(own)).tril().bool()] for own in active]
+    places, table = torch.cat(pairs).numpy(), torch.randn(states.shape[1] ** 2, dtype=torch.float64).numpy()
+    return len(places) / best_time(lambda: add_entries(table, places), 20)
+
+
+@pytest.mark.parametrize("name", ["bars", "patches"])
+def test_a_step_beside_its_look_ups(name):
+    """A state with k active latents takes k (k + 3) / 2 numbers out of tables; a step scores all that it keeps, and all new ones."""
+    if name == "bars":
+        y, model = linear_bars(5000, 10, generator=torch.Generator().manual_seed(0)).data, BinarySparseCoding(100, 20)
+        search, num_states, num_new = EvolutionarySearch(8, 7, 2, crossover=True), 120, 112
+    else:
+        y, model = whitened_noise(2000, 256), BinarySparseCoding(256, 300)
+        search, num_states, num_new = EvolutionarySearch(10, 9, 4, crossover=True, mutation="sparseflips"), 200, 360
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    guide = AutoTruncated(model.initialize(y), num_states=num_states)
+    svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(search))
+    for _ in range(15):
+        svi.step(y)
+    seconds, states = best_time(lambda: svi.step(y), 10), guide.population().states()
+    counts = states.sum(-1).double()
+    number = float((counts * (counts + 3) / 2).mean()) * len(y) * (num_states + num_new)
+    rate = look_ups_per_second(states[::10, ::10].flatten(0, 1).double())
+    print(
+        f"\n{name}: {number / 1e6:.0f} million look-ups a step; {rate / 1e9:.2f} G a second where nothing else is done: "
+        f"{1e3 * number / rate:.0f} of {1e3 * seconds:.0f} ms"
+    )
+    assert number / rate < seconds
 
 
 def test_memory_of_a_large_guide():

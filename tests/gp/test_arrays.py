@@ -182,6 +182,6 @@ def test_empty_inputs_are_named(shape):
 def test_objects_stay_what_they_are_for_kernels_of_their_own():
     words = [[0.0, 1.0], [2.0, 3.0], [1.0]]
     model = gp.SubsetGPRegression(words, [0.0, 1.0, 2.0], lambda objects: gp.FunctionKernel(lambda a, b: float(len(a) == len(b)), objects))
-    assert model.kernel.objects is words
+    assert model.kernel.inputs is words
     with pytest.raises(TypeError, match="kernel is needed where X is neither"):
         gp.SubsetGPRegression(["CCO", "CC"], [0.0, 1.0])

@@ -9,7 +9,7 @@ import torch
 from pyro.contrib.gp import kernels
 
 from pyro_truncated.gp import Split, UniformSplits, linear_growth
-from pyro_truncated.gp.active_sets import least_variance, pivots, split_weights
+from pyro_truncated.gp.active_sets import least_variance, split_weights
 
 
 def test_weights_undo_the_scale_of_a_plate():
@@ -45,13 +45,6 @@ def test_least_variance_takes_the_best_point_at_every_step(generator):
         others = [n for n in range(30) if n not in chosen[:step]]
         assert point == min(others, key=lambda n: left(kernel, latents, [*chosen[:step], n], 0.05))
     assert len(set(least_variance(kernel, latents, 30).tolist())) == 30
-
-
-def test_pivots_fill_up_where_latents_repeat():
-    latents = torch.tensor([[0.0], [0.0], [1.0], [1.0], [1.0]])
-    chosen = pivots(kernels.RBF(1), latents, 4)
-    assert len(set(chosen.tolist())) == 4
-    assert set(latents[chosen[:2], 0].tolist()) == {0.0, 1.0}
 
 
 def test_growing_sizes(generator):

@@ -50,6 +50,14 @@ def test_a_used_guide_refuses_populations_of_another_space_and_keeps_its_own():
     assert all(torch.equal(value, before[name]) for name, value in guide.state_dict().items())
 
 
+def test_fewer_states_than_a_population_has_are_not_kept_several_times():
+    guide = used(zoo.binary(), 4)
+    first = guide.population()
+    with pytest.raises(ValueError, match=r"log_joint must be of 4 states of each data point; got shape \(6, 1\)"):
+        guide.populations.store_(first.log_joint[:, :1], None, first.words[:, :1])
+    assert torch.equal(guide.population().words, first.words)
+
+
 @pytest.mark.parametrize("options", [{"num_states": 33, "init": torch.zeros(6, 32, 5)}, {"num_states": 4, "init": torch.zeros(6, 4, 5)}])
 def test_a_guide_that_could_not_be_set_up_says_so_again(options):
     case = zoo.binary()

@@ -24,19 +24,17 @@ from pyro_truncated.multistart import DisagreeingStartsWarning
 from pyro_truncated.multistart.config import Restart
 from pyro_truncated.multistart.model_parameters import Medians, ModelParameters, prior_draw
 from pyro_truncated.multistart.moves import (
-    Complement,
     Exchangeable,
     Recombination,
     SolutionPool,
     build_recombinations,
     exchangeable_latents,
     find_unlikely,
-    improve,
 )
 from pyro_truncated.multistart.profile import Profile, profile_model
 from pyro_truncated.multistart.pruning import value_deletion_losses
 from pyro_truncated.multistart.solution import FreeEnergyEstimate, Solution
-from pyro_truncated.multistart.trainer import FixedStates, search_and_train
+from pyro_truncated.multistart.trainer import FixedStates
 from pyro_truncated.search.base import Search
 from pyro_truncated.states.population import Population
 
@@ -534,7 +532,15 @@ def test_a_latent_that_is_on_where_its_cause_is_missing_is_turned() -> None:
         above_an_offset, bars.data, EvolutionarySearch(), num_states=16, config=LearnConfig(tolerance=0.05, restart_steps=40)
     )
     (group,) = build_recombinations(profile, {"weight": torch.randn(9, 6), "offset": torch.randn(9)})
-    best = improve(profile, populated(group, turned), Complement(profile), search_and_train, {})
+    pool = SolutionPool(profile)
+    pool.exchange([group])
+    add(pool, populated(group, turned))
+    best = pool.best
+    # Its states were fitted one for each data point: none of them counts twice.
+    states = torch.tensor(list(itertools.product((0.0, 1.0), repeat=6)))
+    means = states @ best.parameters["weight"].mT + best.parameters["offset"]
+    joint = dist.Normal(means, 1.0).log_prob(bars.data.unsqueeze(1)).sum(-1) + dist.Bernoulli(0.2).log_prob(states).sum(-1)
+    assert best.free_energy <= float(joint.logsumexp(1).mean()) + 1e-4
     # Of six latents with a probability of 0.2 one that is turned is on in 0.8 of the data points.
     assert populated(group, turned).free_energy < populated(group, right).free_energy - 0.5
     assert best.free_energy > populated(group, right).free_energy

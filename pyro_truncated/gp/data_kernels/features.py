@@ -12,55 +12,52 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated.gp.data_kernels.protocol import DataKernel, positive_parameter
+from pyro_truncated.gp.data_kernels.protocol import PairwiseKernel, positive_parameter
 from pyro_truncated.ops.streams import FINALISER, GOLDEN
 from pyro_truncated.utils.arguments import Renamed, check_count, check_kinds, describe, names_arguments
-from pyro_truncated.utils.arrays import as_data, as_tensors, remember_columns, takes_arrays
+from pyro_truncated.utils.arrays import as_data, as_tensors, check_column_names, remember_columns
 from pyro_truncated.utils.budget import rows_per_block
 
 
-class FixedKernel(DataKernel):
+class FixedKernel(PairwiseKernel):
     """A learned variance times a kernel without parameters, cached by columns.
 
-    When ``cache_bytes`` are full, columns that are unused for longest make room.
+    When a GiB is full, columns that are unused for longest make room.
     """
 
-    def __init__(
-        self,
-        num_data: int,
-        variance: float = 1.0,
-        dtype: torch.dtype = torch.float64,
-        cache_bytes: int = 2**30,
-        device: torch.device | None = None,
-    ) -> None:
+    def __init__(self, num_data: int, variance: float, like: Tensor) -> None:
         super().__init__(num_data)
-        self.variance: Tensor = positive_parameter(variance, torch.zeros((), dtype=dtype, device=device))
-        self._capacity = max(1, min(num_data, cache_bytes // (num_data * torch.finfo(dtype).bits // 8)))
+        self.variance: Tensor = positive_parameter(variance, like)
+        self._capacity = max(1, min(num_data, 2**30 // (num_data * like.itemsize)))
         self._kept: dict[int, Tensor] = {}  # columns, the least recently used first
+        self._diagonal: Tensor | None = None
 
-    def base_columns(self, index: Tensor) -> Tensor:
-        """Covariances ``(n, b)`` at variance one."""
+    def base_between(self, first: Any, second: Any) -> Tensor:
+        """Covariances ``(a, b)`` of points at variance one."""
         raise NotImplementedError
 
-    def base_cross(self, new: Any, index: Tensor) -> Tensor:
-        """Covariances ``(n_new, b)`` of new inputs at variance one."""
+    def base_variances(self, points: Any) -> Tensor:
+        """Variances ``(a,)`` of points at variance one."""
         raise NotImplementedError
 
-    def base_diag(self) -> Tensor:
-        """Variances ``(n,)`` at variance one."""
-        raise NotImplementedError
+    def between(self, first: Any, second: Any) -> Tensor:
+        """Covariances ``(a, b)`` of points."""
+        return self.variance * self.base_between(first, second).to(self.variance)
 
-    def base_diag_new(self, new: Any) -> Tensor:
-        """Variances ``(n_new,)`` of new inputs at variance one."""
-        raise NotImplementedError
+    def variances(self, points: Any) -> Tensor:
+        """Variances ``(a,)`` of points."""
+        return self.variance * self.base_variances(points).to(self.variance)
 
-    def base_among(self, new: Any) -> Tensor:
-        """Covariances ``(n_new, n_new)`` of new inputs with each other at variance one."""
-        raise NotImplementedError
+    def points(self, new: Any) -> Any:
+        """New inputs, arrays as tensors."""
+        check_column_names(self, "new", new)
+        return as_tensors(new, self.variance, "new")
 
     def diag(self, rows: Tensor | None = None) -> Tensor:
         """Variances of the training inputs, ``(n,)``, or only those at ``rows``."""
-        base = self._numbers(self.base_diag())
+        base = self._diagonal
+        if base is None or (base.device, base.dtype) != (self.variance.device, self.variance.dtype):
+            self._diagonal = base = self.base_variances(self.inputs).to(self.variance)
         return self.variance * (base if rows is None else base[rows])
 
     def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
@@ -68,29 +65,11 @@ class FixedKernel(DataKernel):
         base = self._kept_columns(index)
         return self.variance * (base if rows is None else base[rows])
 
-    @takes_arrays
-    def cross(self, new: Any, index: Tensor) -> Tensor:
-        """Covariances ``(n_new, b)`` of new inputs with the training inputs at positions ``index``."""
-        return self.variance * self._numbers(self.base_cross(new, index))
-
-    @takes_arrays
-    def diag_new(self, new: Any) -> Tensor:
-        """Variances ``(n_new,)`` of new inputs."""
-        return self.variance * self._numbers(self.base_diag_new(new))
-
-    @takes_arrays
-    def among(self, new: Any) -> Tensor:
-        """Covariances ``(n_new, n_new)`` of new inputs with each other."""
-        return self.variance * self._numbers(self.base_among(new))
-
-    def _numbers(self, values: Tensor) -> Tensor:
-        return values.to(self.variance)
-
     @torch.no_grad()
     def _kept_columns(self, index: Tensor) -> Tensor:
         index = index.to(self.variance.device)
         if len(index) > self._capacity:
-            return self._numbers(self.base_columns(index))
+            return self.base_between(self.inputs, self.take(index)).to(self.variance)
         kept, like = self._kept, next(iter(self._kept.values()), self.variance)
         if (like.device, like.dtype) != (self.variance.device, self.variance.dtype):
             kept.clear()
@@ -103,7 +82,7 @@ class FixedKernel(DataKernel):
             del kept[next(iter(kept))]
         if missing:
             # Copies: a view of one column would keep them all.
-            columns = self._numbers(self.base_columns(index.new_tensor(missing))).mT
+            columns = self.base_between(self.inputs, self.take(index.new_tensor(missing))).to(self.variance).mT
             kept.update(zip(missing, (column.clone() for column in columns), strict=True))
         return torch.stack([kept[position] for position in wanted]).mT if wanted else self.variance.new_zeros(self.num_data, 0)
 
@@ -136,45 +115,36 @@ class FunctionKernel(FixedKernel):
         if not callable(function):
             raise TypeError(f"function must be callable; got {type(function).__name__}")
         check_kinds(FunctionKernel.__init__, objects=objects, batched=batched)
-        super().__init__(len(objects), variance)
+        super().__init__(len(objects), variance, torch.zeros((), dtype=torch.float64))
         self.function = function
-        self.objects = objects
+        self.inputs = objects
         self.batched = batched
 
-    def base_columns(self, index: Tensor) -> Tensor:
-        """Values ``(n, b)`` of the function."""
-        return self.base_cross(self.objects, index)
+    def take(self, rows: Tensor | None) -> Sequence[Any]:
+        """The objects, or those at ``rows``."""
+        return self.inputs if rows is None else [self.inputs[i] for i in torch.as_tensor(rows).tolist()]
 
-    def base_cross(self, new: Any, index: Tensor) -> Tensor:
-        """Values ``(n_new, b)`` of the function for new objects."""
-        return self._values(new, [self.objects[i] for i in index.tolist()])
+    def points(self, new: Sequence[Any]) -> Sequence[Any]:
+        """New objects as they are."""
+        new = super().points(new)
+        check_kinds(FunctionKernel.points, new=new)
+        return new
 
-    def base_among(self, new: Any) -> Tensor:
-        """Values ``(n_new, n_new)`` of the function for new objects."""
-        return self._values(new, new)
-
-    def _values(self, new: Sequence[Any], others: Sequence[Any]) -> Tensor:
-        check_kinds(FunctionKernel._values, new=new)
+    def base_between(self, first: Sequence[Any], second: Sequence[Any]) -> Tensor:
+        """Values ``(a, b)`` of the function."""
         if self.batched:
-            values = torch.as_tensor(self.function(list(new), list(others)), dtype=torch.float64)
-            if values.shape != (len(new), len(others)):
-                raise ValueError(f"function must return a matrix of shape {(len(new), len(others))}; got {tuple(values.shape)}")
+            values = torch.as_tensor(self.function(list(first), list(second)), dtype=torch.float64)
+            if values.shape != (len(first), len(second)):
+                raise ValueError(f"function must return a matrix of shape {(len(first), len(second))}; got {tuple(values.shape)}")
             return values
-        rows = [[_number(self.function, x, z) for z in others] for x in new]
-        return torch.tensor(rows, dtype=torch.float64).reshape(len(new), len(others))
+        rows = [[_number(self.function, x, z) for z in second] for x in first]
+        return torch.tensor(rows, dtype=torch.float64).reshape(len(first), len(second))
 
-    def base_diag(self) -> Tensor:
-        """Values ``(n,)`` of the function for equal objects."""
-        if not hasattr(self, "_diagonal"):
-            self._diagonal = self.base_diag_new(self.objects)
-        return self._diagonal
-
-    def base_diag_new(self, new: Any) -> Tensor:
-        """Values ``(n_new,)`` of the function for equal new objects."""
-        check_kinds(FunctionKernel._values, new=new)
+    def base_variances(self, points: Sequence[Any]) -> Tensor:
+        """Values ``(a,)`` of the function for equal objects."""
         if self.batched:
-            return torch.tensor([float(torch.as_tensor(self.function([x], [x])).reshape(())) for x in new], dtype=torch.float64)
-        return torch.tensor([_number(self.function, x, x) for x in new], dtype=torch.float64)
+            return torch.tensor([float(torch.as_tensor(self.function([x], [x])).reshape(())) for x in points], dtype=torch.float64)
+        return torch.tensor([_number(self.function, x, x) for x in points], dtype=torch.float64)
 
 
 def _number(function: Callable[[Any, Any], Any], first: Any, second: Any) -> float:
@@ -545,7 +515,6 @@ class CountKernel(FixedKernel):
     _vocabulary: Tensor
     _norms: Tensor
     _matrix: Tensor
-    _start: Tensor
     _scale: Tensor
     _num_features: int | None = None
 
@@ -558,7 +527,7 @@ class CountKernel(FixedKernel):
         dtype: torch.dtype = torch.float64,
     ) -> None:
         table, width, features = features, _width(features), self.prepare(features)
-        super().__init__(len(features), variance, dtype, device=features.rows.device)
+        super().__init__(len(features), variance, features.counts.to(dtype))
         remember_columns(self, "new", table)
         if normalization not in ("inner", "cosine", "tanimoto"):
             raise ValueError(f'normalization must be "inner", "cosine" or "tanimoto"; got {normalization!r}')
@@ -566,8 +535,7 @@ class CountKernel(FixedKernel):
         vocabulary, norms = features.keys.unique(), features.squared_norms
         if not bool(norms.sum().isfinite()):
             raise ValueError(f"features must be counts whose squares have a finite sum; got counts up to {float(features.counts.max()):g}")
-        start = torch.searchsorted(features.rows, torch.arange(len(features) + 1, device=features.rows.device))
-        parts = {"_vocabulary": vocabulary, "_norms": norms, "_matrix": features.matrix(vocabulary), "_start": start}
+        parts = {"_vocabulary": vocabulary, "_norms": norms, "_matrix": features.matrix(vocabulary)}
         for name, tensor in {**parts, "_scale": norms.mean().clamp(min=1e-30)}.items():
             self.register_buffer(name, tensor, persistent=False)
 
@@ -583,60 +551,43 @@ class CountKernel(FixedKernel):
             raise ValueError(f"features must have {expected} columns, as those of the training inputs; got {width}")
         return HashedCounts.from_matrix(features)
 
-    def base_columns(self, index: Tensor) -> Tensor:
-        """Returns normalised products of all rows with some, ``(n, b)``."""
-        return self._normalise_rows(self._matrix, self._norms, index)
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor]:
+        """Sparse counts ``(n, V)`` and squared norms ``(n,)`` of the training inputs."""
+        return self._matrix, self._norms
 
-    def base_cross(self, new: Any, index: Tensor) -> Tensor:
-        """Normalised products ``(n_new, b)`` of new counts."""
-        prepared = self._prepare(new)
-        return self._normalise_rows(prepared.matrix(self._vocabulary), prepared.squared_norms, index)
+    def take(self, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The training inputs, or those at ``rows``."""
+        if rows is None:
+            return self.inputs
+        rows = torch.as_tensor(rows, device=self._norms.device)
+        return self._matrix.index_select(0, rows), self._norms[rows]
 
-    def base_diag(self) -> Tensor:
-        """Returns normalised products of rows with themselves, ``(n,)``."""
-        return self._own(self._norms)
+    def points(self, new: Any, own_features: bool = False) -> tuple[Tensor, Tensor]:
+        """Counts of new inputs, by the training inputs' or their own features."""
+        counts = self.prepare(super().points(new)).to(self._vocabulary.device)
+        return counts.matrix(counts.keys.unique() if own_features else self._vocabulary), counts.squared_norms
 
-    def base_diag_new(self, new: Any) -> Tensor:
-        """Variances ``(n_new,)`` of new counts."""
-        return self._own(self._prepare(new).squared_norms)
-
-    def base_among(self, new: Any) -> Tensor:
-        """Normalised products ``(n_new, n_new)`` of new counts with each other."""
-        prepared = self._prepare(new)
-        # New inputs may have features that no training input has.
-        vocabulary = prepared.keys.unique()
-        matrix = prepared.matrix(vocabulary)
-        parts = torch.arange(len(prepared), device=vocabulary.device).split(rows_per_block(16 * len(vocabulary)))
-        products = torch.cat([torch.sparse.mm(matrix, matrix.index_select(0, part).to_dense().mT) for part in parts], 1)
-        return self._normalise(products, prepared.squared_norms, prepared.squared_norms)
-
-    def _prepare(self, new: Any) -> HashedCounts:
-        """Counts of new inputs, where those of the training inputs are."""
-        return self.prepare(new).to(self._vocabulary.device)
-
-    def _own(self, norms: Tensor) -> Tensor:
-        return norms / self._scale if self.normalization == "inner" else torch.ones_like(norms)
-
-    def _normalise_rows(self, matrix: Tensor, norms: Tensor, index: Tensor) -> Tensor:
-        step = rows_per_block(16 * len(self._vocabulary))
-        products = torch.cat([torch.sparse.mm(matrix, self._dense(part).mT) for part in index.split(step)], 1)
-        return self._normalise(products, norms, self._norms[index])
-
-    def _normalise(self, products: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        left, right = first[:, None], second
+    def base_between(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Tensor:
+        """Normalised products ``(a, b)``."""
+        (matrix, left), (other, right) = first, second
+        parts = torch.arange(len(right), device=right.device).split(rows_per_block(16 * other.shape[1]))
+        products = torch.cat([torch.sparse.mm(matrix, other.index_select(0, part).to_dense().mT) for part in parts], 1)
         if self.normalization == "inner":
             return products / self._scale
+        left = left[:, None]
         size = (left * right).sqrt() if self.normalization == "cosine" else left + right - products
         return torch.where(left + right > 0, products / size.clamp(min=1e-30), torch.ones_like(products))
 
-    def _dense(self, index: Tensor) -> Tensor:
-        """Rows of the matrix of counts, ``(b, V)``."""
-        begin, length = self._start[index], self._start[index + 1] - self._start[index]
-        row = torch.repeat_interleave(torch.arange(len(index), device=index.device), length)
-        entry = torch.arange(int(length.sum()), device=index.device) - (length.cumsum(0) - length)[row] + begin[row]
-        dense = self._norms.new_zeros(len(index), len(self._vocabulary))
-        dense[row, self._matrix.indices()[1, entry]] = self._matrix.values()[entry]
-        return dense
+    def base_variances(self, points: tuple[Tensor, Tensor]) -> Tensor:
+        """Normalised products of counts with themselves, ``(a,)``."""
+        return points[1] / self._scale if self.normalization == "inner" else torch.ones_like(points[1])
+
+    def among(self, new: Any) -> Tensor:
+        """Covariances ``(n_new, n_new)`` of new inputs with each other."""
+        # New inputs may have features that no training input has.
+        points = self.points(new, own_features=True)
+        return self.between(points, points)
 
 
 class MinMaxKernel(CountKernel):
@@ -675,7 +626,7 @@ class HistogramIntersectionKernel(FixedKernel):
         variance: :math:`v` to start from.
     """
 
-    histograms: Tensor
+    inputs: Tensor
     _mass: Tensor
 
     @names_arguments
@@ -684,44 +635,27 @@ class HistogramIntersectionKernel(FixedKernel):
         if histograms.dim() != 2 or not bool((histograms >= 0).all()) or not bool(histograms.isfinite().all()):
             raise ValueError(f"histograms must be finite, not negative, and of shape (n, D); got {describe(histograms)}")
         histograms = histograms if histograms.is_floating_point() else histograms.double()
-        super().__init__(len(histograms), variance, histograms.dtype, device=histograms.device)
+        super().__init__(len(histograms), variance, histograms)
         remember_columns(self, "new", table)
         mass = histograms.sum(1).mean()
         self.register_buffer("_mass", mass if bool(mass > 0) else torch.ones_like(mass), persistent=False)
-        self.register_buffer("histograms", histograms / self._mass, persistent=False)
+        self.register_buffer("inputs", histograms / self._mass, persistent=False)
 
-    def base_columns(self, index: Tensor) -> Tensor:
-        r"""Returns intersections :math:`\sum_j \min(h_{ij}, h_{kj})` of all rows with some, ``(n, b)``."""
-        return _intersections(self.histograms, self.histograms[index])
+    def points(self, new: Any) -> Tensor:
+        """New histograms ``(n_new, D)`` over the mean mass."""
+        return as_data("new", super().points(new)).to(self.inputs) / self._mass
 
-    def base_cross(self, new: Any, index: Tensor) -> Tensor:
-        """Intersections ``(n_new, b)`` of new histograms ``(n_new, D)``."""
-        return _intersections(self._scale_histograms(new), self.histograms[index])
+    def base_between(self, first: Tensor, second: Tensor) -> Tensor:
+        r"""Intersections :math:`\sum_d \min(h_{id}, h_{jd})`, ``(a, b)``."""
+        step = rows_per_block(16 * first.numel())
+        return torch.cat([torch.minimum(first[:, None], part).sum(-1) for part in second.split(step)], 1)
 
-    def base_diag(self) -> Tensor:
-        """Returns intersections of rows with themselves, their sums, ``(n,)``."""
-        return self.histograms.sum(1)
-
-    def base_diag_new(self, new: Any) -> Tensor:
-        """Variances ``(n_new,)`` of new histograms."""
-        return self._scale_histograms(new).sum(1)
-
-    def base_among(self, new: Any) -> Tensor:
-        """Intersections ``(n_new, n_new)`` of new histograms with each other."""
-        scaled = self._scale_histograms(new)
-        return _intersections(scaled, scaled)
-
-    def _scale_histograms(self, new: Tensor) -> Tensor:
-        return as_data("new", new).to(self.histograms) / self._mass
+    def base_variances(self, points: Tensor) -> Tensor:
+        """Masses ``(a,)``."""
+        return points.sum(1)
 
 
 def _width(features: Any) -> int | None:
     """Columns of a matrix of counts; ``None`` of anything else."""
     shape: tuple[int, ...] = getattr(features, "shape", ())
     return int(shape[1]) if len(shape) == 2 else None
-
-
-def _intersections(first: Tensor, second: Tensor) -> Tensor:
-    """Sums of minima ``(a, b)`` of histograms ``(a, D)`` and ``(b, D)``."""
-    step = rows_per_block(16 * first.numel())
-    return torch.cat([torch.minimum(first[:, None], part).sum(-1) for part in second.split(step)], 1)

@@ -16,6 +16,7 @@ from torch import Tensor
 from pyro_truncated.gp.kernels import evaluate, outside_programs, refuse_foreign_kernel
 from pyro_truncated.utils.arguments import check_count, check_kinds, describe, names_arguments
 from pyro_truncated.utils.arrays import as_data, as_tensors, check_column_names, check_units, remember_columns, takes_arrays
+from pyro_truncated.utils.devices import module_device
 from pyro_truncated.utils.parameter_store import UniqueModule
 
 
@@ -87,9 +88,7 @@ class DataKernel(UniqueModule, Parameterized):
     @property
     def device(self) -> torch.device:
         """The device of the kernel's tensors; the CPU if it has none."""
-        for tensor in (*self.parameters(), *self.buffers()):
-            return torch.device(tensor.device)
-        return torch.device("cpu")
+        return module_device(self)
 
 
 class ProtocolKernel(DataKernel):
@@ -249,7 +248,54 @@ def _check(name: str, block: Tensor, diagonal: Tensor, rows: Tensor) -> None:
         )
 
 
-class PrecomputedKernel(DataKernel):
+class PairwiseKernel(DataKernel):
+    """A function of two points, bound to training inputs.
+
+    Attributes:
+        inputs: the training inputs, in the form in which :meth:`between` takes points.
+    """
+
+    inputs: Any
+
+    def between(self, first: Any, second: Any) -> Tensor:
+        """Covariances ``(a, b)`` of points."""
+        raise NotImplementedError
+
+    def variances(self, points: Any) -> Tensor:
+        """Variances ``(a,)`` of points."""
+        raise NotImplementedError
+
+    def points(self, new: Any) -> Any:
+        """New inputs in the form of the training inputs, checked."""
+        return new
+
+    def take(self, rows: Tensor | None) -> Any:
+        """The training inputs, or those at ``rows``."""
+        return self.inputs if rows is None else self.inputs[rows]
+
+    def diag(self, rows: Tensor | None = None) -> Tensor:
+        """Variances of the training inputs, ``(n,)``, or only those at ``rows``."""
+        return self.variances(self.take(rows))
+
+    def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Covariances ``(n, b)`` with inputs at ``index``, of all or ``rows``."""
+        return self.between(self.take(rows), self.take(index))
+
+    def cross(self, new: Any, index: Tensor) -> Tensor:
+        """Covariances ``(n_new, b)`` of new inputs with the training inputs at positions ``index``."""
+        return self.between(self.points(new), self.take(index))
+
+    def diag_new(self, new: Any) -> Tensor:
+        """Variances ``(n_new,)`` of new inputs."""
+        return self.variances(self.points(new))
+
+    def among(self, new: Any) -> Tensor:
+        """Covariances ``(n_new, n_new)`` of new inputs with each other."""
+        points = self.points(new)
+        return self.between(points, points)
+
+
+class PrecomputedKernel(PairwiseKernel):
     r"""A kernel given by its matrix: :math:`v K` with a learned variance :math:`v`.
 
     Example:
@@ -264,7 +310,6 @@ class PrecomputedKernel(DataKernel):
     """
 
     matrix: Tensor
-    train_index: Tensor
 
     @names_arguments
     @takes_arrays
@@ -274,40 +319,26 @@ class PrecomputedKernel(DataKernel):
         if not torch.allclose(matrix, matrix.mT, rtol=1e-4, atol=1e-6 * float(matrix.abs().max())):
             difference = float((matrix - matrix.mT).abs().max())
             raise ValueError(f"matrix must be symmetric; got entries that differ from their transposed by up to {difference:g}")
-        train = torch.arange(len(matrix), device=matrix.device) if train is None else train
-        super().__init__(len(train))
+        super().__init__(len(matrix if train is None else train))
         self.register_buffer("matrix", matrix, persistent=False)
-        self.register_buffer("train_index", train, persistent=False)
+        train = torch.arange(len(matrix), device=matrix.device) if train is None else self.points(train)
+        self.register_buffer("inputs", train, persistent=False)
         self.variance: Tensor = positive_parameter(variance, matrix)
 
-    def diag(self, rows: Tensor | None = None) -> Tensor:
-        """Variances of the training inputs, ``(n,)``, or only those at ``rows``."""
-        return self.diag_new(self.train_index if rows is None else self.train_index[rows])
+    def between(self, first: Tensor, second: Tensor) -> Tensor:
+        """Covariances ``(a, b)`` of the objects at positions ``(a,)`` and ``(b,)``."""
+        return torch.as_tensor(self.variance * self.matrix[first[:, None], second])
 
-    def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Covariances ``(n, b)`` with inputs at ``index``, of all or ``rows``."""
-        return self.cross(self.train_index if rows is None else self.train_index[rows], index)
+    def variances(self, points: Tensor) -> Tensor:
+        """Variances ``(a,)`` of the objects at positions ``points``."""
+        return torch.as_tensor(self.variance * self.matrix.diagonal()[points])
 
-    def cross(self, new: Any, index: Tensor) -> Tensor:
-        """Covariances ``(n_new, b)`` of objects ``new`` with training inputs at ``index``."""
-        block: Tensor = self.variance * self.matrix[self._positions(new)[:, None], self.train_index[index]]
-        return block
-
-    def diag_new(self, new: Any) -> Tensor:
-        """Variances ``(n_new,)`` of the objects at positions ``new``."""
-        variances: Tensor = self.variance * self.matrix.diagonal()[self._positions(new)]
-        return variances
-
-    def among(self, new: Any) -> Tensor:
-        """Covariances ``(n_new, n_new)`` of the objects at positions ``new`` with each other."""
-        position = self._positions(new)
-        return torch.as_tensor(self.variance * self.matrix[position[:, None], position])
-
-    def _positions(self, objects: Any) -> Tensor:
-        return check_positions("train and new inputs", objects, len(self.matrix), self.matrix.device)
+    def points(self, new: Any) -> Tensor:
+        """Positions of objects, on the device of the matrix."""
+        return check_positions("train and new inputs", new, len(self.matrix), self.matrix.device)
 
 
-class IdentityKernel(DataKernel):
+class IdentityKernel(PairwiseKernel):
     r""":math:`v\,\delta_{ij}` on the training inputs, none with new ones: noise.
 
     Beside the noise of a regression, it keeps the optimiser from explaining all data as noise before other kernels are learned (Cao et al.,
@@ -326,28 +357,21 @@ class IdentityKernel(DataKernel):
     @names_arguments
     def __init__(self, num_data: int, variance: float = 1.0, like: Tensor | None = None) -> None:
         super().__init__(check_count("num_data", num_data))
-        self.variance: Tensor = positive_parameter(variance, torch.zeros(()) if like is None else like)
+        like = torch.zeros(()) if like is None else like
+        self.register_buffer("inputs", torch.arange(num_data, device=like.device), persistent=False)
+        self.variance: Tensor = positive_parameter(variance, like)
 
-    def diag(self, rows: Tensor | None = None) -> Tensor:
-        """Variances of the training inputs, ``(n,)``, or only those at ``rows``."""
-        return self.variance.expand(self.num_data if rows is None else len(rows))
+    def between(self, first: Tensor, second: Tensor) -> Tensor:
+        """Covariances ``(a, b)`` of inputs by their numbers."""
+        return self.variance * (first[:, None] == second).to(self.variance.dtype)
 
-    def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Covariances ``(n, b)`` with inputs at ``index``, of all or ``rows``."""
-        rows = torch.arange(self.num_data, device=index.device) if rows is None else rows
-        return self.variance * (rows[:, None] == index).to(self.variance.dtype)
+    def variances(self, points: Tensor) -> Tensor:
+        """Variances ``(a,)``."""
+        return self.variance.expand(len(points))
 
-    def cross(self, new: Any, index: Tensor) -> Tensor:
-        """Returns zeros ``(n_new, b)``: new inputs are independent of all others."""
-        return self.variance.new_zeros(len(new), len(index))
-
-    def diag_new(self, new: Any) -> Tensor:
-        """Variances ``(n_new,)`` of new inputs."""
-        return self.variance.expand(len(new))
-
-    def among(self, new: Any) -> Tensor:
-        """The variance ``(n_new, n_new)`` on the diagonal."""
-        return torch.diag_embed(self.diag_new(new))
+    def points(self, new: Any) -> Tensor:
+        """Numbers that no training input has."""
+        return -1 - torch.arange(len(new), device=self.inputs.device)
 
 
 class SumKernel(DataKernel):
@@ -421,60 +445,7 @@ class SumKernel(DataKernel):
         return total if self.identity is None else total + evaluate(self.identity, each[0])
 
 
-class _DerivedKernel(DataKernel):
-    """A kernel made of another one, alike on new inputs."""
-
-    def __init__(self, kernel: DataKernel, num_data: int) -> None:
-        super().__init__(num_data)
-        # Not a submodule: the kernel may already belong to another module.
-        self._lent = (kernel,)
-
-    @property
-    def kernel(self) -> DataKernel:
-        """The kernel on all of its training inputs."""
-        return self._lent[0]
-
-    def diag_new(self, new: Any) -> Tensor:
-        """Variances ``(n_new,)`` of new inputs."""
-        return self.kernel.diag_new(new)
-
-    def among(self, new: Any) -> Tensor:
-        """Covariances ``(n_new, n_new)`` of new inputs with each other."""
-        return self.kernel.among(new)
-
-
-class RescaledKernel(_DerivedKernel):
-    r""":math:`k(x_i, x_j) / (\sigma_i \sigma_j)`, for noise of variance :math:`\sigma_i^2` per data point.
-
-    Args:
-        kernel: the kernel.
-        deviations: :math:`\sigma`, ``(n,)``.
-    """
-
-    def __init__(self, kernel: DataKernel, deviations: Tensor) -> None:
-        super().__init__(kernel, kernel.num_data)
-        self.register_buffer("deviations", deviations, persistent=False)
-
-    def diag(self, rows: Tensor | None = None) -> Tensor:
-        """Variances of the training inputs, ``(n,)``, or only those at ``rows``."""
-        return self.kernel.diag(rows) / self._scale_rows(rows).square()
-
-    def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Covariances ``(n, b)`` with inputs at ``index``, of all or ``rows``."""
-        block: Tensor = self.kernel.columns(index, rows) / (self._scale_rows(rows)[:, None] * self.deviations[index])
-        return block
-
-    def cross(self, new: Any, index: Tensor) -> Tensor:
-        """Covariances ``(n_new, b)`` of new inputs, which are not rescaled."""
-        block: Tensor = self.kernel.cross(new, index) / self.deviations[index]
-        return block
-
-    def _scale_rows(self, rows: Tensor | None) -> Tensor:
-        deviations: Tensor = self.deviations if rows is None else self.deviations[rows]
-        return deviations
-
-
-class RestrictedKernel(_DerivedKernel):
+class RestrictedKernel(DataKernel):
     """A kernel on some of its training inputs: subset of data.
 
     Example:
@@ -500,10 +471,16 @@ class RestrictedKernel(_DerivedKernel):
         num = kernel.num_data
         if not borrowed and not len(check_positions("rows", rows, num)):
             raise ValueError(f"rows must be positions (n,), integers from 0 to {num - 1}; got none")
-        super().__init__(kernel, len(rows))
+        super().__init__(len(rows))
+        self._lent = (kernel,)  # not a submodule: it may already belong to another module
         if not borrowed:
             self._own = kernel
         self.register_buffer("rows", rows, persistent=False)
+
+    @property
+    def kernel(self) -> DataKernel:
+        """The kernel on all of its training inputs."""
+        return self._lent[0]
 
     def diag(self, rows: Tensor | None = None) -> Tensor:
         """Variances of the inputs kept, ``(n,)``, or only those at ``rows``."""
@@ -517,8 +494,16 @@ class RestrictedKernel(_DerivedKernel):
         """Covariances ``(n_new, b)`` of new inputs with the inputs kept at positions ``index``."""
         return self.kernel.cross(new, self.rows[index])
 
+    def diag_new(self, new: Any) -> Tensor:
+        """Variances ``(n_new,)`` of new inputs."""
+        return self.kernel.diag_new(new)
 
-class InputKernel(DataKernel):
+    def among(self, new: Any) -> Tensor:
+        """Covariances ``(n_new, n_new)`` of new inputs with each other."""
+        return self.kernel.among(new)
+
+
+class InputKernel(PairwiseKernel):
     """A kernel of numeric inputs ``(n, D)``, which gives covariances of any points.
 
     Args:
@@ -536,35 +521,6 @@ class InputKernel(DataKernel):
         super().__init__(len(inputs))
         remember_columns(self, "new", table)
         self.register_buffer("inputs", inputs, persistent=False)
-
-    def between(self, first: Tensor, second: Tensor) -> Tensor:
-        """Covariances ``(a, b)`` of points ``(a, D)`` and ``(b, D)``, differentiable in both."""
-        raise NotImplementedError
-
-    def variances(self, points: Tensor) -> Tensor:
-        """Variances ``(a,)`` of points ``(a, D)``."""
-        raise NotImplementedError
-
-    def diag(self, rows: Tensor | None = None) -> Tensor:
-        """Variances of the training inputs, ``(n,)``, or only those at ``rows``."""
-        return self.variances(self.inputs if rows is None else self.inputs[rows])
-
-    def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Covariances ``(n, b)`` with inputs at ``index``, of all or ``rows``."""
-        return self.between(self.inputs if rows is None else self.inputs[rows], self.inputs[index])
-
-    def cross(self, new: Any, index: Tensor) -> Tensor:
-        """Covariances ``(n_new, b)`` of inputs ``(n_new, D)`` with those at ``index``."""
-        return self.between(self.points(new), self.inputs[index])
-
-    def diag_new(self, new: Any) -> Tensor:
-        """Variances ``(n_new,)`` of new inputs ``(n_new, D)``."""
-        return self.variances(self.points(new))
-
-    def among(self, new: Any) -> Tensor:
-        """Covariances ``(n_new, n_new)`` of new inputs ``(n_new, D)`` with each other."""
-        points = self.points(new)
-        return self.between(points, points)
 
     def points(self, new: Any) -> Tensor:
         """Returns new inputs ``(n_new, D)`` in the training inputs' type and device.

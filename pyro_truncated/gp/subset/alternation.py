@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.cholesky import stable_cholesky
-from pyro_truncated.gp.data_kernels import DataKernel, InputKernel, RestrictedKernel
+from pyro_truncated.gp.data_kernels.protocol import DataKernel, InputKernel, RestrictedKernel
 from pyro_truncated.gp.kernels import outside_programs
 from pyro_truncated.gp.noisy_covariance import DenseCovariance
 from pyro_truncated.gp.optimization import FitRecord, FitSettings, minimize
@@ -273,8 +273,8 @@ def fit_with_restart(
     targets: Tensor,
     log_noise: Tensor,
     record: FitRecord,
-    generator: torch.Generator | None = None,
-    index: Tensor | None = None,
+    index: Tensor,
+    generator: torch.Generator | None,
 ) -> float:
     """Fits from the current parameters, or from those of an exact regression.
 
@@ -283,7 +283,7 @@ def fit_with_restart(
     The search for another start takes half of the time left at most.
 
     An ``attempt`` fits from where the parameters are, and gives up if it finds nothing and is told to. The ``index`` is what it changes
-    beside parameters, the subset. Without one a fit that finds something is kept.
+    beside parameters, the subset.
     """
     if not kernels_with_length_scales(kernel):
         return attempt(False)
@@ -291,7 +291,7 @@ def fit_with_restart(
     start = snapshot(parameters)
     value = attempt(True)
     has_found = value < objective_at_share(targets)
-    if (has_found and index is None) or record.remaining_seconds() <= 0:
+    if record.remaining_seconds() <= 0:
         return value
     # To tell whether there is more than what was found, a quarter of them suffices.
     rows = torch.randperm(len(targets), generator=generator)[: SCOUTED // (4 if has_found else 1)].to(targets.device)
@@ -308,7 +308,7 @@ def fit_with_restart(
         scouted = fit_some()
         return scouted if scouted < objective_at_share(targets[rows], LEAST_EXPLAINED) else math.inf
 
-    everything = parameters if index is None else [*parameters, index]
+    everything = [*parameters, index]
     found, reached = snapshot(everything), fit_some() if has_found else math.inf
     best, best_parameters = scout_length_scales(scout, kernel, parameters, start)
     if not has_found:
@@ -332,7 +332,9 @@ def scout_length_scales(
     best, best_parameters = math.inf, None
     for share in (1.0, 0.5, 0.25, 0.125, 0.0625):
         load_snapshot(parameters, start)
-        _shorten(kernel, share)
+        with torch.no_grad(), outside_programs():
+            for module in kernels_with_length_scales(kernel):
+                setattr(module, "lengthscale", share * getattr(module, "lengthscale").detach())  # noqa: B009, B010
         value = scout()
         if value < best:
             best, best_parameters = value, snapshot(parameters)
@@ -343,13 +345,6 @@ def kernels_with_length_scales(kernel: DataKernel) -> list[torch.nn.Module]:
     """Kernels of Pyro and of GPyTorch whose length-scales are learned."""
     names = {"lengthscale_unconstrained", "raw_lengthscale"}
     return [module for module in kernel.modules() if any(p.requires_grad and n in names for n, p in module.named_parameters(recurse=False))]
-
-
-@torch.no_grad()
-def _shorten(kernel: DataKernel, share: float) -> None:
-    with outside_programs():
-        for module in kernels_with_length_scales(kernel):
-            setattr(module, "lengthscale", share * getattr(module, "lengthscale").detach())  # noqa: B009, B010
 
 
 class SomeInputs(InputKernel):

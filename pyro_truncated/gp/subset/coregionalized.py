@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.cholesky import stable_cholesky
-from pyro_truncated.gp.data_kernels import bound_kernel
-from pyro_truncated.gp.data_kernels.protocol import check_data_kernel
+from pyro_truncated.gp.data_kernels.protocol import bound_kernel, check_data_kernel
 from pyro_truncated.gp.optimization import FitRecord, FitSettings
 from pyro_truncated.gp.subset.alternation import (
     EXACT_UP_TO,
@@ -162,18 +161,17 @@ class CoregionalizedGPRegression(torch.nn.Module):
         """Noise variances of the standardised outputs, ``(H,)``."""
         return noise_from_log(self.log_noise)
 
-    def covariance(self) -> Tensor:
-        """Covariances of all observed entries, noise included."""
-        return self._covariance(self._entries)
+    def covariance(self, entries: ObservedEntries | None = None) -> Tensor:
+        """Covariances of all observed entries or of some, noise included."""
+        entries = self._entries if entries is None else entries
+        inputs, place = entries.row.unique(return_inverse=True)
+        prior = Basis(self.kernel, inputs).square()[place[:, None], place]
+        shared = prior * self.coregionalization[entries.output[:, None], entries.output]
+        return shared + torch.diag_embed(self.noise[entries.output])
 
     @property
     def _entries(self) -> ObservedEntries:
         return ObservedEntries(self._row, self._output, self._values)
-
-    def _covariance(self, entries: ObservedEntries) -> Tensor:
-        inputs, place = entries.row.unique(return_inverse=True)
-        shared = Basis(self.kernel, inputs).square()[place[:, None], place]
-        return self._couple(shared, entries.output, entries.output) + torch.diag_embed(self.noise[entries.output])
 
     def fit(
         self,
@@ -235,7 +233,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
 
     def _fit_to(self, entries: ObservedEntries, settings: FitSettings, record: FitRecord) -> float:
         """The objective of some entries after learning from them."""
-        return learn_exactly(lambda weight: self._backward(entries, weight), len(entries), self._trainable_parameters, settings, record)
+        return learn_exactly(lambda weight: self.backward(weight, entries), len(entries), self._trainable_parameters, settings, record)
 
     def _scout(self, start: list[Tensor], settings: FitSettings) -> list[Tensor] | None:
         """Parameters of better fits to some entries, from other length-scales."""
@@ -254,15 +252,13 @@ class CoregionalizedGPRegression(torch.nn.Module):
     @torch.no_grad()
     def _predict_left_out(self, entries: ObservedEntries) -> Tensor:
         """Predictions of the entries of each input from those of all others."""
-        return entries.predict_left_out(torch.cholesky_inverse(stable_cholesky(self._covariance(entries))))
+        return entries.predict_left_out(torch.cholesky_inverse(stable_cholesky(self.covariance(entries))))
 
-    def backward(self, weight: float = 1.0) -> float:
+    def backward(self, weight: float = 1.0, entries: ObservedEntries | None = None) -> float:
         """The objective times a weight, whose gradient is added to all parameters."""
-        return self._backward(self._entries, weight)
-
-    def _backward(self, entries: ObservedEntries, weight: float) -> float:
+        entries = self._entries if entries is None else entries
         with torch.enable_grad():
-            covariance = self._covariance(entries)
+            covariance = self.covariance(entries)
         return evidence_backward(covariance, entries.value[:, None], weight)
 
     @torch.no_grad()
@@ -279,9 +275,8 @@ class CoregionalizedGPRegression(torch.nn.Module):
         (cross, prior), factor = self._cross(new), stable_cholesky(self.covariance())
         weights = torch.cholesky_solve(self._values[:, None], factor).squeeze(1)
         means, variances = [], []
-        everything = torch.arange(self.num_outputs, device=self._row.device)
         for rows in torch.arange(len(cross)).split(rows_per_block(32 * self.num_outputs * len(self._values))):
-            block = self._block(cross[rows], everything)
+            block = self._block(cross[rows])
             explained = torch.linalg.solve_triangular(factor, block.flatten(0, 1).mT, upper=False).square().sum(0)
             means.append(block @ weights)
             variances.append(prior[rows, None] * self.coregionalization.diagonal() - explained.reshape(len(rows), -1))
@@ -300,13 +295,11 @@ class CoregionalizedGPRegression(torch.nn.Module):
             A normal distribution of event shape ``(n_new * H,)``, the outputs of the first input first.
         """
         (cross, variances), factor = self._cross(new), stable_cholesky(self.covariance())
-        num, outputs = len(cross), torch.arange(self.num_outputs, device=self._row.device)
-        block = self._block(cross, outputs).flatten(0, 1)
-        solved = torch.linalg.solve_triangular(factor, block.mT, upper=False)
+        solved = torch.linalg.solve_triangular(factor, self._block(cross).flatten(0, 1).mT, upper=False)
         weights = torch.linalg.solve_triangular(factor, self._values[:, None], upper=False)
-        output = outputs.repeat(num)
+        output = torch.arange(self.num_outputs, device=self._row.device).repeat(len(cross))
         prior = self.kernel.among(new).double().repeat_interleave(self.num_outputs, 0).repeat_interleave(self.num_outputs, 1)
-        spread = self._couple(prior, output, output) - solved.mT @ solved
+        spread = prior * self.coregionalization[output[:, None], output] - solved.mT @ solved
         spread = spread if noiseless else spread + torch.diag_embed(self.noise[output])
         scale = self.target_scale[output]
         level = variances.mean() * self.coregionalization.diagonal().mean()
@@ -317,13 +310,9 @@ class CoregionalizedGPRegression(torch.nn.Module):
         """Covariances ``(n_new, n)`` of new inputs with the training inputs, and their variances."""
         return covariances_with(Basis(self.kernel, torch.arange(self.kernel.num_data, device=self._row.device)), new)
 
-    def _block(self, cross: Tensor, outputs: Tensor) -> Tensor:
+    def _block(self, cross: Tensor) -> Tensor:
         """Covariances of all outputs at new inputs with the observed entries, ``(n_new, H, entries)``."""
-        return cross[:, None, self._row] * self.coregionalization[outputs][:, self._output]
-
-    def _couple(self, covariance: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        """Returns covariances of entries by their inputs and outputs."""
-        return covariance * self.coregionalization[first[:, None], second]
+        return cross[:, None, self._row] * self.coregionalization[:, self._output]
 
 
 def _leading_correlations(targets: Tensor, rank: int) -> Tensor:

@@ -13,8 +13,7 @@ from pyro.contrib.gp import kernels
 from torch import Tensor
 
 from pyro_truncated.gp.cholesky import FINE_JITTER, PivotedCholesky, cholesky_at, inducing_cholesky, pivoted_cholesky
-from pyro_truncated.gp.data_kernels import as_data_kernel
-from pyro_truncated.gp.data_kernels.protocol import check_kernel
+from pyro_truncated.gp.data_kernels.protocol import as_data_kernel, check_kernel
 from pyro_truncated.gp.kernels import Covariance, covariance_at, refuse_foreign_kernel
 from pyro_truncated.gp.noisy_covariance import DenseCovariance, LowRankCovariance, NoisyCovariance, compress, varying_columns
 from pyro_truncated.gp.optimization import minimize
@@ -110,26 +109,15 @@ def _median_distance(inputs: Tensor, most: int = 500) -> Tensor:
     return median if bool(median > 0) else torch.ones_like(median)
 
 
-@functools.singledispatch
 def _bounds(module: torch.nn.Module, name: str, value: Tensor) -> tuple[float, float]:
     """Bounds of a parameter, by default the start over and times e^7."""
-    centre = value.detach()
-    return float(centre.min()) - 7.0, float(centre.max()) + 7.0
-
-
-@_bounds.register(kernels.Isotropy)
-def _(module: kernels.Isotropy, name: str, value: Tensor) -> tuple[float, float]:
-    return (math.log(0.3), math.log(60.0)) if name.startswith("lengthscale") else (-7.0, 4.0)
-
-
-@_bounds.register(kernels.DotProduct)
-def _(module: kernels.DotProduct, name: str, value: Tensor) -> tuple[float, float]:
-    return -9.0, 3.0
-
-
-@_bounds.register(kernels.Constant)
-def _(module: kernels.Constant, name: str, value: Tensor) -> tuple[float, float]:
-    return -7.0, 4.0
+    if isinstance(module, kernels.Isotropy):
+        return (math.log(0.3), math.log(60.0)) if name.startswith("lengthscale") else (-7.0, 4.0)
+    if isinstance(module, kernels.DotProduct):
+        return -9.0, 3.0
+    if isinstance(module, kernels.Constant):
+        return -7.0, 4.0
+    return float(value.detach().min()) - 7.0, float(value.detach().max()) + 7.0
 
 
 @torch.no_grad()

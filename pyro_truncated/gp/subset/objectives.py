@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.cholesky import independent_cholesky
-from pyro_truncated.gp.data_kernels import DataKernel, InputKernel
+from pyro_truncated.gp.data_kernels.protocol import DataKernel, InputKernel, check_positions
 from pyro_truncated.gp.noisy_covariance import SMALLEST_SHARE, LowRankCovariance
 from pyro_truncated.utils.arguments import describe
 from pyro_truncated.utils.budget import rows_per_block
@@ -98,9 +98,9 @@ def objective_at_share(targets: Tensor, explained: float = 0.02) -> float:
 
 def check_index(index: Tensor, num_data: int) -> Tensor:
     """Positions of an inducing subset ``(m,)`` as int64."""
-    index = torch.as_tensor(index)
-    if index.dim() != 1 or not len(index) or index.is_floating_point() or int(index.min()) < 0 or int(index.max()) >= num_data:
-        raise ValueError(f"index must be a vector of positions from 0 to {num_data - 1}; got {index.dtype} of shape {tuple(index.shape)}")
+    index = check_positions("index", index, num_data)
+    if not len(index):
+        raise ValueError(f"index must be positions (m,), integers from 0 to {num_data - 1}; got none")
     if len(index.unique()) != len(index):
         raise ValueError(f"index must not hold a position twice; got {len(index)} positions, {len(index.unique())} of them distinct")
     return index.long()
@@ -224,12 +224,13 @@ def _closed_form_backward(basis: Basis, targets: Tensor, log_noise: Tensor, obje
         terms = _gradient_terms(problem, columns, square.detach(), diagonal.detach().sum())
     if terms is None:
         return math.nan
+    value, for_columns, for_square, for_noise = terms
     with torch.enable_grad():
-        fixed = (terms.square * square).sum() + 0.5 * problem.trace_weight * diagonal.sum() + terms.noise * noise
-        backward_through([(fixed, None)] if first is None else [(fixed, None), (first, terms.columns)])
+        fixed = (for_square * square).sum() + 0.5 * problem.trace_weight * diagonal.sum() + for_noise * noise
+        backward_through([(fixed, None)] if first is None else [(fixed, None), (first, for_columns)])
         for rows in blocks if first is None else ():
-            backward_through([(basis.columns(rows), terms.columns[rows])])
-    return terms.value
+            backward_through([(basis.columns(rows), for_columns[rows])])
+    return value
 
 
 def backward_through(outputs: list[tuple[Tensor, Tensor | None]]) -> None:
@@ -239,14 +240,7 @@ def backward_through(outputs: list[tuple[Tensor, Tensor | None]]) -> None:
         torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
 
 
-class _Terms(NamedTuple):
-    value: float
-    columns: Tensor
-    square: Tensor
-    noise: float
-
-
-def _gradient_terms(problem: SubsetProblem, columns: Tensor, square: Tensor, trace: Tensor) -> _Terms | None:
+def _gradient_terms(problem: SubsetProblem, columns: Tensor, square: Tensor, trace: Tensor) -> tuple[float, Tensor, Tensor, Tensor] | None:
     """The objective and its derivatives in columns, square and noise."""
     Y, s2, H, n = problem.targets, problem.noise, problem.num_outputs, problem.num_data
     rows, C = independent_cholesky(square)
@@ -280,7 +274,7 @@ def _gradient_terms(problem: SubsetProblem, columns: Tensor, square: Tensor, tra
         padded = torch.zeros_like(square)
         padded[rows[:, None], rows] = for_square
         for_square = padded
-    return _Terms(float(value), for_columns, for_square, float(d_noise))
+    return float(value), for_columns, for_square, d_noise
 
 
 class LeaveOneOutPrediction(NamedTuple):
@@ -384,7 +378,12 @@ class SparsePosterior:
         m = len(basis)
         whitened = torch.linalg.solve_triangular(R, scaled.mT @ targets, upper=False)
         self.fitted = self.factor @ torch.linalg.solve_triangular(R.mT, whitened, upper=True)
-        self.share = self._prior_share(triangle, rows, held_out) if self.is_projected else 1.0
+        self.share = 1.0
+        if self.is_projected:
+            members = rows[:0] if isinstance(basis, FreeBasis) else basis.index[rows]
+            prediction = predict_left_out(LowRankCovariance(self.factor, self.noise), triangle, members, targets, self.residual)
+            some = slice(None) if held_out is None or not len(held_out) else held_out
+            self.share = calibrate_share(LeaveOneOutPrediction(*(part[some] for part in prediction)), targets[some])
         self.mean_weights = targets.new_zeros(m, targets.shape[1])
         self.mean_weights[rows] = shrink.mT @ whitened
         self.variance_weights = targets.new_zeros(m, m)
@@ -409,9 +408,3 @@ class SparsePosterior:
         """
         mean, variance = LowRankCovariance(self.factor, self.noise).leave_one_out(self.targets)
         return (mean, variance + self.share * self.residual) if self.is_projected else (mean, variance)
-
-    def _prior_share(self, triangle: Tensor, columns: Tensor, held_out: Tensor | None) -> float:
-        members = columns[:0] if isinstance(self.basis, FreeBasis) else self.basis.index[columns]
-        prediction = predict_left_out(LowRankCovariance(self.factor, self.noise), triangle, members, self.targets, self.residual)
-        rows = slice(None) if held_out is None or not len(held_out) else held_out
-        return calibrate_share(LeaveOneOutPrediction(*(part[rows] for part in prediction)), self.targets[rows])

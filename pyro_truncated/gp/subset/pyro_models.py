@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pyro
@@ -17,8 +18,7 @@ from pyro.nn.module import pyro_method
 from torch import Tensor
 
 from pyro_truncated.gp.cholesky import INDUCING_JITTER, stable_cholesky
-from pyro_truncated.gp.data_kernels import DataKernel, RescaledKernel, bound_kernel, positive_parameter
-from pyro_truncated.gp.data_kernels.protocol import check_data_kernel
+from pyro_truncated.gp.data_kernels.protocol import DataKernel, bound_kernel, check_data_kernel, positive_parameter
 from pyro_truncated.gp.kernels import outside_programs
 from pyro_truncated.gp.subset.objectives import check_index
 from pyro_truncated.gp.subset.subset_search import InducingSubset, SubsetSearch
@@ -98,6 +98,41 @@ class SubsetModel(UniqueModule, Parameterized):
         """Cholesky factor ``(m, m)`` of the inducing inputs' covariance matrix."""
         square = self.kernel.columns(self.index, self.index)
         return stable_cholesky(square + self.jitter * torch.eye(len(square), dtype=square.dtype, device=square.device))
+
+    def surrogate(self, num_draws: int, generator: torch.Generator | None) -> tuple[Any, Tensor, float, str]:
+        """Kernel, targets, noise and objective that the subset is chosen by."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def reselect(
+        self,
+        algorithm: str | SubsetSearch = "exchange",
+        *,
+        max_attempts: int | None = 20,
+        max_seconds: float | None = None,
+        num_draws: int = 16,
+        generator: torch.Generator | None = None,
+    ) -> bool:
+        """Exchanges members of the subset at the present parameters.
+
+        Args:
+            algorithm: see :class:`InducingSubset`.
+            max_attempts: most attempts.
+            max_seconds: most seconds.
+            num_draws: draws of the functions, an even number, where the likelihood is not Gaussian.
+            generator: source of randomness.
+
+        Returns:
+            Whether the subset has changed.
+        """
+        self.set_mode("guide")  # type: ignore[no-untyped-call]
+        kernel, targets, noise, objective = self.surrogate(num_draws, generator)
+        subset = InducingSubset(
+            kernel, targets, num_inducing=self.num_inducing, noise=noise, objective=objective, algorithm=algorithm, index=self.index,
+            generator=generator,
+        )  # fmt: skip
+        subset.optimize(max_attempts=max_attempts, max_seconds=max_seconds)
+        return self.take_index(subset.index)
 
     def take_index(self, index: Tensor) -> bool:
         """Takes a new subset, filled up; says whether it is another one."""
@@ -230,35 +265,10 @@ class SubsetSparseGPRegression(SubsetModel):
         self.set_mode("guide")  # type: ignore[no-untyped-call]
         self._load_pyro_samples()
 
-    @torch.no_grad()
-    def reselect(
-        self,
-        algorithm: str | SubsetSearch = "exchange",
-        *,
-        max_attempts: int | None = 20,
-        max_seconds: float | None = None,
-        generator: torch.Generator | None = None,
-    ) -> bool:
-        """Exchanges members of the subset at the present hyper-parameters.
-
-        Args:
-            algorithm: see :class:`InducingSubset`.
-            max_attempts: most attempts.
-            max_seconds: most seconds.
-            generator: source of randomness.
-
-        Returns:
-            Whether the subset has changed.
-        """
-        self.set_mode("guide")  # type: ignore[no-untyped-call]
+    def surrogate(self, num_draws: int, generator: torch.Generator | None) -> tuple[Any, Tensor, float, str]:
+        """The regression itself."""
         targets = self.y.reshape(-1, self.y.shape[-1]).mT
-        objective = "vfe" if self.approx == "VFE" else "pp"
-        subset = InducingSubset(
-            self.kernel, targets, num_inducing=self.num_inducing, noise=float(self.noise), objective=objective, algorithm=algorithm,
-            index=self.index, generator=generator,
-        )  # fmt: skip
-        subset.optimize(max_attempts=max_attempts, max_seconds=max_seconds)
-        return self.take_index(subset.index)
+        return self.kernel, targets, float(self.noise), "vfe" if self.approx == "VFE" else "pp"
 
     @torch.no_grad()
     def forward(self, new: Any, noiseless: bool = True) -> tuple[Tensor, Tensor]:
@@ -277,7 +287,8 @@ class SubsetVariationalGP(SubsetModel):
         q(u) = \mathcal N(C \mu, C \Sigma C^\top), \; K_{II} = C C^\top,
 
     whitened, as :class:`pyro.contrib.gp.models.VariationalSparseGP`. The likelihood may be any of :mod:`pyro.contrib.gp.likelihoods`, or
-    :class:`StudentT`. All is learned by ``SVI`` but the subset, which :meth:`reselect` chooses between steps by a Gaussian surrogate.
+    :class:`StudentT`. All is learned by ``SVI`` but the subset, which :meth:`reselect` chooses between steps by a Gaussian surrogate and
+    to which it carries q(f) over.
 
     Example::
 
@@ -369,44 +380,22 @@ class SubsetVariationalGP(SubsetModel):
         spread = (self.u_scale_tril.mT @ whitened).square().sum(-2)
         return mean, (prior - whitened.square().sum(0)).clamp(min=0) + spread
 
-    def reselect(
-        self,
-        algorithm: str | SubsetSearch = "exchange",
-        *,
-        max_attempts: int | None = 20,
-        max_seconds: float | None = None,
-        num_draws: int = 16,
-        generator: torch.Generator | None = None,
-    ) -> bool:
-        r"""Chooses the subset anew and carries q(f) over to it.
-
-        The choice uses :func:`gaussian_surrogate` around q(f). The new q(u) has the moments of q(f) at the new inducing inputs. Before any
-        training, q(f) is the prior.
-
-        Args:
-            algorithm: see :class:`InducingSubset`.
-            max_attempts: most attempts.
-            max_seconds: most seconds.
-            num_draws: draws of f for the expectations, an even number.
-            generator: source of randomness.
-
-        Returns:
-            Whether the subset has changed.
-        """
-        self.set_mode("guide")  # type: ignore[no-untyped-call]
+    def surrogate(self, num_draws: int, generator: torch.Generator | None) -> tuple[Any, Tensor, float, str]:
+        """Gaussian observations about as informative, see :func:`gaussian_surrogate`."""
         targets, deviations = gaussian_surrogate(self.likelihood, *self.marginals(), self.y, num_draws, generator)
-        scaled = RescaledKernel(self.kernel, deviations)
-        subset = InducingSubset(
-            scaled, targets / deviations[:, None], num_inducing=self.num_inducing, noise=1.0, algorithm=algorithm, index=self.index,
-            generator=generator,
-        )  # fmt: skip
-        subset.optimize(max_attempts=max_attempts, max_seconds=max_seconds)
-        return self._carry_over(subset.index)
+        # Noise of variance one, by a kernel in units of the deviations.
+        scaled = SimpleNamespace(
+            diag=lambda: self.kernel.diag() / deviations.square(),
+            columns=lambda index: self.kernel.columns(index) / (deviations[:, None] * deviations[index]),
+            cross=lambda new, index: self.kernel.cross(new, index) / deviations[index],
+        )
+        return scaled, targets / deviations[:, None], 1.0, "vfe"
 
     @torch.no_grad()
-    def _carry_over(self, index: Tensor) -> bool:
+    def take_index(self, index: Tensor) -> bool:
+        """Takes a new subset, and q(f) with it."""
         old, factor = self.index, self.inducing_factor()
-        if not self.take_index(index):
+        if not super().take_index(index):
             return False
         new = self.index
         # Moments of q(f) at the new inducing inputs, whitened by their prior.

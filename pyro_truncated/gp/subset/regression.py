@@ -18,8 +18,7 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 
 from pyro_truncated.gp.cholesky import stable_cholesky
-from pyro_truncated.gp.data_kernels import DataKernel, InputKernel, bound_kernel
-from pyro_truncated.gp.data_kernels.protocol import check_data_kernel
+from pyro_truncated.gp.data_kernels.protocol import DataKernel, InputKernel, bound_kernel, check_data_kernel
 from pyro_truncated.gp.optimization import FitRecord, FitSettings
 from pyro_truncated.gp.subset.alternation import (
     EXACT_UP_TO,
@@ -362,7 +361,7 @@ class SubsetGPRegression(torch.nn.Module):
 
         begin = functools.partial(attempt, size=size, start=self.index[self.index >= 0], tries_all=not larger)
         if math.isnan(self.objective_value):
-            value = fit_with_restart(begin, self.kernel, self.targets, self.log_noise, record, self.generator, self.index)
+            value = fit_with_restart(begin, self.kernel, self.targets, self.log_noise, record, self.index, self.generator)
         else:
             value = begin(False)
         for size in larger:

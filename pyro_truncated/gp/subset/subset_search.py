@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.cholesky import DEPENDENT, independent_cholesky
-from pyro_truncated.gp.data_kernels import bound_kernel
-from pyro_truncated.gp.data_kernels.protocol import check_data_kernel
+from pyro_truncated.gp.data_kernels.protocol import bound_kernel, check_data_kernel
 from pyro_truncated.gp.subset.objectives import Basis, SparsePosterior, SubsetProblem, check_index
 from pyro_truncated.utils.arguments import check_count, check_counts, check_kinds, names_arguments, renames
-from pyro_truncated.utils.console import ProgressBar, progress_bar
+from pyro_truncated.utils.console import progress_bar
 from pyro_truncated.utils.constraints import in_double
 
 
@@ -51,7 +50,7 @@ class Budget:
         if self.max_seconds is not None and not self.max_seconds >= 0:
             raise ValueError(f"max_seconds must be a number of at least 0; got {self.max_seconds}")
         self._start = self.clock()
-        self._bar: ProgressBar | None = None
+        self._bar = progress_bar(self.progress, total=self.max_swaps, unit="swap")
 
     @property
     def seconds(self) -> float:
@@ -71,16 +70,12 @@ class Budget:
         """Notes an objective that ``swaps`` more exchanges led to."""
         self.swaps += swaps
         self.history.append((self.seconds, self.swaps, objective))
-        if self.progress:
-            self._bar = progress_bar(True, total=self.max_swaps, unit="swap") if self._bar is None else self._bar
-            self._bar.update(swaps)
-            self._bar.set_postfix_str(f"F={objective:.6g}")
+        self._bar.update(swaps)
+        self._bar.set_postfix_str(f"F={objective:.6g}")
 
     def close(self) -> None:
         """Ends the progress bar."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        self._bar.close()
 
 
 class SubsetSearch(abc.ABC):
@@ -89,12 +84,7 @@ class SubsetSearch(abc.ABC):
     Example:
         >>> isinstance(ExchangeSearch(), SubsetSearch), isinstance(RandomSearch(), SubsetSearch)
         (True, True)
-
-    Attributes:
-        restarts: whether :meth:`improve` forgets the subset it is given, as greedy methods do: its result may be worse.
     """
-
-    restarts = True
 
     @abc.abstractmethod
     def improve(
@@ -124,8 +114,6 @@ class RandomSearch(SubsetSearch):
         >>> len(model.subset)
         5
     """
-
-    restarts = False
 
     def improve(
         self, problem: SubsetProblem, num_inducing: int, index: Tensor | None, budget: Budget, generator: torch.Generator | None = None
@@ -169,17 +157,12 @@ class ExchangeFactors:
         self._gram, self._moment = new(capacity, capacity), new(capacity, H)
         self._index = torch.zeros(capacity, dtype=torch.int64, device=problem.targets.device)
         self.prior = problem.diag()
-        self.rebuild(self._index[:0] if index is None else index)
-
-    def rebuild(self, index: Tensor | None = None) -> None:
-        """Computes all factors anew, which removes rounding errors."""
-        index = self.index.clone() if index is None else index
         self.size = 0
         self._cholesky: Tensor | None = None
         self.residual = self.prior.clone()
-        if len(index):
+        if index is not None and len(index):
             # All inputs at once: K_nI C^-T beats adding blocks.
-            columns = self.problem.columns(index)
+            columns = problem.columns(index)
             rows, triangle = independent_cholesky(columns[index], self.prior[index])
             self._place(index[rows], columns[:, rows], triangle)
 
@@ -220,10 +203,6 @@ class ExchangeFactors:
         """The objective."""
         whitened = torch.linalg.solve_triangular(self.cholesky, self.moment, upper=False)
         return float(self.problem.value_from(self.cholesky, whitened, self.residual.sum()))
-
-    def weights(self) -> Tensor:
-        r""":math:`S^{-1} Y`, ``(n, H)``."""
-        return (self.problem.targets - self.factor @ torch.cholesky_solve(self.moment, self.cholesky)) / self.problem.noise
 
     def candidates(self) -> Tensor:
         """Which inputs may be added, ``(n,)``: no members, nor determined by them."""
@@ -377,7 +356,8 @@ def approximate_gains(factors: ExchangeFactors, pivots: Tensor) -> Tensor:
     missing = (factors.residual - square_norm).clamp(min=0.0)
     squared = squared + missing * (2 * square_norm + missing)
     weighted = weighted + missing * (2 * square_norm + missing) / noise
-    alignment = alignment + missing[:, None] * factors.weights()
+    weights = (factors.problem.targets - factors.factor @ torch.cholesky_solve(factors.moment, factors.cholesky)) / noise
+    alignment = alignment + missing[:, None] * weights
     gains = _gain(factors.problem, factors.residual.clamp(min=1e-300), squared, weighted, alignment)
     return torch.where(factors.candidates(), gains, -torch.inf)
 
@@ -476,8 +456,6 @@ class ExchangeSearch(SubsetSearch):
         The objective, information pivots and exact acceptance are those of Cao, Brubaker, Fleet and Hertzmann (PAMI 2015).
     """
 
-    restarts = False
-
     @renames("block", "single_swaps")
     @names_arguments
     def __init__(self, information_pivots: int = 64, pool: int = 64, *, patience: int = 3, candidates_per_input: int = 16) -> None:
@@ -492,7 +470,7 @@ class ExchangeSearch(SubsetSearch):
         """Exchanges members until nothing helps or the budget is spent; see :class:`SubsetSearch`."""
         # Most inputs exchanged at once: an eighth of the subset, at most 16.
         block = min(16, max(1, num_inducing // 8))
-        capacity = min(problem.num_data, num_inducing + max(block, 1))
+        capacity = min(problem.num_data, num_inducing + block)
         start = None if index is None else check_index(index, problem.num_data).to(problem.targets.device)[:num_inducing]
         factors = ExchangeFactors(problem, capacity, start)
         self.fill(factors, num_inducing, block, generator)
@@ -519,7 +497,7 @@ class ExchangeSearch(SubsetSearch):
     def _exchange_blocks(
         self, factors: ExchangeFactors, value: float, most: int, budget: Budget, generator: torch.Generator | None
     ) -> float:
-        block, failures, since = most, 0, 0
+        block, failures = most, 0
         while failures < self.patience and not budget.is_exhausted:
             budget.attempts += 1
             limit = block if budget.max_swaps is None else min(block, budget.max_swaps - budget.swaps)
@@ -528,11 +506,7 @@ class ExchangeSearch(SubsetSearch):
                 failures += 1
                 block = 1
                 continue
-            failures, block, since = 0, min(most, 2 * swapped), since + swapped
-            # Rounding errors of updates add up.
-            if since >= 500:
-                factors.rebuild()
-                value, since = factors.value(), 0
+            failures, block = 0, min(most, 2 * swapped)
             budget.record(value, swapped)
         return value
 

@@ -83,7 +83,9 @@ def select_conditioning_set(
     if projected and not len(complete):
         raise ValueError("a projection takes complete data points, and every row of x has missing entries; leave projected out")
     if size is None:
-        size = _default_size(len(latents), len(complete))
+        # Each pattern of missing entries costs a factorisation of its own.
+        is_small = len(complete) == len(latents) <= _MAX_ROWS_KEPT
+        size = len(latents) if is_small else max(min(len(complete), 1000), min(len(latents), 300))
     if not projected and len(complete) < size:
         rows = order[: min(size, len(order))]
     elif size < len(complete):
@@ -104,10 +106,3 @@ def neighbors_set(latents: Tensor, outputs: Tensor, num: int) -> ConditioningSet
     if not len(complete):
         raise ValueError("num_neighbors asks for the closest complete data points, and every row of x has missing entries")
     return ConditioningSet(latents[complete], rows_at(outputs, complete), num_neighbors=torch.tensor(num))
-
-
-def _default_size(num_data: int, num_complete: int, *, default_size: int = 1000) -> int:
-    if num_complete == num_data <= _MAX_ROWS_KEPT:
-        return num_data
-    # Each pattern of missing entries costs a factorisation of its own.
-    return max(min(num_complete, default_size), min(num_data, 300))

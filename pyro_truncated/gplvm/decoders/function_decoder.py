@@ -7,19 +7,17 @@ from typing import Any, Self
 
 import pyro
 import torch
-from pyro.contrib.gp import kernels
 from pyro.nn import PyroParam, pyro_method
 from torch import Tensor, nn
 from torch.distributions import constraints
 
 from pyro_truncated.distributed.shards import refuse_shards
 from pyro_truncated.gp.active_set_distributions import ActiveSetGaussianProcess, ActiveSetPosterior
-from pyro_truncated.gp.active_sets import ActiveSet, Choose, Split
-from pyro_truncated.gplvm.decoders.conditioning_set import select_conditioning_set
+from pyro_truncated.gp.active_sets import Choose, Split
 from pyro_truncated.gplvm.decoders.latents import Predictor
 from pyro_truncated.gplvm.decoders.sas_decoder import SASDecoder
 from pyro_truncated.utils.arguments import describe, names_arguments
-from pyro_truncated.utils.arrays import remembers_columns, takes_arrays
+from pyro_truncated.utils.arrays import takes_arrays
 
 Observation = Callable[[Tensor], Any]
 
@@ -62,7 +60,8 @@ class SASFunctionDecoder(SASDecoder):
         sites: maps data points ``(B, ...)`` to pseudo-targets ``(B, F)``, a module; default :class:`PointwiseSites`.
         options: as for :class:`SASDecoder`.
 
-    The noise of :class:`SASDecoder` is that of the functions here, and small at the start. Data must be complete. Where starts or places to
+    The noise of :class:`SASDecoder` is that of the functions here, and small at the start. Latents start from principal components of
+    pseudo-targets. Data must be complete. Where starts or places to
     jump to are looked for, no more than 200 latents are tried: the observation distribution is evaluated for one at a time.
     """
 
@@ -78,23 +77,8 @@ class SASFunctionDecoder(SASDecoder):
         self.noise = PyroParam(torch.tensor(0.05), constraints.positive)
         self.width = PyroParam(torch.tensor(4.0), constraints.positive)
 
-    @names_arguments
-    @remembers_columns("x")
-    @takes_arrays
-    def initialize(self, x: Tensor, steps: int = 300, *, latents: Tensor | None = None) -> Self:
-        """Initialises latents by principal components of pseudo-targets, or as given."""
-        self._check_data(x)
-        self._check_latents(latents)
-        self._conditioning_points = None
-        with torch.no_grad():
-            scores = self._first_latents(self.sites(x), latents)
-            if isinstance(self.kernel, kernels.Isotropy):
-                self.kernel.variance = torch.tensor(2.0).to(self.loc)  # type: ignore[assignment]
-            if self.encoder is None:
-                self.z_loc = scores
-        if self.encoder is not None and steps:
-            self._imitate(x, scores, steps)
-        return self
+    def _start(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.sites(x), torch.tensor(2.0)
 
     def _check_data(self, x: Tensor) -> Tensor:
         refuse_shards(x, "the functions of a minibatch are drawn together, and several processes would not draw what one does")
@@ -144,11 +128,7 @@ class SASFunctionDecoder(SASDecoder):
         self._check_data(x)
         if projected or num_neighbors is not None:
             raise ValueError("a decoder with its own observation distribution takes neither projected nor num_neighbors: leave both out")
-        with torch.no_grad():
-            size = min(len(x), 1000) if size is None else size
-            points = select_conditioning_set(self.kernel, self.latents(x), self.sites(x), size, False, choose or self._least_variance)
-            self._conditioning_points = self._with_checksum(points, x)
-        return self
+        return super().condition_(x, min(len(x), 1000) if size is None else size, projected=False, choose=choose)
 
     def reconstruct(self, x: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
         """Refused: outputs are parameters of observations, and data must be complete.
@@ -158,26 +138,20 @@ class SASFunctionDecoder(SASDecoder):
         """
         raise NotImplementedError("a decoder with its own observation distribution has no reconstruct: use observe(predict(infer(x))[0])")
 
-    def posterior(self) -> ActiveSet:
-        """The posterior of the functions given the pseudo-targets that are kept.
-
-        Raises:
-            RuntimeError: before :meth:`condition_`, or if parameters have changed since.
-        """
-        points = self._conditioning_set()
-        with torch.no_grad():
-            posterior = points.posterior(self.kernel, (self.noise_variance + self.width).detach())
-        assert isinstance(posterior, ActiveSet)
-        return posterior
-
     def sample(self, num: int) -> Tensor:
         """Draws new data points ``(num, ...)``: latents, functions, then observations."""
         with torch.no_grad():
             draws: Tensor = self.observe(super().sample(num)).sample()
         return draws
 
-    def _make_active_set(self, x: Tensor, latents: Tensor) -> ActiveSet:
-        return ActiveSet(latents, self.sites(x).detach(), self.kernel, (self.noise_variance + self.width).detach())
+    def _outputs(self, x: Tensor) -> Tensor:
+        targets: Tensor = self.sites(x)
+        return targets
+
+    @property
+    def _output_noise(self) -> Tensor:
+        noise: Tensor = self.noise_variance + self.width
+        return noise
 
     def _log_joint(self, posterior: Predictor, x: Tensor, latents: Tensor) -> Tensor:
         log_joint: Tensor = self.observe(posterior.predict(latents)[0]).log_prob(x) - 0.5 * latents.square().sum(-1)

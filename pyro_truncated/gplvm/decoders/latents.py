@@ -37,6 +37,7 @@ from pyro_truncated.gp.active_sets import (
     NearestSet,
     Split,
     conditional_log_prob,
+    log_prob_of_each,
     split_weights,
 )
 from pyro_truncated.gplvm.batched_bfgs import maximize_batched
@@ -62,18 +63,7 @@ class Predictor(Protocol):
 
 def best_candidates(posterior: Predictor, x: Tensor, candidates: Tensor, num: int) -> Tensor:
     """Returns each data point's ``num`` most probable candidates: ``(num, M, Q)``."""
-    mean, variance = posterior.predict(candidates)
-    observed, value = ~x.isnan(), x.nan_to_num(0.0)
-    if variance.shape[-1] == 1:
-        # All outputs share a variance: for complete data one product with the means remains.
-        norms = mean.square().sum(-1) if bool(observed.all()) else observed.to(x) @ mean.square().mT
-        squares = (value.square().sum(-1, keepdim=True) - 2 * value @ mean.mT + norms) / variance.mT
-        spread = observed.sum(-1, keepdim=True) * (2 * math.pi * variance).log().mT
-    else:
-        precision, weights = variance.reciprocal(), observed.to(x)
-        squares = value.square() @ precision.mT - 2 * value @ (precision * mean).mT + weights @ (precision * mean.square()).mT
-        spread = weights @ (2 * math.pi * variance).log().mT
-    scores = -0.5 * (squares + spread + candidates.square().sum(-1))
+    scores = log_prob_of_each(x, *posterior.predict(candidates)) - 0.5 * candidates.square().sum(-1)
     return candidates[scores.topk(num, 1).indices].movedim(1, 0)
 
 
@@ -153,37 +143,10 @@ class OwnLatents:
 
     def log_joint(self, x: Tensor, noise: Tensor) -> Tensor:
         """Returns log joint densities ``(M,)`` of observed entries and latents."""
-        spread = self.variance + noise
-        terms = torch.where(x.isnan(), 0.0, (x - self.mean).square() / spread + spread.log())
-        return -(terms.sum(1) + self.latents.square().sum(1)) / 2
+        return conditional_log_prob(x, self.mean, self.variance + noise) - 0.5 * self.latents.square().sum(1)
 
 
 _TEMPERATURES = [2.0 ** (power / 2) for power in range(21)]
-
-
-class Decoder(Protocol):
-    """What candidates ask of a decoder, as :class:`.SASDecoder` has it."""
-
-    num_data: int
-    num_outputs: int
-    loc: Tensor
-    kernel: Any
-
-    @property
-    def noise_variance(self) -> Tensor:
-        """Noise variance of the outputs."""
-
-    def latents(self, x: Tensor) -> Tensor:
-        """Latents ``(N, Q)`` of the training data."""
-
-    def predict(self, latents: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
-        """Means and variances of outputs at latents."""
-
-    def infer(self, x: Tensor) -> Tensor:
-        """The most probable latents of data points."""
-
-    def posterior(self) -> Any:
-        """The posterior that predictions are made from."""
 
 
 class CandidateLatents:
@@ -198,7 +161,7 @@ class CandidateLatents:
         mean, variance = candidates.predict(weights)
 
     Args:
-        decoder: the decoder, conditioned.
+        decoder: a :class:`.SASDecoder`, conditioned.
         x: its training data ``(N, D)``, NaN where missing.
         most: most candidates, drawn at random.
         calibration: training points that temperature and noise are learned from.
@@ -220,14 +183,14 @@ class CandidateLatents:
     @names_arguments
     @torch.no_grad()
     def __init__(
-        self, decoder: Decoder, x: Tensor, *, most: int = 5000, calibration: int = 500, generator: torch.Generator | None = None
+        self, decoder: Any, x: Tensor, *, most: int = 5000, calibration: int = 500, generator: torch.Generator | None = None
     ) -> None:
         most, calibration, x = check_count("most", most, least=3), check_count("calibration", calibration), as_tensors(x, decoder.loc)
         if tuple(x.shape) != (decoder.num_data, decoder.num_outputs) or len(x) < 3:
             raise ValueError(f"x must be the decoder's training data, ({decoder.num_data}, {decoder.num_outputs}); got {tuple(x.shape)}")
         if not x.is_floating_point() or not bool((~x.isnan()).any()):
             raise ValueError(f"x must hold real numbers, not only missing ones; got {x.dtype}")
-        latents = decoder.latents(x)
+        latents: Tensor = decoder.latents(x)
         device = generator_device(generator)
         order = torch.randperm(len(x), generator=generator, device=device).to(x.device)[:most]
         self.decoder, self.latents = decoder, latents[order]
@@ -301,15 +264,12 @@ class CandidateLatents:
             RuntimeError: if the decoder's parameters have changed since.
         """
         x = self._check(x)
-        parts = [self._reconstruct(rows) for rows in x.split(check_count("block", block))]
+        parts = []
+        for rows in x.split(check_count("block", block)):
+            own = OwnLatents.at(self.decoder.posterior(), self.decoder.infer(rows.to(self.latents)), self.decoder.loc)
+            parts.append(self._with_own(self._log_joint(rows, self.own_noise), rows, own))
         mean, spread = (torch.cat(moments) for moments in zip(*parts, strict=True))
         return mean, self._variance_factor(x.isnan()) * (spread if noiseless else spread + self.own_noise)
-
-    def _reconstruct(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Means and variances ``(M, D)`` of the functions of data points."""
-        z = self.decoder.infer(x.to(self.latents))
-        own = OwnLatents.at(self.decoder.posterior(), z, self.decoder.loc)
-        return self._with_own(self._log_joint(x, self.own_noise), x, own)
 
     def _with_own(self, log_joint: Tensor, x: Tensor, own: OwnLatents) -> tuple[Tensor, Tensor]:
         """As :meth:`_mix`, at the temperature and the noise that were learned."""
@@ -381,12 +341,7 @@ class CandidateLatents:
 
     def _log_joint(self, x: Tensor, noise: Tensor) -> Tensor:
         """Returns log joint densities ``(M, K)`` of observed entries and candidates."""
-        is_observed, value = (~x.isnan()).double(), x.nan_to_num(0.0)
-        precision = 1 / (self._variance + noise)
-        square = (
-            value.square() @ precision.mT - 2 * value @ (precision * self._mean).mT + is_observed @ (precision * self._mean.square()).mT
-        )
-        return -(square - is_observed @ precision.log().mT + self.latents.double().square().sum(1)) / 2
+        return log_prob_of_each(x, self._mean, self._variance + noise) - 0.5 * self.latents.double().square().sum(1)
 
     def _moments(self, weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         mean = weights @ self._mean
@@ -400,7 +355,8 @@ class CandidateLatents:
         return log_joint
 
     def _first_noise(self) -> Tensor:
-        return self.decoder.noise_variance.detach().double().expand(self._mean.shape[1])
+        noise: Tensor = self.decoder.noise_variance.detach().double()
+        return noise.expand(self._mean.shape[1])
 
     def _calibrate(self, x: Tensor, is_hidden: Tensor, own: OwnLatents | None, *, rounds: int = 2) -> tuple[float, Tensor]:
         """Temperature and noise learned from data points that are the first candidates."""

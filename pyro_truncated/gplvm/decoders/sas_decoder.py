@@ -193,41 +193,37 @@ class SASDecoder(UniqueModule):
         steps = check_count("steps", steps, least=0)
         with propagate_shard_errors(x):
             x = self._check_data(x)
-            self._check_latents(latents)
+            if latents is not None:
+                if tuple(latents.shape) != (self.num_data, self.latent_dim):
+                    raise ValueError(f"latents must have shape ({self.num_data}, {self.latent_dim}); got {tuple(latents.shape)}")
+                self._check_places(latents)
             self.portion = join_latents(self, self.portion, x)
-            return self._start(x, steps, latents)
+            with torch.no_grad():
+                features, variance = self._start(x)
+                if isinstance(self.kernel, kernels.Isotropy):
+                    self.kernel.variance = cast("Any", variance.to(self.loc))
+                # A copy, or training would move the latents of whom they came from.
+                scores = principal_components(features, self.latent_dim) if latents is None else own_rows(latents, features).clone()
+                scores = scores.to(self.loc)
+                if self.encoder is None:
+                    self.z_loc = scores
+            if self.encoder is not None and steps:
+                self._imitate(x, scores, steps)
+        return self
 
-    def _start(self, x: Tensor, steps: int, latents: Tensor | None) -> Self:
+    def _start(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Sets means and noise; returns what latents start from, and a variance."""
         observed, total = ~x.isnan(), shard_sum(x)
         sums, counts = total([x.nansum(0), observed.sum(0)])
         if not bool((counts > 0).all()):
             raise ValueError(f"each output of x must be observed at least once; output {int((counts == 0).nonzero()[0])} has only NaN")
-        with torch.no_grad():
-            self.loc.copy_(sums / counts)
-            deviation = torch.where(observed, x - self.loc, 0.0)
-            variance = total([deviation.square().sum()])[0] / counts.sum()
-            if not float(variance) > 0:
-                raise ValueError(f"the data x must vary; got a variance of {float(variance):g}")
-            self.noise = 0.5 * variance.to(self.loc)
-            if isinstance(self.kernel, kernels.Isotropy):
-                self.kernel.variance = cast("Any", variance.to(self.loc))
-            scores = self._first_latents(as_shard_like(deviation, x), latents)
-            if self.encoder is None:
-                self.z_loc = scores
-        if self.encoder is not None and steps:
-            self._imitate(x, scores, steps)
-        return self
-
-    def _first_latents(self, features: Tensor, latents: Tensor | None) -> Tensor:
-        # A copy, or training would move the latents of whom they came from.
-        start = principal_components(features, self.latent_dim) if latents is None else own_rows(latents, features).detach().clone()
-        return start.to(self.loc)
-
-    def _check_latents(self, latents: Tensor | None) -> None:
-        if latents is not None and tuple(latents.shape) != (self.num_data, self.latent_dim):
-            raise ValueError(f"latents must have shape ({self.num_data}, {self.latent_dim}); got {tuple(latents.shape)}")
-        if latents is not None:
-            self._check_places(latents)
+        self.loc.copy_(sums / counts)
+        deviation = torch.where(observed, x - self.loc, 0.0)
+        variance = total([deviation.square().sum()])[0] / counts.sum()
+        if not float(variance) > 0:
+            raise ValueError(f"the data x must vary; got a variance of {float(variance):g}")
+        self.noise = 0.5 * variance.to(self.loc)
+        return as_shard_like(deviation, x), variance
 
     @staticmethod
     def _check_places(latents: Tensor) -> None:
@@ -299,17 +295,15 @@ class SASDecoder(UniqueModule):
     def _split(self, x: Tensor, split: Split | None) -> Split:
         """The split given, or one drawn as Pyro draws subsamples."""
         self.portion = join_latents(self, self.portion, x)
-        split = self._whole_split(split)
+        if split is None:
+            batch = pyro.plate("batch", self.num_data, subsample_size=self.batch_size).indices
+            active = pyro.plate("active", len(batch), subsample_size=self.num_active).indices
+            others = torch.ones(len(batch), dtype=torch.bool, device=batch.device)
+            others[active] = False
+            split = Split(batch[torch.cat([active, others.nonzero().squeeze(-1)])], len(active))
+        else:
+            split = Split(split.indices.to(self.loc.device), split.num_active)
         return split if self.portion is None else SharedSplit.from_split(split, self.portion)
-
-    def _whole_split(self, split: Split | None) -> Split:
-        if split is not None:
-            return Split(split.indices.to(self.loc.device), split.num_active)
-        batch = pyro.plate("batch", self.num_data, subsample_size=self.batch_size).indices
-        active = pyro.plate("active", len(batch), subsample_size=self.num_active).indices
-        others = torch.ones(len(batch), dtype=torch.bool, device=batch.device)
-        others[active] = False
-        return Split(batch[torch.cat([active, others.nonzero().squeeze(-1)])], len(active))
 
     @contextlib.contextmanager
     def _plate(self, split: Split) -> Iterator[None]:
@@ -421,38 +415,27 @@ class SASDecoder(UniqueModule):
             ValueError: as :meth:`initialize` does, if a number is not positive, or ``learning_rate`` is above 10.
         """
         with propagate_shard_errors(x):
-            return self._fit(x, epochs, learning_rate, generator, progress)
-
-    def _fit(
-        self,
-        x: Tensor,
-        epochs: int | None,
-        learning_rate: float,
-        generator: torch.Generator | None,
-        progress: bool,
-        *,
-        max_jumps: int = 20,
-        last_rate: float = 0.05,
-    ) -> Self:
-        splits = UniformSplits(self.num_data, self.batch_size, self.num_active, generator)
-        epochs = self.default_epochs if epochs is None else check_count("epochs", epochs)
-        check_learning_rate(learning_rate)
-        self.initialize(x)
-        if self.portion is not None:
-            synchronize_generator(generator)
-        rates, decay = self.learning_rates(learning_rate, 2 * learning_rate), last_rate ** (1 / (epochs * self._batches))
-        options = functools.partial(_with_decay, rates, decay)
-        optimizer = AllReduced(ClippedAdam(cast("Any", options)))
-        svi = SVI(self.model, self.guide, optimizer, SummedELBO(TraceMeanField_ELBO() if self.bayesian else Trace_ELBO()))
-        every = max(2, round(_RELOCATION_SHARE * epochs / max_jumps))
-        with progress_bar(progress and collectives.rank() == 0, total=epochs, unit="epoch") as bar:
-            for epoch in range(epochs):
-                if self.encoder is None and epoch % every == every - 1 and epoch < _RELOCATION_SHARE * epochs:
-                    self.relocate_(x, generator=generator)
-                loss = sum(svi.step(x, split) for split in splits.epoch(epoch))
-                bar.update()
-                bar.set_postfix_str(f"loss per data point {loss / self.num_data:.4g}")
-        return self.gather_().condition_(x)
+            splits = UniformSplits(self.num_data, self.batch_size, self.num_active, generator)
+            epochs = self.default_epochs if epochs is None else check_count("epochs", epochs)
+            check_learning_rate(learning_rate)
+            self.initialize(x)
+            if self.portion is not None:
+                synchronize_generator(generator)
+            # Adam's rate falls to a twentieth.
+            rates, decay = self.learning_rates(learning_rate, 2 * learning_rate), 0.05 ** (1 / (epochs * self._batches))
+            options: Any = lambda name: rates(name) | {"lrd": decay, "clip_norm": math.inf}  # noqa: E731
+            elbo = SummedELBO(TraceMeanField_ELBO() if self.bayesian else Trace_ELBO())
+            svi = SVI(self.model, self.guide, AllReduced(ClippedAdam(options)), elbo)
+            # At most twenty jumps.
+            every = max(2, round(_RELOCATION_SHARE * epochs / 20))
+            with progress_bar(progress and collectives.rank() == 0, total=epochs, unit="epoch") as bar:
+                for epoch in range(epochs):
+                    if self.encoder is None and epoch % every == every - 1 and epoch < _RELOCATION_SHARE * epochs:
+                        self.relocate_(x, generator=generator)
+                    loss = sum(svi.step(x, split) for split in splits.epoch(epoch))
+                    bar.update()
+                    bar.set_postfix_str(f"loss per data point {loss / self.num_data:.4g}")
+            return self.gather_().condition_(x)
 
     @property
     def default_epochs(self) -> int:
@@ -488,23 +471,20 @@ class SASDecoder(UniqueModule):
         Raises:
             ValueError: if the data have another shape, ``num_active`` is not positive, or latents come from an encoder.
         """
-        with propagate_shard_errors(x):
-            return self._relocate(x, num_active, generator)
-
-    def _relocate(self, x: Tensor, num_active: int, generator: torch.Generator | None) -> float:
-        x = self._check_data(x)
-        if self.encoder is not None:
-            raise ValueError("a decoder with an encoder has no free latents to relocate; train the encoder instead")
-        num_active = check_count("num_active", num_active)
-        self._conditioning_points = None
-        self.portion = join_latents(self, self.portion, x)
-        order = torch.randperm(self.num_data, generator=generator, device=generator_device(generator)).to(x.device)
-        # Incomplete data points last: each pattern of missing entries among the active ones costs a factorisation.
-        order = order[gather_all_rows(x.flatten(1).isnan().any(1), x)[order].byte().argsort(stable=True)]
-        active, others = order.tensor_split([min(num_active, max(1, self.num_data // 2))])
-        with torch.no_grad():
+        with propagate_shard_errors(x), torch.no_grad():
+            x = self._check_data(x)
+            if self.encoder is not None:
+                raise ValueError("a decoder with an encoder has no free latents to relocate; train the encoder instead")
+            num_active = check_count("num_active", num_active)
+            self._conditioning_points = None
+            self.portion = join_latents(self, self.portion, x)
+            order = torch.randperm(self.num_data, generator=generator, device=generator_device(generator)).to(x.device)
+            # Incomplete data points last: each pattern of missing entries among the active ones costs a factorisation.
+            order = order[gather_all_rows(x.flatten(1).isnan().any(1), x)[order].byte().argsort(stable=True)]
+            active, others = order.tensor_split([min(num_active, max(1, self.num_data // 2))])
             z = self.z_loc.detach().clone()
-            posterior = self._make_active_set(rows_at(x, active), rows_at(as_shard_like(z, x), active))
+            outputs, latents = self._outputs(rows_at(x, active)), rows_at(as_shard_like(z, x), active)
+            posterior = ActiveSet(latents, outputs, self.kernel, self._output_noise)
             count = torch.zeros((), dtype=torch.int64)
             # Data points at once.
             for rows in own_positions(others, self.portion).split(5000):
@@ -513,11 +493,15 @@ class SASDecoder(UniqueModule):
                 z[rows[better]] = there[better]
                 count += int(better.sum())
             self.z_loc = z
-        return int(shard_sum(x)([count])[0]) / self.num_data
+            return int(shard_sum(x)([count])[0]) / self.num_data
 
-    def _make_active_set(self, x: Tensor, latents: Tensor) -> ActiveSet:
-        """The posterior of deviations from ``loc`` given data points at their latents."""
-        return ActiveSet(latents, x - self.loc, self.kernel, self.noise_variance.detach())
+    def _outputs(self, x: Tensor) -> Tensor:
+        """What functions are conditioned on: deviations of data points from ``loc``."""
+        return x - self.loc
+
+    @property
+    def _output_noise(self) -> Tensor:
+        return self.noise_variance
 
     def _log_joint(self, posterior: Predictor, x: Tensor, latents: Tensor) -> Tensor:
         """``log p(x | z) + log N(z; 0, I)``, up to a constant, of data points at latents ``(*batch, M, Q)``."""
@@ -584,24 +568,18 @@ class SASDecoder(UniqueModule):
         """
         x = self._check_data(x)
         with torch.no_grad():
-            latents, outputs = gather_all_rows(self.latents(x), x), as_shard_like(x - self.loc, x)
+            latents, outputs = gather_all_rows(self.latents(x), x), as_shard_like(self._outputs(x), x)
             if num_neighbors is None:
-                points = select_conditioning_set(self.kernel, latents, outputs, size, projected, choose or self._least_variance)
+                choose = choose or functools.partial(least_variance, noise=self.noise_variance.detach())
+                points = select_conditioning_set(self.kernel, latents, outputs, size, projected, choose)
             elif size is None and not projected:
                 points = neighbors_set(latents, outputs, check_count("num_neighbors", num_neighbors))
             else:
                 raise ValueError("num_neighbors are the closest of all complete data points: leave size and projected out")
-            self._conditioning_points = self._with_checksum(points, x)
+            examples = self._examples(x).clone() if self.encoder_sees_active else None
+            self._conditioning_points = dataclasses.replace(points, examples=examples, checksum=checksum(self))
         self._training_data, self._candidates = x, None
         return self
-
-    def _with_checksum(self, points: ConditioningSet, x: Tensor) -> ConditioningSet:
-        """The state with the encoder's needs and the parameters' checksum."""
-        examples = self._examples(x).clone() if self.encoder_sees_active else None
-        return dataclasses.replace(points, examples=examples, checksum=checksum(self))
-
-    def _least_variance(self, kernel: kernels.Kernel, latents: Tensor, size: int) -> Tensor:
-        return least_variance(kernel, latents, size, self.noise_variance.detach())
 
     def _conditioning_set(self) -> ConditioningSet:
         if self._conditioning_points is None:
@@ -623,7 +601,7 @@ class SASDecoder(UniqueModule):
         """
         points = self._conditioning_set()
         with torch.no_grad():
-            return points.posterior(self.kernel, self.noise_variance.detach())
+            return points.posterior(self.kernel, self._output_noise.detach())
 
     @names_arguments
     @takes_arrays
@@ -712,7 +690,3 @@ class SASDecoder(UniqueModule):
         """Restores the data points that :meth:`condition_` conditions on."""
         self._conditioning_points = ConditioningSet(**state) if state else None
         self._training_data = self._candidates = None
-
-
-def _with_decay(rates: Callable[[str], dict[str, float]], decay: float, name: str) -> dict[str, float]:
-    return rates(name) | {"lrd": decay, "clip_norm": math.inf}

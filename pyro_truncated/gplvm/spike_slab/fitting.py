@@ -12,7 +12,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from pyro.contrib.gp import kernels
 from pyro.contrib.gp.kernels import Isotropy
 from pyro.infer import ELBO
 from torch import Tensor
@@ -32,7 +31,6 @@ from pyro_truncated.utils.devices import generator_device
 from pyro_truncated.utils.parameter_store import load_snapshot, snapshot
 
 Start = str | Tensor | Callable[[list[Tensor]], Tensor]
-STARTS = ("pca", "random")
 
 
 @names_arguments
@@ -93,7 +91,7 @@ def _latent_means(start: Start, views: list[Tensor], num_latents: int, generator
         return principal_components(torch.cat([v / (v.square().mean() * v.shape[1]).sqrt() for v in views], 1), num_latents, generator)
     if start == "random":
         return _randn(len(views[0]), num_latents, views[0], generator)
-    raise ValueError(f"start must be one of {STARTS}, latent means (N, Q), or a function that makes them; got {start!r}")
+    raise ValueError(f"start must be one of ('pca', 'random'), latent means (N, Q), or a function that makes them; got {start!r}")
 
 
 def _start_view(view: View, loc: Tensor, variance: Tensor, generator: torch.Generator | None, *, noise_share: float = 0.01) -> None:
@@ -102,19 +100,14 @@ def _start_view(view: View, loc: Tensor, variance: Tensor, generator: torch.Gene
     elif view.collapsed:
         view.point = view.center.double().expand_as(view.point).clone()
     # Functions of labels are log odds or the like, whatever the variance of the labels.
-    _start_kernel(view.kernel, variance if view.likelihood is None else torch.ones_like(variance))
+    amplitude, kernel_variance = variance if view.likelihood is None else torch.ones_like(variance), getattr(view.kernel, "variance", None)
+    if isinstance(kernel_variance, Tensor):  # of a sum or product of a user's there is none
+        view.kernel.variance = (amplitude / kernel_variance.numel()).to(kernel_variance).expand(kernel_variance.shape).clone()
     if not isinstance(view.kernel, LinearARD):
         order = torch.randperm(len(loc), generator=generator, device=generator_device(generator))
         rows = loc[order[: len(view.inducing)].to(loc.device)]
         # Moved by a hundredth of the prior deviation, as equal inputs have no inverse.
         view.inducing = rows + 1e-2 * _randn(len(rows), rows.shape[1], rows, generator).to(rows)
-
-
-def _start_kernel(kernel: kernels.Kernel, variance: Tensor) -> None:
-    """Gives a single kernel, none of a user's, the variance of data."""
-    value = getattr(kernel, "variance", None)
-    if isinstance(value, Tensor):
-        kernel.variance = (variance / value.numel()).to(value).expand(value.shape).clone()
 
 
 def _randn(rows: int, columns: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -156,26 +149,21 @@ def maximize_bound(model: SpikeSlabMRD, y: Views, steps: int = 500, *, tolerance
         if not any("point" in part for part in fixed):
             model.tighten(y)
         bound = float(model.bound(y))
-    while steps > 0:
-        value, count = _run_lbfgs(model, y, parameters, steps, size, tolerance)
-        steps -= max(1, count)
-        gain, bound = value - bound, value
-        if not gain > tolerance * size:
-            break
-    return bound
-
-
-def _run_lbfgs(model: SpikeSlabMRD, y: Views, parameters: Sequence[Tensor], steps: int, size: float, tolerance: float) -> tuple[float, int]:
-    """Runs L-BFGS once; returns the bound and the number of iterations."""
 
     def loss() -> Tensor:
         value = -model.bound(y) / size
         value.backward()
         return value
 
-    minimum = minimize(loss, parameters, max_iterations=steps, tolerance=tolerance / 10, gradient_tolerance=1e-8, memory=20)
-    model.zero_grad()
-    return -minimum.value * size, minimum.iterations
+    while steps > 0:
+        minimum = minimize(loss, parameters, max_iterations=steps, tolerance=tolerance / 10, gradient_tolerance=1e-8, memory=20)
+        model.zero_grad()
+        steps -= max(1, minimum.iterations)
+        value = -minimum.value * size
+        gain, bound = value - bound, value
+        if not gain > tolerance * size:
+            break
+    return bound
 
 
 # Log odds of switches that are free again after they have been held on, and of moves.
@@ -434,20 +422,19 @@ def fit(
 @contextmanager
 def _nearly_linear(model: SpikeSlabMRD) -> Iterator[None]:
     """A context with long length-scales and steep variances: functions hardly bend."""
-    stretched = [view.kernel for view in model.views if isinstance(view.kernel, Isotropy)]
-    for kernel in stretched:
-        _stretch(kernel, _STRETCH_FACTOR)
+
+    @torch.no_grad()
+    def stretch(factor: float) -> None:
+        """Multiplies length-scales, and variances by its square."""
+        for kernel in (view.kernel for view in model.views if isinstance(view.kernel, Isotropy)):
+            lengthscale, variance = torch.as_tensor(kernel.lengthscale), torch.as_tensor(kernel.variance)
+            kernel.lengthscale, kernel.variance = factor * lengthscale, factor**2 * variance  # type: ignore[assignment]
+
+    stretch(_STRETCH_FACTOR)
     try:
         yield
     finally:
-        for kernel in stretched:
-            _stretch(kernel, 1 / _STRETCH_FACTOR)
-
-
-@torch.no_grad()
-def _stretch(kernel: Isotropy, factor: float) -> None:
-    lengthscale, variance = torch.as_tensor(kernel.lengthscale), torch.as_tensor(kernel.variance)
-    kernel.lengthscale, kernel.variance = factor * lengthscale, factor**2 * variance  # type: ignore[assignment]
+        stretch(1 / _STRETCH_FACTOR)
 
 
 def _train(
@@ -648,22 +635,19 @@ def fit_minibatches(
                 with torch.no_grad():
                     model.logits = torch.full_like(model.logits, NEARLY_ON)
             with model.fix_switches(1.0) if step < free_from else nullcontext():
-                estimates.append(_step(model, batch, views, rate * decay, optimizer))
+                _natural_step(model, batch, views, rate * decay)
+                model.zero_grad()
+                outputs, latents = [data[batch.rows] for data in views], model.latents(batch.positions)
+                bound = model.partial_bound(outputs, latents, batch.scale, batch.share)
+            (-bound / model.num_data).backward()
+            add_gradients(model, batch)
+            optimizer.step()
+            estimates.append(float(batch.total([bound.detach()])[0]))
             if callback is not None:
                 callback(step, estimates[-1])
         if find_part(views) is not None:
             gather_latent_marginals(model, views)
     return estimates
-
-
-def _step(model: SpikeSlabMRD, batch: Minibatch, views: list[Tensor], rate: float, optimizer: torch.optim.Optimizer) -> float:
-    _natural_step(model, batch, views, rate)
-    model.zero_grad()
-    bound = model.partial_bound([data[batch.rows] for data in views], model.latents(batch.positions), batch.scale, batch.share)
-    (-bound / model.num_data).backward()
-    add_gradients(model, batch)
-    optimizer.step()
-    return float(batch.total([bound.detach()])[0])
 
 
 @names_arguments

@@ -12,14 +12,15 @@ import torch
 import xarray as xr
 from torch import Tensor
 
+from pyro_truncated.gp.active_sets import log_prob_of_each
 from pyro_truncated.gp.uncertain import SpikeSlabInputs
 from pyro_truncated.gplvm.batched_bfgs import maximize_batched
-from pyro_truncated.gplvm.spike_slab.inducing_posterior import Observations, Prediction, predict
+from pyro_truncated.gplvm.spike_slab.inducing_posterior import Prediction, predict
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
 from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, describe, names_arguments
 from pyro_truncated.utils.arrays import as_tensors, check_column_names, remember_columns, takes_arrays
 from pyro_truncated.utils.arviz_compat import convert_owner, make_idata
-from pyro_truncated.utils.budget import rows_per_block
+from pyro_truncated.utils.budget import row_slices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,11 +103,11 @@ class Posterior:
         if not bool(inputs.loc.isfinite().all() & inputs.variance.isfinite().all()):
             raise ValueError(f"latents must be finite; got means {describe(inputs.loc)} and variances {describe(inputs.variance)}")
         process, posterior = self.model.views[view], self.inducing[view]
-        rows = rows_per_block(64 * (len(process.inducing) ** 2 + process.num_functions ** (2 if full_covariance else 1)))
+        size = 64 * (len(process.inducing) ** 2 + process.num_functions ** (2 if full_covariance else 1))
         noise = process.noise.double() if process.likelihood is None else torch.zeros_like(process.noise).double()
         parts = [
-            predict(process.statistics(inputs.rows(slice(start, start + rows)), per_datum=True), posterior, noise, full_covariance)
-            for start in range(0, max(1, len(inputs)), rows)
+            predict(process.statistics(inputs.rows(rows), per_datum=True), posterior, noise, full_covariance)
+            for rows in row_slices(max(1, len(inputs)), size)
         ]
         mean = torch.cat([part.mean for part in parts]) + process.center
         covariance = torch.cat([part.covariance for part in parts if part.covariance is not None]) if full_covariance else None
@@ -209,8 +210,8 @@ class Posterior:
             usage = torch.ones_like(usage)
         loc = self._start(data, usage, candidates, prior)
         parts = []
-        size = rows_per_block(64 * max(len(view.inducing) ** 2 + view.num_functions for view in self.model.views))
-        for rows in torch.arange(len(loc), device=loc.device).split(size):
+        size = 64 * max(len(view.inducing) ** 2 + view.num_functions for view in self.model.views)
+        for rows in row_slices(len(loc), size):
             here, near = {c: value[rows] for c, value in data.items()}, (prior[0][rows], prior[1][rows])
             parts.append(self._maximize(here, usage, loc[rows], near, steps, tolerance))
         loc, log_scale, bound = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -264,9 +265,7 @@ class Posterior:
             if likelihood is not None:
                 score = score + likelihood.log_prob(y.double().unsqueeze(1), prediction.mean)
                 continue
-            observations, variance = Observations.from_outputs(y), prediction.variance + prediction.noise
-            square = observations.values.square() @ (1 / variance).mT - 2 * observations.values @ (prediction.mean / variance).mT
-            score = score - (square + observations.all_weights @ (prediction.mean.square() / variance + variance.log()).mT) / 2
+            score = score + log_prob_of_each(y.double(), prediction.mean, prediction.variance + prediction.noise)
         return loc[score.argmax(1)].clone()
 
     def _contribution(self, data: dict[int, Tensor], usage: Tensor, loc: Tensor, log_scale: Tensor, prior: tuple[Tensor, Tensor]) -> Tensor:
@@ -369,7 +368,10 @@ def latents_to_arviz(model: SpikeSlabMRD, y: Views, *, num_samples: int = 125, n
         ),
         "latent_posterior": xr.Dataset(
             {
-                **{name: (("view", "latent"), _array(value)) for name, value in _switches(model).items()},
+                "probability": (("view", "latent"), _array(model.probability)),
+                "prior": (("view", "latent"), _array(model.prior)),
+                "log_odds": (("view", "latent"), _array(model.probability.logit())),
+                "relevance": (("view", "latent"), _array(model.relevance())),
                 "loc": (("data", "latent"), _array(loc)),
                 "scale": (("data", "latent"), _array(scale)),
                 "bound": ((), _array(model.bound(views))),
@@ -380,11 +382,6 @@ def latents_to_arviz(model: SpikeSlabMRD, y: Views, *, num_samples: int = 125, n
     attributes = {"inference_library": "pyro", "inference_library_version": pyro.__version__, "inference_method": "variational"}
     numbered = {name: data.assign_coords({d: np.arange(n) for d, n in data.sizes.items()}) for name, data in datasets.items()}
     return make_idata(**{name: data.assign_attrs(attributes) for name, data in numbered.items()})
-
-
-def _switches(model: SpikeSlabMRD) -> dict[str, Tensor]:
-    gamma = model.probability
-    return {"probability": gamma, "prior": model.prior, "log_odds": gamma.logit(), "relevance": model.relevance()}
 
 
 def _array(value: Tensor) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -217,7 +217,7 @@ class SpikeSlabMRD(UniqueModule):
 
     Args:
         num_data: number of data points ``N``.
-        num_observed: number of outputs of each view.
+        num_observed: number of outputs of each view, or of the only one.
         num_latents: number of latent dimensions ``Q``.
         kernel: ``"rbf"``, ``"linear"``, a kernel, or a function that makes one; or one for each view.
         num_inducing: inducing inputs ``M`` of each view. Default: 50, at most ``N``; with ``LinearARD`` the unit vectors.
@@ -258,7 +258,7 @@ class SpikeSlabMRD(UniqueModule):
     def __init__(
         self,
         num_data: int,
-        num_observed: Sequence[int],
+        num_observed: int | Sequence[int],
         num_latents: int,
         *,
         kernel: KernelSpec | Sequence[KernelSpec] = "rbf",
@@ -272,8 +272,11 @@ class SpikeSlabMRD(UniqueModule):
     ) -> None:
         super().__init__()
         num_data, num_latents = check_counts(num_data=num_data, num_latents=num_latents)
-        num_observed = [check_count(f"num_observed[{c}]", d) for c, d in enumerate(num_observed)]
-        num_inducing = None if num_inducing is None else check_count("num_inducing", num_inducing)
+        # A tensor of one number is a number.
+        sizes = num_observed if isinstance(num_observed, Iterable) and getattr(num_observed, "ndim", 1) > 0 else [num_observed]
+        num_observed = [check_count(f"num_observed[{c}]", d) for c, d in enumerate(sizes)]
+        # The default, if there are as many data points.
+        num_inducing = 50 if num_inducing is None else check_count("num_inducing", num_inducing)
         self.num_data, self.num_latents, self.num_observed = num_data, num_latents, tuple(num_observed)
         self.collapsed = collapsed
         shape = (len(self.num_observed), num_latents)
@@ -295,8 +298,6 @@ class SpikeSlabMRD(UniqueModule):
             time_prior.start(num_latents)
             time_prior.set_latents(loc, scale)
         self.logits = PyroParam(torch.zeros(shape, dtype=torch.float64), constraints.real)  # type: ignore[assignment]
-        # The default number of inducing inputs, if there are as many data points.
-        num_inducing = 50 if num_inducing is None else num_inducing
         views = make_views(kernel, likelihood, self.num_observed, loc, num_inducing, collapsed, expectation)
         self.views = PyroModule[torch.nn.ModuleList](views)  # type: ignore[arg-type, assignment]
 
@@ -397,14 +398,9 @@ class SpikeSlabMRD(UniqueModule):
         """
         views = self.check_data(y)
         self.check_batch(batch_size)
-        if batch_size is None or batch_size >= self.num_data:
-            return self.bound_at(views, slice(None))
-        with pyro.plate("data", self.num_data, subsample_size=batch_size, device=str(self.prior.device)) as index:
-            assert index is not None
-        return self.bound_at(views, index)
-
-    def bound_at(self, views: Sequence[Tensor], index: Tensor | slice) -> Tensor:
-        """The bound from some data points of ``views``, scaled up to all."""
+        index: Tensor | slice = slice(None)
+        if batch_size is not None and batch_size < self.num_data:
+            index = pyro.plate("data", self.num_data, subsample_size=batch_size, device=str(self.prior.device)).indices
         latents = self.latents(index)
         return self.partial_bound([data[index] for data in views], latents, self.num_data / len(latents.loc))
 
@@ -541,10 +537,9 @@ class SpikeSlabMRD(UniqueModule):
         distinct, position = torch.unique(flat.flatten(1), dim=0, return_inverse=True)
         latents, bounds = self.latents(), []
         for row in distinct.view(-1, *self.prior.shape):
-            terms = []
-            for c, (view, data) in enumerate(zip(self.views, views, strict=True)):
-                inputs = SpikeSlabInputs(latents.loc, latents.scale.square(), row[c].to(latents.loc.dtype), validate_args=False)
-                terms.append(view.optimal(inputs, data)[0])
+            with self.fix_switches(row):
+                inputs = [self._view_inputs(latents, c) for c in range(self.num_views)]
+            terms = [view.optimal(own, data)[0] for view, own, data in zip(self.views, inputs, views, strict=True)]
             bounds.append(torch.stack(terms).sum() - (row.amax(0) * latents.divergence).sum())
         return torch.stack(bounds)[position].reshape(patterns.shape[:-2])
 
@@ -579,33 +574,3 @@ class SpikeSlabGPLVM(SpikeSlabMRD):
     Reference:
         Dai, Hensman and Lawrence, "Spike and slab Gaussian process latent variable models" (2015), section 3.
     """
-
-    @names_arguments
-    def __init__(
-        self,
-        num_data: int,
-        num_observed: int,
-        num_latents: int,
-        *,
-        kernel: KernelSpec = "rbf",
-        num_inducing: int | None = None,
-        likelihood: LikelihoodSpec = None,
-        prior: float | Tensor = 0.1,
-        collapsed: bool = True,
-        expectation: Expectation | None = None,
-        time_prior: TimePrior | None = None,
-        dtype: torch.dtype = torch.float64,
-    ) -> None:
-        super().__init__(
-            num_data,
-            [num_observed],
-            num_latents,
-            kernel=kernel,
-            num_inducing=num_inducing,
-            likelihood=likelihood,
-            prior=prior,
-            collapsed=collapsed,
-            expectation=expectation,
-            time_prior=time_prior,
-            dtype=dtype,
-        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import copy
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -32,7 +31,7 @@ from pyro_truncated.gplvm.spike_slab.inducing_posterior import (
     predict,
 )
 from pyro_truncated.utils.arguments import check_count
-from pyro_truncated.utils.budget import rows_per_block
+from pyro_truncated.utils.budget import row_slices
 from pyro_truncated.utils.parameter_store import UniqueModule
 
 
@@ -71,13 +70,18 @@ class LabelLikelihood(abc.ABC):
     def bound(self, y: Tensor, point: Tensor) -> Observations:
         """The quadratic bound of data ``(N, D)`` at a point ``(N, F)``."""
 
-    @abc.abstractmethod
     def log_prob(self, y: Tensor, functions: Tensor) -> Tensor:
         """Log probabilities ``(...)`` of data ``(..., D)`` given functions ``(..., F)``."""
+        log_prob: Tensor = self.distribution(functions).base_dist.log_prob(y.nan_to_num(0.0))
+        return torch.where(y.isnan(), 0.0, log_prob).sum(-1)
 
-    @abc.abstractmethod
     def response(self, loc: Tensor, variance: Tensor) -> Tensor:
-        """Expected data (probabilities of each class, rates) ``(N, F)`` under independent normal functions."""
+        """Expected data (probabilities, rates) ``(N, F)`` under independent normal functions, by quadrature."""
+        total = torch.zeros_like(loc)
+        roots, weights = np.polynomial.hermite_e.hermegauss(32)
+        for root, weight in zip(roots.tolist(), (weights / math.sqrt(2 * math.pi)).tolist(), strict=True):
+            total += weight * self.distribution(loc + root * variance.sqrt()).mean
+        return total
 
     @abc.abstractmethod
     def distribution(self, functions: Tensor) -> TorchDistribution:
@@ -124,16 +128,6 @@ class BernoulliLabels(LabelLikelihood):
         half = torch.where(is_observed, y, 0.5) - 0.5
         offset = half.square() / (2 * weight) + weight * xi.square() / 2 - xi / 2 - torch.nn.functional.softplus(-xi)
         return Observations(half / weight, weight * is_observed, (offset * is_observed).sum(1))
-
-    def log_prob(self, y: Tensor, functions: Tensor) -> Tensor:
-        """See :meth:`LabelLikelihood.log_prob`."""
-        signed = (2 * y.nan_to_num(0.0) - 1) * functions
-        log_prob: Tensor = torch.where(y.isnan(), 0.0, torch.nn.functional.logsigmoid(signed)).sum(-1)
-        return log_prob
-
-    def response(self, loc: Tensor, variance: Tensor) -> Tensor:
-        """Expected labels ``(N, F)``, by quadrature."""
-        return _gaussian_mean(torch.sigmoid, loc, variance)
 
     def distribution(self, functions: Tensor) -> TorchDistribution:
         """The distribution of labels ``(..., F)``."""
@@ -224,14 +218,6 @@ class CategoricalLabels(_CurvatureBound):
         """Returns ``None``: the curvature is one half everywhere."""
         return None
 
-    def log_prob(self, y: Tensor, functions: Tensor) -> Tensor:
-        """See :meth:`LabelLikelihood.log_prob`."""
-        logits = functions.log_softmax(-1)
-        shape = torch.broadcast_shapes(y.shape[:-1], logits.shape[:-1])
-        label = y.nan_to_num(0.0).long().expand(*shape, 1)
-        log_prob = logits.expand(*shape, -1).gather(-1, label).squeeze(-1)
-        return torch.where(y.isnan().squeeze(-1), 0.0, log_prob)
-
     def response(self, loc: Tensor, variance: Tensor) -> Tensor:
         """Expected class probabilities ``(N, F)`` by quasi Monte Carlo, always the same."""
         uniform = torch.quasirandom.SobolEngine(self.num_classes, scramble=True, seed=0).draw(512, dtype=torch.float64)
@@ -281,16 +267,6 @@ class PoissonCounts(_CurvatureBound):
         """The bounds on the curvature ``(N, F)``."""
         return 0.25 + 0.17 * y
 
-    def log_prob(self, y: Tensor, functions: Tensor) -> Tensor:
-        """See :meth:`LabelLikelihood.log_prob`."""
-        rate, counts = _rate(functions), y.nan_to_num(0.0)
-        log_prob: Tensor = torch.where(y.isnan(), 0.0, counts * rate.log() - rate - (counts + 1).lgamma()).sum(-1)
-        return log_prob
-
-    def response(self, loc: Tensor, variance: Tensor) -> Tensor:
-        """Expected rates ``(N, F)``, by quadrature."""
-        return _gaussian_mean(_rate, loc, variance)
-
     def distribution(self, functions: Tensor) -> TorchDistribution:
         """The distribution of counts ``(..., F)``."""
         counts: TorchDistribution = dist.Poisson(_rate(functions)).to_event(1)
@@ -305,15 +281,6 @@ def _range(y: Tensor) -> str:
 def _rate(functions: Tensor) -> Tensor:
     rate: Tensor = torch.nn.functional.softplus(functions)
     return rate.clamp(min=torch.finfo(rate.dtype).tiny)
-
-
-def _gaussian_mean(function: Callable[[Tensor], Tensor], loc: Tensor, variance: Tensor, *, nodes: int = 32) -> Tensor:
-    """Expectation of a function of a normal number, by Gauss-Hermite quadrature."""
-    roots, weights = np.polynomial.hermite_e.hermegauss(nodes)
-    total = torch.zeros_like(loc)
-    for root, weight in zip(roots.tolist(), (weights / math.sqrt(2 * math.pi)).tolist(), strict=True):
-        total += weight * function(loc + root * variance.sqrt())
-    return total
 
 
 KernelSpec = str | kernels.Kernel | Callable[[], kernels.Kernel]
@@ -340,29 +307,17 @@ def make_kernel(kernel: KernelSpec, num_latents: int, like: Tensor) -> kernels.K
     raise ValueError(f"kernel must be 'rbf', 'linear' or a kernel of pyro.contrib.gp.kernels; got {kernel!r}")
 
 
-@functools.singledispatch
 def kernel_weights(kernel: kernels.Kernel, num_latents: int) -> Tensor:
     r"""Each latent's weight: linear, :math:`1 / \ell^2`, or one, ``(Q,)``."""
-    del kernel
-    return torch.ones(num_latents)
-
-
-@kernel_weights.register(LinearARD)
-@kernel_weights.register(kernels.Linear)
-def _(kernel: kernels.Kernel, num_latents: int) -> Tensor:
-    return _spread(kernel, kernel.variance, num_latents)
-
-
-@kernel_weights.register(kernels.Isotropy)
-def _(kernel: kernels.Kernel, num_latents: int) -> Tensor:
-    return _spread(kernel, kernel.lengthscale.square().reciprocal(), num_latents)
-
-
-def _spread(kernel: kernels.Kernel, weight: Tensor, num_latents: int) -> Tensor:
-    """Weights of the kernel's active dimensions among all of them."""
-    variances = torch.zeros(num_latents, dtype=weight.dtype, device=weight.device)
-    variances[kernel.active_dims] = weight.detach().expand(len(kernel.active_dims))
-    return variances
+    if isinstance(kernel, LinearARD | kernels.Linear):
+        weight = torch.as_tensor(kernel.variance)
+    elif isinstance(kernel, kernels.Isotropy):
+        weight = torch.as_tensor(kernel.lengthscale).square().reciprocal()
+    else:
+        return torch.ones(num_latents)
+    weights = torch.zeros(num_latents, dtype=weight.dtype, device=weight.device)
+    weights[kernel.active_dims] = weight.detach().expand(len(kernel.active_dims))
+    return weights
 
 
 LikelihoodSpec = str | LabelLikelihood | None
@@ -503,10 +458,9 @@ class View(UniqueModule):
         posterior = dataclasses.replace(posterior)
         if not self.likelihood.uses_square:
             return self.likelihood.best_point(self.statistics(inputs).psi1 @ posterior.weights + self.center, None)
-        rows = rows_per_block(64 * len(self.inducing) ** 2)
         points = []
-        for start in range(0, len(inputs), rows):
-            psi = self.statistics(inputs.rows(slice(start, start + rows)), per_datum=True)
+        for rows in row_slices(len(inputs), 64 * len(self.inducing) ** 2):
+            psi = self.statistics(inputs.rows(rows), per_datum=True)
             moments = predict(psi, posterior, self.noise)
             first = moments.mean + self.center
             points.append(self.likelihood.best_point(first, first.square() + moments.variance))

@@ -33,7 +33,7 @@ from pyro_truncated.gp import (
     spectrum,
     weisfeiler_lehman,
 )
-from pyro_truncated.gp.data_kernels import ProtocolKernel, RescaledKernel
+from pyro_truncated.gp.data_kernels.protocol import ProtocolKernel
 
 N, NEW = 12, 5
 INDEX, ROWS = torch.tensor([3, 0, 7]), torch.tensor([1, 3, 11, 2])
@@ -189,15 +189,6 @@ def test_redundant_kernels():
     new = (torch.arange(N, N + NEW), hashed(counts(N + NEW, 1)[N:]))
     torch.testing.assert_close(kernel.cross(new, INDEX), 2 * sum(p.cross(x, INDEX) for p, x in zip(parts, new, strict=True)))
     assert len(list(kernel.parameters())) == 4
-
-
-def test_rescaled_kernel_turns_noise_into_one():
-    kernel, _, K = build("pyro")
-    deviations = torch.linspace(0.5, 2, N, dtype=torch.float64)
-    scaled = RescaledKernel(kernel, deviations)
-    expected = K[:N, :N] / torch.outer(deviations, deviations)
-    torch.testing.assert_close(scaled.columns(INDEX, ROWS), expected[ROWS][:, INDEX])
-    torch.testing.assert_close(scaled.diag(), expected.diagonal())
 
 
 def test_columns_that_do_not_fit_make_room():

@@ -167,7 +167,7 @@ def test_reselection_carries_the_posterior_over():
     before = gp.marginals()
     mean, variance = before[0].detach(), before[1].detach()
     new = torch.arange(10, 40)
-    assert gp._carry_over(new)
+    assert gp.take_index(new)
     after = gp.marginals(new)
     torch.testing.assert_close(after[0].detach(), mean[new], rtol=0, atol=1e-4)
     torch.testing.assert_close(after[1].detach(), variance[new], rtol=0, atol=1e-4)

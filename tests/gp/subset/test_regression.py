@@ -216,7 +216,7 @@ class TestInducingSubset:
             InducingSubset(kernel, Y, num_inducing=2, noise=0.1, algorithm=3)
         with pytest.raises(ValueError, match="index must not hold a position twice"):
             InducingSubset(kernel, Y, num_inducing=2, noise=0.1, index=torch.tensor([1, 1]))
-        with pytest.raises(ValueError, match="index must be a vector of positions from 0 to 19"):
+        with pytest.raises(ValueError, match=r"index must be positions \(n,\), integers from 0 to 19"):
             InducingSubset(kernel, Y, num_inducing=2, noise=0.1, index=torch.tensor([1, 20]))
 
 

@@ -183,7 +183,6 @@ class CholQRSearch(SubsetSearch):
         Cao, Brubaker, Fleet and Hertzmann, "Efficient optimization for sparse Gaussian process regression", PAMI 37 (2015), section 3.
     """
 
-    restarts = False
     _fewest_pivots = 4
     _relative_gain = 1e-6
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pyro_truncated.gp import DataKernel, RestrictedKernel, SubsetSearch
 from pyro_truncated.gp.cholesky import DEPENDENT, greedy_cholesky
-from pyro_truncated.gp.data_kernels import InputKernel
+from pyro_truncated.gp.data_kernels.protocol import InputKernel
 from pyro_truncated.gp.subset.objectives import SubsetProblem
 from pyro_truncated.gp.subset.subset_search import Budget, CandidatePool, ExchangeFactors, draw, random_subset
 from pyro_truncated.ops.components import k_means
@@ -102,8 +102,6 @@ class KMeansSearch(SubsetSearch):
     Args:
         iterations: most iterations of Lloyd's algorithm.
     """
-
-    restarts = False
 
     @names_arguments
     def __init__(self, iterations: int = 20) -> None:
