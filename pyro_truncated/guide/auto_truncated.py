@@ -311,8 +311,9 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
             ValueError: if the model subsamples, or no guide in the list knows a latent of the new data, but for its prior.
         """
         check_column_names(self, "data", data)
-        search, steps = AutomaticSearch() if search is None else search, check_count("steps", steps)
+        search = AutomaticSearch() if search is None else search
         check_search(search, "several arguments of the model go in as a tuple, guide.infer((x, y))")
+        steps = check_count("steps", steps)
         # A named tuple is one argument.
         call = Call(self.model, data if type(data) is tuple else (data,), kwargs)
         size = self.num_states if num_states is None else num_states

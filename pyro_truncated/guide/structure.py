@@ -39,6 +39,7 @@ from pyro_truncated.program.product_scorer import ProductScorer
 from pyro_truncated.program.sites import is_subsampled, sample_nodes, unwrap
 from pyro_truncated.program.structures import warn_of_shared_subsamples
 from pyro_truncated.utils.arguments import naming_empty_plates
+from pyro_truncated.utils.arrays import is_array
 from pyro_truncated.utils.console import note_once, readable_count
 from pyro_truncated.utils.parameter_store import ShadowWatch, empty_store, isolate, refuse_shadowed_parameters, spare_random_numbers
 
@@ -52,7 +53,7 @@ def first_run(call: Call, conditional: Conditional | None) -> poutine.Trace:
     refuse_shadowed_parameters(call.model, conditional)
     with naming_earlier_parameters(call):
         refuse_hidden_latents(call)
-        with naming_empty_plates(), poutine.block(), torch.no_grad(), ShadowWatch(), warn_about_running_statistics():
+        with naming_empty_plates(), naming_arrays(call), poutine.block(), torch.no_grad(), ShadowWatch(), warn_about_running_statistics():
             return call.trace()
 
 
@@ -292,6 +293,23 @@ def describe(layout: Layout | None, num_states: int) -> str:
     sites, plates = ", ".join(layout.sites), ", ".join(layout.plates)
     data = f"{layout.num_data} data points in {plates}" if plates else "one state of all data (no data plate)"
     return f"sites: {sites}; {data}; {num_states} of {readable_count(layout.space.size)} states each"
+
+
+@contextmanager
+def naming_arrays(call: Call) -> Iterator[None]:
+    """Adds to errors of a model which arguments are no tensors.
+
+    Masks and covariates that are arrays reach torch or Pyro, which name neither.
+    """
+    try:
+        yield
+    except (AttributeError, TypeError, ValueError) as error:
+        named = {**{f"number {place}": value for place, value in enumerate(call.args, 1)}, **call.kwargs}
+        arrays = {name: value for name, value in named.items() if is_array(value) or isinstance(value, (list, tuple))}
+        if arrays:
+            others = ", ".join(f"{name} (a {type(value).__name__})" for name, value in arrays.items())
+            error.add_note(f"Of the model's arguments these are no tensors: {others}. Pyro needs torch.as_tensor of them.")
+        raise
 
 
 @contextmanager

@@ -477,9 +477,8 @@ class WholeModelGuide(AutoGuide):
         duplicate = self.__class__.__new__(self.__class__)
         memo[id(self)] = duplicate
         duplicate.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[no-untyped-call]
-        duplicate._model, duplicate._conditional, duplicate._inherited_companions = (
-            self._model,
-            self._conditional,
-            self._inherited_companions,
-        )
+        # A model that was copied before, together with the guide, goes with the copy.
+        duplicate._model = self._model and (memo.get(id(self.model), self.model),)
+        duplicate._conditional = (memo.get(id(self.conditional), self.conditional),)
+        duplicate._inherited_companions = self._inherited_companions
         return duplicate

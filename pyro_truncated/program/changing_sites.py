@@ -28,13 +28,13 @@ _MAX_JOINT_VALUES = 16
 
 
 class ChangingSitesError(NotImplementedError):
-    """A model samples other sites for some states than for others."""
+    """A model samples other sites or shapes for some states."""
 
     def __init__(self, sites: Collection[str], latents: Collection[str]) -> None:
         if latents:
-            problem = f"the sites {sorted(sites)} are sampled for some states of {list(latents)} only. "
+            problem = f"the sites {sorted(sites)} are sampled for some states of {list(latents)} only, or in other shapes. "
         else:
-            problem = f"the sites {sorted(sites)} are sampled in some runs only. "
+            problem = f"the sites {sorted(sites)} are sampled in some runs only, or in other shapes. "
         super().__init__(
             f"{problem}Sample the same sites for every state: mask observations that shall not count (poutine.mask), and let "
             "a latent that is not needed have no influence."
@@ -44,7 +44,7 @@ class ChangingSitesError(NotImplementedError):
 def refuse_changing_sites(call: Call, trace: poutine.Trace, dependencies: Dependencies) -> None:
     """Checks that a model always samples the same sites.
 
-    They must be the same whatever the values of its latents.
+    They, and their shapes, must be the same whatever the values of its latents.
 
     Only Python code that reads values can choose between sites. So the model is run for the joint
     values of the discrete latents that it reads, up to 16 of them. It is also run for some draws of
@@ -63,34 +63,36 @@ def refuse_changing_sites(call: Call, trace: poutine.Trace, dependencies: Depend
     known = dependencies.read or (nodes.keys() if dependencies.scopes is None else set())
     read = [name for name, node in nodes.items() if not node["is_observed"] and name in known]
     values = _joint_values([nodes[name] for name in read]) if read else ()
-    sites = _names(trace) - dependencies.parents.keys() | changing_sites(call, trace, values)
+    sites = _shapes(trace).keys() - dependencies.parents.keys() | changing_sites(call, trace, values)
     if sites:
         raise ChangingSitesError(sites, [name for name in read if name not in sites])
 
 
 def changing_sites(call: Call, trace: poutine.Trace, values: Collection[Mapping[str, Tensor]] = ()) -> set[str]:
-    """Returns the sites that runs of a model do not share.
+    """Returns the sites that are not alike in all runs.
 
     It compares a run and others, some with given values of latents, some by chance.
     """
-    subsamples = {name: node["value"] for name, node in trace.nodes.items() if site_is_subsample(node)}
-    runs = [_names(trace)]
+    nodes: Mapping[str, Any] = trace.nodes
+    # Of a plate that takes all its members the size may change, too.
+    subsamples = {name: node["value"] for name, node in nodes.items() if site_is_subsample(node) and len(node["value"]) < node["fn"].size}
+    runs = [_shapes(trace).items()]
     with torch.no_grad(), spare_random_numbers(), pyro.validation_enabled(False):
         for seed, latents in enumerate([*values, *({} for _ in range(4))]):
             torch.manual_seed(seed)
             # What the model raises for some values, the first use of the guide shall say.
             with contextlib.suppress(Exception):
-                runs.append(_names(call.run({**subsamples, **latents})))
-    return set().union(*runs) - runs[0].intersection(*runs)
+                runs.append(_shapes(call.run({**subsamples, **latents})).items())
+    return {name for name, _ in set().union(*runs) - set(runs[0]).intersection(*runs)}
 
 
-def _names(trace: poutine.Trace) -> set[str]:
-    """Returns names of the sites of a run.
+def _shapes(trace: poutine.Trace) -> dict[str, torch.Size | None]:
+    """Returns the shapes of a run's latents; ``None`` for what it observes.
 
     Those in sequential plates of which it takes some members are left out.
     """
     return {
-        name
+        name: None if node["is_observed"] else node["fn"].shape()
         for name, node in sample_nodes(trace).items()
         if not any(is_subsampled(frame) and not frame.vectorized for frame in node["cond_indep_stack"])
     }

@@ -344,7 +344,7 @@ def warn_if_table(image: Tensor) -> None:
 
 def check_noise(noise: Noise, image: Tensor, *, has_channels: bool) -> float | Tensor:
     """Returns a noise level, a number or ``(C,)``, if positive and finite."""
-    levels = torch.as_tensor(as_tensors(noise), dtype=torch.float64)
+    levels = torch.as_tensor(as_tensors(noise), dtype=torch.float64).flatten()
     if isinstance(noise, bool) or not bool(((levels > 0) & levels.isfinite()).all()):
         raise ValueError(f"noise must be a positive standard deviation, or one for each channel; got {noise}")
     if levels.numel() == 1:
@@ -568,7 +568,7 @@ def warn_if_noise_varies(image: Tensor, num_dims: int, levels: float | Tensor) -
     Single edges in few windows raise the first.
 
     It warns if both estimates are half as much again in the brightest class as in the darkest, and a fifth more than in the second. Or if
-    the values are multiples of one number, and have the noise of counts.
+    the values are multiples of one number, and have the noise of counts, however little that is.
     """
     if isinstance(levels, Tensor):
         # Flags and drawings beside sensors have no noise that could vary.
@@ -577,7 +577,7 @@ def warn_if_noise_varies(image: Tensor, num_dims: int, levels: float | Tensor) -
             return
         image, levels = image[..., is_noisy], levels[is_noisy]
     is_large, growth = _noise_growth(image, num_dims, levels)
-    if not is_large or not (growth or _is_poisson_noise(image, num_dims)):
+    if not (is_large and growth) and not _is_poisson_noise(image, num_dims):
         return
     found, advice = "it is that of photon counts", "Pass noise='poisson'."
     if growth:
@@ -626,16 +626,24 @@ def warn_if_unlikely(noise: float | Tensor, image: Tensor, num_dims: int) -> Non
     """Warns if a given noise level cannot be the array's."""
     if image.numel() < MIN_ENTRIES:
         return
-    level, found, extent = root_mean_square(noise), root_mean_square(noise_levels(image, num_dims)), float(deviation(image))
-    # Arrays without noise have none to compare with.
-    is_large = found > MIN_SHARE_OF_NOISE * extent and level > max(MAX_RATIO_OF_LEVELS * found, HARMLESS_SHARE * extent)
-    if is_large or level < MIN_RATIO_OF_LEVELS * found:
-        advice = "is it a variance? Give its root" if is_large else "give it in the unit of the array"
-        warnings.warn(
-            f"noise={level:.3g} is far {'above' if is_large else 'below'} what neighbours show, about {found:.3g}: {advice}.",
-            UserWarning,
-            stacklevel=5,
-        )
+    found = noise_levels(image, num_dims)
+    parts: list[tuple[Any, Any, Tensor, str]] = [(noise, root_mean_square(found), image, "")]
+    if isinstance(noise, Tensor) and isinstance(found, Tensor):
+        # Of channels with levels of their own each is compared.
+        parts = [(*part, f" of channel {number}") for number, part in enumerate(zip(noise, found, image.unbind(-1), strict=True))]
+    for level, shown, part, name in parts:
+        extent = float(deviation(part))
+        # Arrays without noise have none to compare with.
+        is_large = shown > MIN_SHARE_OF_NOISE * extent and level > max(MAX_RATIO_OF_LEVELS * shown, HARMLESS_SHARE * extent)
+        if is_large or level < MIN_RATIO_OF_LEVELS * shown:
+            advice = "is it a variance? Give its root" if is_large else "give it in the unit of the array"
+            warnings.warn(
+                f"noise={float(level):.3g}{name} is far {'above' if is_large else 'below'} what neighbours show, about {float(shown):.3g}: "
+                f"{advice}.",
+                UserWarning,
+                stacklevel=5,
+            )
+            return
 
 
 def _noise_growth(image: Tensor, num_dims: int, levels: float | Tensor) -> tuple[bool, float]:

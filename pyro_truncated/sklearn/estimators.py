@@ -24,6 +24,7 @@ from pyro_truncated.search.exhaustive import ExhaustiveSearch
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import check_count
 from pyro_truncated.utils.arrays import (
+    OF_TIMES,
     as_data,
     as_plain_array,
     check_columns,
@@ -53,7 +54,7 @@ def validated_data(estimator: Any, X: Any, y: Any = "no_validation", **options: 
             check_columns(values, name)
         if options["dtype"] is not None and isinstance(values, np.ndarray) and values.dtype.kind in "mM":
             # Scikit-learn takes times for numbers, and those that are missing for very low ones.
-            raise TypeError(f"{name} must hold numbers; got times ({values.dtype}): divide differences of times by a unit")
+            raise TypeError(f"{name} must hold numbers; got times ({values.dtype}): {OF_TIMES}")
     return validate_data(estimator, X, y=y, **options)
 
 

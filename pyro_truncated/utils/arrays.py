@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+OF_TIMES = "divide differences of times by a unit"
 _FILL_VALUES = ("_FillValue", "missing_value")
 _UNNAMED = re.compile(r"dim_\d+")
 
@@ -379,7 +380,8 @@ def as_data(name: str, value: Any, like: Tensor | None = None) -> Tensor:
         raise TypeError(f"{name} must hold real numbers; got {result.dtype}")
     if not isinstance(result, Tensor):
         kind = f"an array of {result.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
-        advice = ": call its toarray()" if hasattr(value, "toarray") else ""
+        is_time = isinstance(result, np.ndarray) and result.dtype.kind in "mM"
+        advice = f": {OF_TIMES}" if is_time else ": call its toarray()" if hasattr(value, "toarray") else ""
         raise TypeError(f"{name} must be a tensor, an array or a list of numbers; got {kind}{advice}")
     return _move(result, like)
 

@@ -410,6 +410,18 @@ def test_single_precision(missing):
     assert all(p.grad is not None and p.grad.dtype == p.dtype for p in small.parameters())
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool])
+def test_integers_are_taken_as_floats(dtype):
+    y = torch.randint(0, 2, (6, 3), generator=torch.Generator().manual_seed(0)).to(dtype)
+    results = []
+    for data in (y, y.double()):
+        model = SpikeSlabGPLVM(6, 3, 2)
+        initialize(model, data, generator=torch.Generator().manual_seed(0))
+        fit(model, data, steps=3, warm_up=3, rounds=1, generator=torch.Generator().manual_seed(0))
+        results.append([model.bound(data).detach(), model.loc.detach().clone()])
+    torch.testing.assert_close(*results)
+
+
 def test_impossible_arguments_are_named():
     with pytest.raises(ValueError, match="prior must lie strictly between 0 and 1"):
         SpikeSlabGPLVM(5, 3, 2, prior=1.0)

@@ -471,6 +471,20 @@ def test_principal_components_refuse_bad_data():
             principal_components(data, 2)
 
 
+@pytest.mark.parametrize("kind", ["free", "active"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool])
+def test_integers_are_taken_as_floats(kind, dtype, generator):
+    x = torch.randint(0, 2, (12, 3), generator=generator).to(dtype)
+    means = []
+    for data in (x, x.float()):
+        pyro.set_rng_seed(0)
+        decoder = make(kind, False, 12, 3, batch_size=6, num_active=3)
+        decoder.fit(data, epochs=2, generator=torch.Generator().manual_seed(0))
+        means.append(torch.stack([decoder.predict(decoder.infer(data, steps=2))[0], decoder.reconstruct(data)[0]]).detach())
+        SVI(decoder.model, decoder.guide, Adam({"lr": 0.01}), Trace_ELBO()).step(data)
+    torch.testing.assert_close(*means)
+
+
 def test_wrong_arguments_are_refused(generator):
     x = torch.randn(10, 3, generator=generator)
     decoder = make("free", False, 10, 3)
@@ -493,8 +507,8 @@ def test_wrong_arguments_are_refused(generator):
         SASDecoder(10, 3, num_active=11)
     with pytest.raises(ValueError, match="the data x must vary; got a variance of 0"):
         decoder.initialize(torch.ones(10, 3))
-    with pytest.raises(TypeError, match="must be floating point"):
-        decoder.initialize(torch.ones(10, 3, dtype=torch.uint8))
+    with pytest.raises(TypeError, match="x must hold real numbers"):
+        decoder.initialize(torch.ones(10, 3, dtype=torch.complex64))
     infinite, huge = x.clone(), x.clone()
     infinite[2, 1], huge[2, 1] = math.inf, torch.finfo(x.dtype).max
     for call in (decoder.initialize, decoder.condition_, decoder.infer, decoder.relocate_):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
 
@@ -379,6 +380,31 @@ def test_infer_leaves_the_trained_guide_alone():
     assert (found.population().free_energy() <= exact.population().free_energy() + 1e-9).all()
     by_default = guide.infer(new, num_states=8)  # the default search scores all states of so small a space
     torch.testing.assert_close(by_default.population().free_energy(), exact.population().free_energy(), rtol=1e-9, atol=1e-9)
+
+
+def test_a_guide_that_is_copied_with_its_model_follows_the_copy():
+    class Shifted(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shift = torch.nn.Parameter(torch.tensor(0.0))
+
+        def forward(self, y):
+            with pyro.plate("data", len(y)):
+                z = pyro.sample("z", dist.Bernoulli(0.5))
+                pyro.sample("y", dist.Normal(z + self.shift, 1.0), obs=y)
+
+    y = torch.tensor([0.2, 1.5])
+    parts = torch.nn.ModuleDict({"model": Shifted()})
+    parts["guide"] = AutoTruncated(parts["model"])
+    parts["guide"](y)
+    twin = copy.deepcopy(parts)
+    twin["model"].shift.data.fill_(1.0)
+    twin["guide"].refresh_(y)
+    parts["guide"].refresh_(y)
+    for each in (parts, twin):
+        expected = torch.sigmoid(y - each["model"].shift - 0.5)  # of two normal densities, one apart
+        torch.testing.assert_close(each["guide"].marginals()["z"].flatten(), expected.detach())
+    assert copy.deepcopy(twin["guide"]).model is twin["model"]
 
 
 def test_initial_states_from_the_user():

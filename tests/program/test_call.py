@@ -176,6 +176,20 @@ def test_data_that_are_no_tensor_are_refused_by_the_name_of_their_site(data, kin
 def test_several_arguments_of_the_model_are_no_search():
     with pytest.raises(TypeError, match=r"search must be .* got a Tensor; several arguments of the model go in as a tuple, guide\.infer"):
         AutoTruncated(observing).infer(torch.zeros(3), torch.zeros(3))
+    with pytest.raises(TypeError, match=r"several arguments of the model go in as a tuple"):
+        AutoTruncated(observing).infer(torch.zeros(3), torch.zeros(3), torch.zeros(3))
+
+
+@pytest.mark.parametrize("mask", [np.array([True, False, True]), [True, False, True]])
+def test_errors_of_a_model_name_its_arguments_that_are_no_tensors(mask):
+    def model(y, mask):
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Bernoulli(0.5))
+            pyro.sample("y", dist.Normal(z, 1.0), obs=y, obs_mask=mask)
+
+    with pytest.raises(ValueError, match=r"ambiguous|boolean") as caught:
+        AutoTruncated(model).infer((torch.zeros(3), mask))
+    assert f"no tensors: number 2 (a {type(mask).__name__}). Pyro needs torch.as_tensor of them." in caught.value.__notes__[0]
 
 
 def test_tensors_that_no_distribution_takes_are_named():

@@ -40,6 +40,12 @@ def observed_elsewhere():
     pyro.sample("z1" if k.item() else "z2", dist.Normal(0.0, 1.0), obs=ONE)
 
 
+def observed_as_a_latent_says():
+    k = pyro.sample("k", dist.Bernoulli(0.5))
+    z = pyro.sample("z1", dist.Bernoulli(0.3), obs=ONE if k.item() else None)
+    pyro.sample("y", dist.Normal(z + k, 1.0), obs=ONE)
+
+
 def as_a_vector_says():
     k = pyro.sample("k", dist.Bernoulli(torch.full((3,), 0.1)).to_event(1))
     if k.all():
@@ -69,6 +75,7 @@ def as_one_hot_says():
         as_a_rare_value_says,
         as_a_continuous_latent_says,
         observed_elsewhere,
+        observed_as_a_latent_says,
         as_a_vector_says,
         as_a_plate_says,
         as_one_hot_says,
@@ -77,7 +84,21 @@ def as_one_hot_says():
 def test_sites_that_change_are_refused_with_one_reason(model):
     for seed in range(5):
         pyro.set_rng_seed(seed)
-        with pytest.raises(NotImplementedError, match=r"the sites \['z1'.*\] are sampled for some states of \['k'\] only. Sample the same"):
+        with pytest.raises(NotImplementedError, match=r"the sites \['z1'.*\] are sampled for some states of \['k'\] only, or in other"):
+            AutoTruncated(model).setup()
+
+
+@pytest.mark.parametrize("size", [lambda k: int(k) + 1, lambda k: 3 if k.item() else 2])
+def test_sites_whose_plate_has_a_size_that_a_latent_says_are_refused_by_name(size):
+    def model():
+        k = pyro.sample("k", dist.Categorical(torch.ones(3)))
+        with pyro.plate("members", size(k)):
+            z = pyro.sample("z1", dist.Bernoulli(0.3))
+        pyro.sample("y", dist.Normal(z.sum(-1), 1.0), obs=ONE)
+
+    for seed in range(5):
+        pyro.set_rng_seed(seed)
+        with pytest.raises(NotImplementedError, match=r"the sites \['z1'\] are sampled for some states of \['k'\] only, or in other"):
             AutoTruncated(model).setup()
 
 
@@ -106,6 +127,17 @@ def test_factors_beside_a_plate_that_change_by_chance_are_refused_by_name():
         pyro.set_rng_seed(seed)
         with pytest.raises(NotImplementedError, match=r"the sites \['extra'\] are sampled in some runs only"):
             AutoTruncated(model).setup()
+
+
+def test_observations_may_have_a_length_that_a_latent_says():
+    def model():
+        k = pyro.sample("k", dist.Bernoulli(0.5))
+        data = torch.ones(int(k) + 1)
+        pyro.sample("y", dist.Normal(torch.zeros(len(data)), 1.0).to_event(1), obs=data)
+
+    log_prob = dist.Normal(0.0, 1.0).log_prob(ONE)
+    expected = torch.stack([log_prob, 2 * log_prob]).logsumexp(0) - torch.tensor(2.0).log()
+    torch.testing.assert_close(torch.tensor(-Truncated_ELBO().loss(model, AutoTruncated(model, vectorize=False))), expected)
 
 
 def test_programs_that_only_look_at_their_latents_are_taken():

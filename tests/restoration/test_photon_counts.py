@@ -98,12 +98,14 @@ def test_noise_of_a_camera_is_told_and_its_transform_restores_it():
     assert float(restored.mean()) == pytest.approx(float(y.mean()), abs=0.5)
 
 
-@pytest.mark.parametrize("kind", ["counts", "scaled", "speckle", "colour"])
+@pytest.mark.parametrize("kind", ["counts", "many", "scaled", "speckle", "colour"])
 def test_noise_that_grows_with_brightness_is_told(kind):
     truth = spots(64)
     counts = torch.poisson(truth, generator=generator())
     speckle = truth * (1 + 0.2 * torch.randn(truth.shape, generator=generator(), dtype=truth.dtype))
-    noisy = {"counts": counts, "scaled": 0.1 * counts, "speckle": speckle, "colour": torch.stack([counts, counts.mT, counts.flip(0)], -1)}
+    colour = torch.stack([counts, counts.mT, counts.flip(0)], -1)
+    many = torch.poisson(200 * truth, generator=generator())  # noise of 2 % of the signal's deviation
+    noisy = {"counts": counts, "many": many, "scaled": 0.1 * counts, "speckle": speckle, "colour": colour}
     with pytest.warns(VaryingNoiseWarning, match="grows with the brightness"):
         warn_if_noise_varies(noisy[kind], 2, noise_levels(noisy[kind], 2))
 

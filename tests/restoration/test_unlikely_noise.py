@@ -34,6 +34,14 @@ def test_likely_levels_pass_without_a_word(noise):
     assert said(noisy(), *noise) == []
 
 
+def test_each_channel_is_compared_with_its_own_level():
+    levels = np.array([5.0, 10.0, 40.0])
+    image = IMAGE[..., np.newaxis] + levels * np.random.default_rng(0).normal(size=(*IMAGE.shape, 3))
+    assert said(image, levels) == said(np.moveaxis(image, -1, 0), levels.reshape(3, 1, 1)) == []
+    (text,) = said(image, levels[::-1].copy())
+    assert text.startswith("noise=40 of channel 0 is far above what neighbours show, about 5")
+
+
 def test_a_smooth_image_has_no_noise_to_compare_with():
     assert said(IMAGE, 5.0) == []
 

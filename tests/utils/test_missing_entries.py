@@ -240,6 +240,12 @@ def test_sparse_matrices_are_no_data():
         learn(models.BinarySparseCoding(3, 2), sparse.csr_array(np.eye(3)))
 
 
+@pytest.mark.parametrize("times", [np.arange(3).astype("datetime64[D]"), [np.timedelta64(1, "h")] * 3])
+def test_times_are_refused_with_what_to_do(times):
+    with pytest.raises(TypeError, match=r"inputs must be a tensor, .* got .*: divide differences of times by a unit"):
+        smooth_rbf(times)
+
+
 def trained(table: pd.DataFrame) -> list:
     decoder = SASDecoder(len(table), table.shape[1], num_active=10, batch_size=20).fit(table, epochs=1)
     space = gplvm.SpikeSlabGPLVM(len(table), table.shape[1], num_latents=2)

@@ -254,9 +254,8 @@ class HashedCounts:
             kind = f"{features.dtype} of shape {tuple(features.shape)}" if isinstance(features, Tensor) else type(features).__name__
             raise TypeError(f"features must be a matrix (n, F) of real counts; got {kind}")
         if not bool((features >= 0).all()) or not bool(features.isfinite().all()):
-            raise ValueError(
-                f"features must be counts, finite and not negative; got {float(features.min()):g} to {float(features.max()):g}"
-            )
+            least = float(features.min())
+            raise ValueError(f"features must be counts, finite and not negative; got {describe(features)}, the least {least:g}")
         rows, columns = features.nonzero(as_tuple=True)
         return HashedCounts.from_occurrences(len(features), rows, mix(columns), features[rows, columns])
 

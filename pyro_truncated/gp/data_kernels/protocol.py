@@ -315,7 +315,7 @@ class PrecomputedKernel(PairwiseKernel):
     @takes_arrays
     def __init__(self, matrix: Tensor, train: Tensor | None = None, variance: float = 1.0) -> None:
         if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1] or not bool(matrix.isfinite().all()):
-            raise ValueError(f"matrix must be square and finite; got shape {tuple(matrix.shape)}")
+            raise ValueError(f"matrix must be square and finite; got {describe(matrix)}")
         if not torch.allclose(matrix, matrix.mT, rtol=1e-4, atol=1e-6 * float(matrix.abs().max())):
             difference = float((matrix - matrix.mT).abs().max())
             raise ValueError(f"matrix must be symmetric; got entries that differ from their transposed by up to {difference:g}")

@@ -80,15 +80,16 @@ class SASFunctionDecoder(SASDecoder):
     def _start(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.sites(x), torch.tensor(2.0)
 
-    def _check_data(self, x: Tensor) -> None:
+    def _check_data(self, x: Tensor) -> Tensor:
         refuse_shards(x, "the functions of a minibatch are drawn together, and several processes would not draw what one does")
         if len(x) != self.num_data:
             raise ValueError(f"data must have {self.num_data} rows; got shape {tuple(x.shape)}")
-        self._check_points(x)
+        return self._check_points(x)
 
-    def _check_points(self, x: Tensor) -> None:
+    def _check_points(self, x: Tensor) -> Tensor:
         if not bool(x.isfinite().all()):
             raise ValueError(f"data of a decoder with its own observation distribution must be complete and finite; got {describe(x)}")
+        return x
 
     def _observe(self, z: Tensor, x: Tensor, split: Split) -> None:
         prior = ActiveSetGaussianProcess(z, self.kernel, self.noise_variance, split.num_active, self.num_outputs)

@@ -58,7 +58,7 @@ from pyro_truncated.gplvm.decoders.latents import (
 )
 from pyro_truncated.gplvm.principal_components import principal_components
 from pyro_truncated.utils.arguments import check_count, check_counts, check_learning_rate, describe, names_arguments
-from pyro_truncated.utils.arrays import remembers_columns, takes_arrays
+from pyro_truncated.utils.arrays import check_dense_real, remembers_columns, takes_arrays
 from pyro_truncated.utils.console import progress_bar
 from pyro_truncated.utils.devices import generator_device
 from pyro_truncated.utils.parameter_store import UniqueModule
@@ -192,7 +192,7 @@ class SASDecoder(UniqueModule):
         self._conditioning_points = None
         steps = check_count("steps", steps, least=0)
         with propagate_shard_errors(x):
-            self._check_data(x)
+            x = self._check_data(x)
             if latents is not None:
                 if tuple(latents.shape) != (self.num_data, self.latent_dim):
                     raise ValueError(f"latents must have shape ({self.num_data}, {self.latent_dim}); got {tuple(latents.shape)}")
@@ -256,26 +256,30 @@ class SASDecoder(UniqueModule):
         """
         return lambda name: {"lr": latents if _HYPERPARAMETERS.isdisjoint(name.split(".")) else hyperparameters}
 
-    def _check_data(self, x: Tensor) -> None:
-        """Refuses training data of another shape, integers, and infinite values."""
+    def _check_data(self, x: Tensor) -> Tensor:
+        """Returns training data as floats; refuses other shapes and infinite values."""
         shape = (total_rows(x), *x.shape[1:])
         if shape != (self.num_data, self.num_outputs):
             everywhere = " in all processes" if shape[0] > len(x) else ""
             raise ValueError(f"data x must have shape ({self.num_data}, {self.num_outputs}){everywhere}; got {shape}")
-        self._check_points(x)
+        return self._check_points(x)
 
-    def _check_points(self, x: Tensor) -> None:
-        """Refuses data points, new or not, that the model cannot take."""
+    def _check_points(self, x: Tensor) -> Tensor:
+        """Returns data points, new or not, as floats; refuses what is none."""
         if x.dim() != 2 or x.shape[1] != self.num_outputs:
             raise ValueError(f"data points x must have shape (M, {self.num_outputs}); got {tuple(x.shape)}")
-        if not x.is_floating_point():
-            raise TypeError(f"data x must be floating point; got {x.dtype}")
+        x = self._as_floats(x)
         # Sums of squares of larger numbers are infinite.
         largest = torch.finfo(x.dtype).max ** 0.4
         if bool((x.abs() > largest).any()):
             raise ValueError(
                 f"data x must be finite, of magnitude {largest:.0e} at most, or NaN where missing; got {float(x[~x.isnan()].abs().max()):g}"
             )
+        return x
+
+    def _as_floats(self, x: Tensor) -> Tensor:
+        check_dense_real("x", x)
+        return x if x.is_floating_point() else as_shard_like(x.to(self.loc), x)
 
     @property
     def noise_variance(self) -> Tensor:
@@ -318,7 +322,7 @@ class SASDecoder(UniqueModule):
 
     def _observe(self, z: Tensor, x: Tensor, split: Split) -> None:
         likelihood = ActiveSetGaussianProcess(z, self.kernel, self.noise_variance, split.num_active, self.num_outputs, loc=self.loc)
-        pyro.sample("x", likelihood, obs=split.rows(x))
+        pyro.sample("x", likelihood, obs=self._as_floats(split.rows(x)))
 
     @pyro_method
     @takes_arrays
@@ -345,7 +349,8 @@ class SASDecoder(UniqueModule):
 
     def _encode(self, x: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None]:
         assert self.encoder is not None
-        filled = [torch.where(part.isnan(), self.loc, part) if bool(part.isnan().any()) else part for part in (x, active)]
+        parts = [self._as_floats(part) for part in (x, active)]
+        filled = [torch.where(part.isnan(), self.loc, part) if bool(part.isnan().any()) else part for part in parts]
         output = self.encoder(*filled) if self.encoder_sees_active else self.encoder(filled[0])
         expected = (2 if self.bayesian else 1) * self.latent_dim
         if output.shape != (len(x), expected):
@@ -467,7 +472,7 @@ class SASDecoder(UniqueModule):
             ValueError: if the data have another shape, ``num_active`` is not positive, or latents come from an encoder.
         """
         with propagate_shard_errors(x), torch.no_grad():
-            self._check_data(x)
+            x = self._check_data(x)
             if self.encoder is not None:
                 raise ValueError("a decoder with an encoder has no free latents to relocate; train the encoder instead")
             num_active = check_count("num_active", num_active)
@@ -518,7 +523,7 @@ class SASDecoder(UniqueModule):
         """
         if self.encoder is None:
             raise ValueError("a decoder with free latents has no encoder; use infer(x)")
-        self._check_points(x)
+        x = self._check_points(x)
         active = x[:1]
         if self.encoder_sees_active:
             examples = self._conditioning_set().examples
@@ -561,7 +566,7 @@ class SASDecoder(UniqueModule):
                 point is complete for a projection or as a neighbour, or ``num_neighbors`` is given
                 beside ``size`` or ``projected``.
         """
-        self._check_data(x)
+        x = self._check_data(x)
         with torch.no_grad():
             latents, outputs = gather_all_rows(self.latents(x), x), as_shard_like(self._outputs(x), x)
             if num_neighbors is None:
@@ -629,7 +634,7 @@ class SASDecoder(UniqueModule):
             lr: length of the first step, in units of the latent space.
             block: data points at a time.
         """
-        self._check_points(x)
+        x = self._check_points(x)
         starts, steps, block = check_count("starts", starts), check_count("steps", steps, least=0), check_count("block", block)
         if not isinstance(lr, float | int) or not 0 < lr < math.inf:
             raise ValueError(f"lr must be a positive number; got {lr!r}")

@@ -16,7 +16,7 @@ from pyro.ops.provenance import detach_provenance
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.distributed.shards import find_portion, refuse_shards
+from pyro_truncated.distributed.shards import as_shard_like, find_portion, refuse_shards
 from pyro_truncated.gp.cholesky import stable_cholesky
 from pyro_truncated.gp.uncertain import Expectation, SpikeSlabInputs
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
@@ -358,7 +358,7 @@ class SpikeSlabMRD(UniqueModule):
 
     @takes_arrays
     def check_data(self, y: Views, *, takes_shards: bool = False) -> list[Tensor]:
-        """The views' outputs as a list.
+        """The views' outputs as a list; all but labels become floats.
 
         Raises:
             TypeError: if they are complex.
@@ -379,6 +379,8 @@ class SpikeSlabMRD(UniqueModule):
             raise ValueError(f"y must be finite, or NaN where missing; got a value that is infinite, or larger than {LARGEST:g}")
         for c, (view, data) in enumerate(zip(self.views, views, strict=True)):
             view.check_labels(data, c)
+            if view.likelihood is None and not data.is_floating_point():
+                views[c] = as_shard_like(data.to(view.center), data)
         return views
 
     @takes_arrays
