@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -306,7 +307,9 @@ def naming_arrays(call: Call) -> Iterator[None]:
     except (AttributeError, TypeError, ValueError) as error:
         named = {**{f"number {place}": value for place, value in enumerate(call.args, 1)}, **call.kwargs}
         arrays = {name: value for name, value in named.items() if is_array(value) or isinstance(value, (list, tuple))}
-        if arrays:
+        # What the library refuses it has named itself.
+        where = list(traceback.walk_tb(error.__traceback__))[-1][0].f_globals.get("__name__", "")
+        if arrays and where.partition(".")[0] != "pyro_truncated":
             others = ", ".join(f"{name} (a {type(value).__name__})" for name, value in arrays.items())
             error.add_note(f"Of the model's arguments these are no tensors: {others}. Pyro needs torch.as_tensor of them.")
         raise
