@@ -65,7 +65,7 @@ def _expect(pairs: Tensor, bits: Tensor) -> Tensor:
     return total
 
 
-def _is_part(kind: Tensor, t: int) -> Tensor:
+def _part_mask(kind: Tensor, t: int) -> Tensor:
     """Which sequences have a step, ``(N, 1)``; none the one after the last."""
     return (kind[:, t] >= 0 if t < kind.shape[1] else torch.zeros_like(kind[:, 0], dtype=torch.bool)).unsqueeze(1)
 
@@ -105,7 +105,7 @@ class _Members:
         """Terms of the transition that depend on the states alone."""
         return self._alone(self.own_terms, states)
 
-    def _is_possible(self, is_there: Tensor, states: Tensor) -> Tensor:
+    def _possible_mask(self, is_there: Tensor, states: Tensor) -> Tensor:
         is_possible = is_there.unsqueeze(1)
         if self.masks.shape[1]:
             a, b = self.words.unsqueeze(1), states.unsqueeze(2)
@@ -124,7 +124,7 @@ class _Members:
         both, products = self.words.unsqueeze(1) & states.unsqueeze(2), self.weights.unsqueeze(1)
         for factor in self._look_up(self.tables.both, 2 * self.kind + 1, both):
             products = products * factor
-        products = torch.where(self._is_possible(self.weights > 0, states), products, 0.0)
+        products = torch.where(self._possible_mask(self.weights > 0, states), products, 0.0)
         return products, _sum(products)
 
     def log_pairs(self, states: Tensor) -> Tensor:
@@ -137,9 +137,9 @@ class _Members:
         else:
             for term in self._look_up(self.tables.both, 2 * self.kind, self.words.unsqueeze(1) & states.unsqueeze(2)):
                 logs = logs + term
-        return torch.where(self._is_possible(self.logs > -torch.inf, states), logs, -torch.inf)
+        return torch.where(self._possible_mask(self.logs > -torch.inf, states), logs, -torch.inf)
 
-    def is_lost(self, total: Tensor) -> Tensor:
+    def lost_mask(self, total: Tensor) -> Tensor:
         """Which sums of products must be computed by logarithms."""
         smallest = self.tables.smallest[self.kind].view(-1, *(1,) * (total.dim() - 1))
         return ~((total >= smallest) & (total < torch.inf))
@@ -147,7 +147,7 @@ class _Members:
     def message(self, states: Tensor, own: Tensor) -> Tensor:
         """Adds what the members send to states to ``own (N, C)``."""
         total = self.weigh(states)[1]
-        log_factor, is_lost = _log(total), self.is_lost(total)
+        log_factor, is_lost = _log(total), self.lost_mask(total)
         if bool(is_lost.any()):
             log_factor = torch.where(is_lost, _log_sum(self.log_pairs(states)), log_factor)
         return own + ((self.alone(states) + self.best) + log_factor)
@@ -155,7 +155,7 @@ class _Members:
     def share(self, states: Tensor) -> Tensor:
         """The share of each member in what is sent to states, ``(N, C, S)``."""
         shares, total = self.weigh(states)
-        is_lost = self.is_lost(total)
+        is_lost = self.lost_mask(total)
         if bool(is_lost.any()):
             logs = self.log_pairs(states)
             terms, sums = _sum_exp(logs - logs.amax(-1, keepdim=True))
@@ -168,7 +168,7 @@ class _Members:
         products, sums = self.weigh(states)
         pairs = torch.where(weight > 0, weight * products, 0.0)
         total = _sum(torch.where(weight > 0, weight * sums.unsqueeze(2), 0.0).squeeze(2))
-        is_lost = self.is_lost(total)
+        is_lost = self.lost_mask(total)
         if bool(is_lost.any()):
             logs = (alone.unsqueeze(2) + self.log_pairs(states)).flatten(1)
             terms, sums = _sum_exp(logs - logs.amax(1, keepdim=True))
@@ -196,7 +196,7 @@ def messages(words: Tensor, unary: Tensor, log_prob: Tensor, kind: Tensor, direc
 def _messages(tables: PairTables, words: Tensor, unary: Tensor, kind: Tensor, forward: bool) -> tuple[Tensor, Tensor]:
     out, log_norm = torch.zeros_like(unary), torch.zeros(kind.shape, dtype=torch.float64, device=kind.device)
     for t in range(kind.shape[1]) if forward else reversed(range(kind.shape[1])):
-        is_part, has_next = _is_part(kind, t), _is_part(kind, t + 1)
+        is_part, has_next = _part_mask(kind, t), _part_mask(kind, t + 1)
         if forward:
             message, total = _normalize(_left(tables, kind, t, words, out).message(words[:, t], unary[:, t]))
         elif t + 1 < kind.shape[1]:
@@ -230,8 +230,8 @@ def _full_messages(unary: Tensor, kind: Tensor, chances: Tensor, forward: bool) 
     vector[:, 0] = 1.0
     first = vector.clone()
     for t in range(kind.shape[1]) if forward else reversed(range(kind.shape[1])):
-        at, is_part = (t if forward else t + 1), _is_part(kind, t)
-        is_step = _is_part(kind, at)
+        at, is_part = (t if forward else t + 1), _part_mask(kind, t)
+        is_step = _part_mask(kind, at)
         if at < kind.shape[1]:
             table = chances[kind[:, at].clamp(min=0)]
             moved = (_step(vector, table) if forward else vector) * (likelihood[:, at] * scale)
@@ -256,7 +256,7 @@ def select(
     out, log_norm = unary.new_empty(chosen.shape), unary.new_zeros(kind.shape)
     kept, own = words[:, 0, :1], unary[:, 0, :1]
     for t in range(num_steps) if forward else reversed(range(num_steps)):
-        states, right, is_part, has_next = words[:, t], torch.zeros_like(unary[:, t]), _is_part(kind, t), _is_part(kind, t + 1)
+        states, right, is_part, has_next = words[:, t], torch.zeros_like(unary[:, t]), _part_mask(kind, t), _part_mask(kind, t + 1)
         if forward and t:
             before = _Members(tables, kind[:, t], kept, own, is_left=True)
         else:
@@ -353,8 +353,8 @@ def best_path(words: Tensor, unary: Tensor, log_prob: Tensor, kind: Tensor) -> t
         now = ((unary[:, t].double() + before.alone(words[:, t])) + before.best) + best
         # Beyond the end of a sequence every member keeps its place.
         stay = torch.arange(best.shape[1], device=words.device).expand_as(origin)
-        origins.append(torch.where(_is_part(kind, t), origin, stay))
-        message[:, t] = torch.where(_is_part(kind, t), now, message[:, t - 1])
+        origins.append(torch.where(_part_mask(kind, t), origin, stay))
+        message[:, t] = torch.where(_part_mask(kind, t), now, message[:, t - 1])
     value, place = message[:, -1].max(-1)
     path = torch.zeros_like(kind)
     for t in reversed(range(kind.shape[1])):
@@ -379,9 +379,9 @@ def draw_paths(words: Tensor, forward: Tensor, log_prob: Tensor, kind: Tensor, u
         weights = chances[:, t].unsqueeze(1).expand(-1, len(uniform), -1)
         if t + 1 < kind.shape[1]:
             shares = _left(tables, kind, t + 1, words, forward).share(words[row, t + 1, path[:, :, t + 1]].transpose(0, 1))
-            weights = torch.where(_is_part(kind, t + 1).unsqueeze(2), shares, weights)
+            weights = torch.where(_part_mask(kind, t + 1).unsqueeze(2), shares, weights)
         place = _place(weights.contiguous(), uniform[:, :, t].mT.contiguous())
-        path[:, :, t] = torch.where(_is_part(kind, t), place, 0).mT
+        path[:, :, t] = torch.where(_part_mask(kind, t), place, 0).mT
     return path
 
 
@@ -393,8 +393,8 @@ def masses(words: Tensor, unary: Tensor, others: Tensor, forward: Tensor, onward
         if t + 1 < kind.shape[1]:
             right = _Members(tables, kind[:, t + 1], others[:, t + 1], onward[:, t + 1], is_left=False)
             added = mass + right.message(words[:, t], torch.zeros_like(mass))
-            mass = torch.where(_is_part(kind, t + 1), added, mass)
-        out[:, t] = _replace_after_end(mass, _is_part(kind, t))
+            mass = torch.where(_part_mask(kind, t + 1), added, mass)
+        out[:, t] = _replace_after_end(mass, _part_mask(kind, t))
     return out
 
 
@@ -455,7 +455,7 @@ def _filter_blocks(unary: Tensor, log_prob: Tensor, kind: Tensor, block: Tensor)
     vector[:, 0] = 1.0
     for t, table in enumerate(tables):
         vector = _times(_step(vector, table), likelihood[:, t])
-        filtered[:, t] = torch.where(_is_part(kind, t), vector, 0.0)
+        filtered[:, t] = torch.where(_part_mask(kind, t), vector, 0.0)
     return likelihood, tables, filtered
 
 
@@ -475,7 +475,7 @@ def block_posteriors(unary: Tensor, log_prob: Tensor, kind: Tensor, block: Tenso
     for t in reversed(range(kind.shape[1])):
         if t + 1 < kind.shape[1]:
             moved = _step(_times(vector, likelihood[:, t + 1]), tables[t + 1].mT)
-            vector = torch.where(_is_part(kind, t + 1), moved, vector)
+            vector = torch.where(_part_mask(kind, t + 1), moved, vector)
         out[:, t] *= vector
     return (out / out.sum(-1, keepdim=True)).log().nan_to_num(nan=-torch.inf)
 
@@ -492,6 +492,6 @@ def draw_blocks(unary: Tensor, log_prob: Tensor, kind: Tensor, block: Tensor, un
             for i in range(block.shape[1]):
                 off, on = tables[t + 1][:, i].gather(2, (out[:, t + 1] >> i & 1).view(-1, 1, 1).expand(-1, 2, 1)).unbind(1)
                 chance = torch.cat([chance * off, chance * on], 1)
-            weight = torch.where(_is_part(kind, t + 1), weight * chance, weight)
+            weight = torch.where(_part_mask(kind, t + 1), weight * chance, weight)
         out[:, t] = torch.where(kind[:, t] >= 0, _place(weight.contiguous(), uniform[:, t]), 0)
     return out
