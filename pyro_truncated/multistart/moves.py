@@ -474,7 +474,8 @@ class SolutionPool:
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self.refine: Refine = settle  # trains what is exchanged, which is nearly final
-        self.own_moves: Sequence[Move] = (Complement(profile),)  # are tried on the best one after each exchange, and trained to convergence
+        # Tried on the best one after each exchange; what they propose is trained to convergence.
+        self.own_moves: Sequence[Move] = (Complement(profile),)
         self.best = NOTHING  # the highest free energy, with what others have added
         self.restarts: list[Restart] = []
         self.estimates: list[FreeEnergyEstimate] = []  # what each has reached

