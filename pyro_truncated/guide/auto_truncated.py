@@ -34,7 +34,6 @@ from pyro_truncated.program.product_layout import ProductLayout
 from pyro_truncated.program.product_scorer import ProductScorer
 from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search, check_search
-from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import Renamed, check_count
 from pyro_truncated.utils.arrays import check_column_names
 from pyro_truncated.utils.parameter_store import PrefixStrippingModule, spare_random_numbers
