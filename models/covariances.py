@@ -299,8 +299,9 @@ def _counts(statistics: dict[str, Tensor]) -> Tensor:
 
 
 def rounding(power: Tensor, *, is_shared: bool = False) -> Tensor:
-    """Variances of which means of squares ``power`` have no digits, as where an outlier is alone in its component.
+    """Variances of which means of squares ``power`` have no digits.
 
+    So it is where an outlier is alone in its component.
     Those of a component's own are known to a ten-thousandth at least; what all share would be too wide for the others.
     """
     return (4 if is_shared else 1e4) * torch.finfo(power.dtype).eps * power

@@ -87,8 +87,8 @@ def find_product(
 
     ``None`` means that populations hold whole states.
 
-    That is so where all whole states fit into a population, of models whose M-steps in closed form read them, and of models that do not
-    take many states at once.
+    That is so where all whole states fit into a population, and of models that do not take many states at once. M-steps in closed form read
+    whole states, too.
     """
     chains = ChainLayout.from_trace(trace, layout)
     if chains is not None:
