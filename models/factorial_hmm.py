@@ -316,7 +316,7 @@ def _find_observed_steps(y: Tensor) -> ObservedSteps:
 
 
 def _find_steps_of(posterior: ChainPosterior, y: Tensor) -> ObservedSteps:
-    """The steps of the sequences that a posterior is of: all, or those observed."""
+    """The steps that a posterior is of: all, or those observed."""
     for steps in (_all_steps(y), _find_observed_steps(y)):
         if torch.equal(steps.kind, posterior.transitions.kind):
             return steps
