@@ -171,12 +171,16 @@ def log_densities(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, fac
     gain, half_log_det = kalman_gain(factor, scale)
     constant, precision = -half_log_det - size * HALF_LOG_TWO_PI, scale**-2
     grouped, ranks = GroupBlocks.from_groups(component, len(loc)), _ranks(factor)
+    # In place, where no gradient needs what is written over.
+    subtract, add_product = Tensor.sub_, Tensor.baddbmm_
+    if are_differentiated(rows, loc, factor, scale):
+        subtract, add_product = Tensor.sub, Tensor.baddbmm
     parts = []
-    for part in grouped.parts(rows.element_size() * (4 * size + 2 * rank)):
+    for part in grouped.parts(rows.element_size() * (3 * size + 2 * rank)):
         group = part.group
-        distance = rows[row[part.entry]] - loc[group].unsqueeze(1)
+        distance = subtract(rows[row[part.entry]], loc[group].unsqueeze(1))
         explained = distance @ _columns(gain, ranks, group)
-        left = torch.baddbmm(distance, explained, _columns(factor, ranks, group).mT, alpha=-1)
+        left = add_product(distance, explained, _columns(factor, ranks, group).mT, alpha=-1)
         energy = precision[group].unsqueeze(1) * left.square().sum(-1) + explained.square().sum(-1)
         parts.append(constant[group].unsqueeze(1) - 0.5 * energy)
     return grouped.gather(parts)
