@@ -30,7 +30,6 @@ from pyro_truncated.multistart.solution import (
     share_most,
 )
 from pyro_truncated.multistart.trainer import (
-    LAST_RATE,
     Schedule,
     Trainer,
     converge,
@@ -145,7 +144,6 @@ class StopRule:
 
     def __init__(self, profile: Profile, pool: SolutionPool) -> None:
         self._profile, self._config, self._pool = profile, profile.config, pool
-        self._are_by_gradients = profile.optimizer == "gradients" and not profile.is_resizable
 
     @property
     def min_restarts(self) -> int:
@@ -218,7 +216,8 @@ class StopRule:
             # Covariates do not count.
             size = (self._profile.y if self._pool.targets is None else self._pool.targets)[0].numel()
             gap = max(gap, self._config.network_gap * size)
-        return self._share_code(gap) or self._reach_equal_energies(self._are_by_gradients or self._profile.learns_causes)
+        must_be_alike = self._profile.learns_causes or (self._profile.optimizer == "gradients" and not self._profile.is_resizable)
+        return self._share_code(gap) or self._reach_equal_energies(must_be_alike)
 
     def _share_code(self, gap: float) -> bool:
         """Whether a restart within the gap has the latents of the best."""
@@ -228,12 +227,10 @@ class StopRule:
 
     def _reach_equal_energies(self, must_be_alike: bool) -> bool:
         """Whether the best two independent restarts have equal free energies everywhere."""
-        if not self._pool.estimates:
-            return False
         best, *others = sorted(self._pool.estimates, key=lambda one: one.free_energy, reverse=True)
         # How far apart the best two may be.
         lead = self._profile.tolerance * (len(self._pool.estimates) / 2 if self._profile.is_mixture else 1)
-        near = [other for other in others if energies_agree([best, other], lead)]
+        near = [other for other in others if energies_agree(best, other, lead)]
         is_reached = any(not must_be_alike or explain_equally(best, other, self._profile.tolerance) for other in near)
         return is_reached and self._pool.best.free_energy <= best.free_energy + lead
 
@@ -386,7 +383,9 @@ def _with_former_arguments(config: LearnConfig, restarts: int | None, former: Ma
 
 def _train(profile: Profile, best: Solution, steps: int, bar: ProgressBar) -> tuple[Trainer, FreeEnergyEstimate]:
     """Trains on all data from the best restart."""
-    trainer = Trainer(profile if profile.has_companion else profile.replace(lrd=LAST_RATE ** (1 / steps)))
+    trainer = Trainer(profile)
+    if not profile.has_companion:
+        trainer.slow_down(steps)
     trainer.take_over(best.companion)
     if best.population is not None:
         trainer.insert_states(own_rows(best.states, profile.y))

@@ -157,7 +157,7 @@ def start_overcomplete(profile: Profile) -> Solution:
         if not profile.learns_causes:
             return pruner.converge(steps)
         original = pruner.trainer.record(NOTHING.estimate)
-        positions = pruner.prune_redundant()
+        positions = pruner.prune()
         solution = pruner.converge(steps)
         if len(positions) == model.num_latents:
             return solution
@@ -178,23 +178,20 @@ class _Pruner:
         for _ in range(steps):
             self.trainer.step()
 
-    def _losses(self) -> tuple[Tensor, Tensor]:
-        return deletion_losses(self.trainer.truncated_guide.population(), self.trainer.scorer(), self.trainer.profile.config.pruning_depth)
+    def prune(self, number: int | None = None) -> Tensor:
+        """Prunes to so many latents, or redundant ones; returns others' positions.
 
-    def prune(self, number: int) -> None:
-        """Prunes to so many latents, a third of the surplus each time."""
-        while (surplus := self.trainer.profile.model.num_latents - number) > 0:
-            self._drop(select_for_pruning(*self._losses(), max(1, surplus // 3)))
-
-    def prune_redundant(self) -> Tensor:
-        """Prunes redundant latents, a third at a time; returns positions of others."""
-        positions = torch.arange(self.trainer.profile.model.num_latents)
-        while len(positions) > 1:
-            losses, substitutes = self._losses()
-            num_spare = int(redundant_mask(losses, self.num_parameters, self.trainer.profile.num_data).sum())
-            if not num_spare:
+        A third of the surplus goes each time.
+        """
+        profile, positions = self.trainer.profile, torch.arange(self.trainer.profile.model.num_latents)
+        while len(positions) > (number or 1):
+            population, scorer = self.trainer.truncated_guide.population(), self.trainer.scorer()
+            losses, substitutes = deletion_losses(population, scorer, profile.config.pruning_depth)
+            is_redundant = redundant_mask(losses, self.num_parameters, profile.num_data)
+            surplus = int(is_redundant.sum()) if number is None else len(positions) - number
+            if not surplus:
                 break
-            latents = select_for_pruning(losses, substitutes, min(max(1, num_spare // 3), len(positions) - 1))
+            latents = select_for_pruning(losses, substitutes, min(max(1, surplus // 3), len(positions) - 1))
             positions = positions[self._drop(latents).to(positions.device)]
         return positions
 
