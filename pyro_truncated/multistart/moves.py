@@ -191,9 +191,8 @@ class Recombination:
         result = self._change(solution, solution.parameters)
         return result.replace(spread=solution.free_energy - result.estimate.free_energy) if solution.companion else result
 
-    def cross(self, one: Solution, other: Solution) -> Solution:
+    def cross(self, better: Solution, other: Solution) -> Solution:
         """Returns the better model with gainful latents of the other, or itself."""
-        better, other = sorted((one, other), key=lambda member: member.free_energy, reverse=True)
         best, (correlation, partner) = better, self._match(better, other)
         reached = {block: self._exchange(better, other, block, partner).free_energy for block in _blocks(correlation[:, partner])}
         for block in sorted(reached, key=reached.__getitem__, reverse=True):
@@ -351,6 +350,8 @@ def find_unlikely(profile: Profile, solution: Solution) -> list[int]:
     The complement of a latent with the frequency :math:`q` and the prior probability :math:`p` adds :math:`(1 - 2 q) \log(p / (1 - p))`
     nats per data point to the log prior. Those that gain are returned, the largest gain first.
     """
+    if solution.population is None:
+        return []
     with Trainer(profile, solution=solution) as trainer:
         scorer = trainer.scorer()
     prior = []
@@ -359,7 +360,7 @@ def find_unlikely(profile: Profile, solution: Solution) -> list[int]:
         if family(fn := scorer.nodes[name]["fn"]) == "Bernoulli":
             mean = scorer.layout.expand_to_rows(name, fn.mean.detach(), scorer.sizes).reshape(-1, site.num_latents).mean(0)
         prior.append(mean.double().cpu())
-    frequency = _population(solution).marginals().double().cpu().mean(0)
+    frequency = solution.population.marginals().double().cpu().mean(0)
     gain = ((1 - 2 * frequency) * torch.cat(prior).logit()).nan_to_num(0.0)
     value, latents = gain.sort(descending=True)
     return latents[value > 0][:_MAX_COMPLEMENTED].tolist()
@@ -430,7 +431,7 @@ def revived_states(profile: Profile, solution: Solution, max_bytes: int = 2**28)
     space, words = _population(solution).space, _population(solution).words
     with Trainer(profile, solution=solution) as trainer:
         states = space.unpack(Population(space, words, trainer.scorer().score(words)).mode())
-        trainer.insert_states(solution.states)
+        trainer.insert_states(words)
         trainer.step()
         is_off = (trainer.truncated_guide.population().marginals().amax(0) < _DEAD_PROBABILITY).cpu()
         dead = (is_off & (space.cardinality.cpu() == 2)).nonzero().squeeze(1)

@@ -105,11 +105,10 @@ class MultiStart:
             return start_overcomplete(profile)
         if self.pool.targets is None:
             return run_restart(profile, profile.temperature)
-        assert profile.space is not None
-        states = linear_code(profile, self.pool.targets)
         # The network learns to decode these states, one of each data point.
-        fit_states(profile, profile.space.pack(states.unsqueeze(1)))
-        return run_restart(profile, 1.0, states)
+        words = linear_code(profile, self.pool.targets).unsqueeze(1)
+        fit_states(profile, words)
+        return run_restart(profile, 1.0, words)
 
     def _prepare_exchange(self, first: dict[str, Tensor]) -> None:
         """Finds out what restarts exchange, or whether a linear model starts them."""
@@ -124,7 +123,7 @@ class MultiStart:
 
 
 def linear_code(profile: Profile, targets: Tensor) -> Tensor:
-    """Returns states ``(N, H)`` of a linear model of the decoded values."""
+    """Returns packed states ``(N, W)`` of a linear model of the decoded values."""
     assert profile.space is not None
     linear = LinearCauses(targets.shape[1], profile.space.num_latents).to(targets.device)
     config = dataclasses.replace(profile.config, initializer=None, moves=(), temperature=None, tolerance=None, lr=None)
@@ -133,10 +132,10 @@ def linear_code(profile: Profile, targets: Tensor) -> Tensor:
     with restore_driver(linear), progress_bar(False) as bar:
         multi_start.run(bar)
     best = multi_start.pool.best
+    assert best.population is not None
     with Trainer(linear_profile, solution=best) as trainer:
-        trainer.insert_states(best.states)
-        population = trainer.truncated_guide.population()
-    return population.space.unpack(population.mode())  # type: ignore[no-any-return]
+        trainer.insert_states(best.population.words)
+        return trainer.truncated_guide.population().mode()  # type: ignore[no-any-return]
 
 
 class StopRule:
@@ -388,7 +387,7 @@ def _train(profile: Profile, best: Solution, steps: int, bar: ProgressBar) -> tu
         trainer.slow_down(steps)
     trainer.take_over(best.companion)
     if best.population is not None:
-        trainer.insert_states(own_rows(best.states, profile.y))
+        trainer.insert_states(own_rows(best.population.words, profile.y))
     else:
         bar.set_description_str("search for states")
         trainer.find_states()

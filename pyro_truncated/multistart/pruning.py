@@ -207,7 +207,7 @@ class _Pruner:
         pyro.clear_param_store()
         self.trainer = Trainer(profile)
         self.trainer.take_over(before.companion)
-        self.trainer.insert_states(states)
+        self.trainer.insert_states(self.trainer.truncated_guide.space.pack(states))
         self.take(profile.config.pruning_steps)
         return others
 

@@ -205,10 +205,10 @@ class Trainer:
         self.elbo.search = before
 
     @torch.no_grad()
-    def insert_states(self, states: Tensor) -> None:
-        """Merges states, repetitions allowed, into a new guide's populations."""
+    def insert_states(self, words: Tensor) -> None:
+        """Merges packed states, repetitions allowed, into a new guide's populations."""
         guide, log_joint = self.truncated_guide, self.scorer()
-        words, population = guide.space.pack(states), guide.rescore(log_joint)
+        population = guide.rescore(log_joint)
         union = population.merge(Population(guide.space, words, log_joint.score(words).to(population.log_joint)))
         guide.populations.store_(union.log_joint, None, union.words)
 
@@ -460,15 +460,15 @@ class FixedStates(Search):
         return batch.population
 
 
-def run_restart(profile: Profile, temperature: Temperature, states: Tensor | None = None) -> Solution:
-    """Trains briefly from a drawn start, or from parameters and states ``(N, L)``."""
+def run_restart(profile: Profile, temperature: Temperature, words: Tensor | None = None) -> Solution:
+    """Trains briefly from a drawn start, or from parameters and packed states."""
     profile.initialize()
     with Trainer(profile, temperature) as trainer:
         if profile.optimizer == "gradients":
             trainer.set_up()
             trainer.parameters.approach(profile.generator)
-        if states is not None:
-            trainer.insert_states(states.unsqueeze(1))
+        if words is not None:
+            trainer.insert_states(words)
         return trainer.record(train(trainer, restart_schedule(profile, temperature, profile.config.restart_steps)))
 
 
@@ -476,7 +476,7 @@ def retrain(profile: Profile, solution: Solution, schedule: Schedule, *, searche
     """Trains from a solution and its states, searched before if wanted."""
     with Trainer(profile, solution=solution) as trainer:
         if solution.population is not None:
-            trainer.insert_states(solution.states)
+            trainer.insert_states(solution.population.words)
         if searches:
             trainer.find_states()
         return trainer.record(train(trainer, schedule))

@@ -255,15 +255,15 @@ def test_two_models_find_together_what_each_of_them_lacks() -> None:
     first, second = populated(crossing, lacking), populated(crossing, coded)
     assert first.free_energy == pytest.approx(exact(lacking, bars.data), rel=1e-5)
     assert second.free_energy == pytest.approx(exact(coded, bars.data), rel=1e-5)
-    for pair in ((first, second), (second, first)):
-        child = crossing.cross(*pair)
-        assert child.free_energy == pytest.approx(exact(child.parameters, bars.data), rel=1e-5)
-        assert child.free_energy == pytest.approx(exact(whole, bars.data), rel=1e-5)
-        assert matched_bars(child.parameters["weight"], bars.components) == 6
-        # Each latent has come with its own rate.
-        for latent in range(6):
-            source = int((child.parameters["weight"][:, latent : latent + 1] - whole["weight"]).abs().sum(0).argmin())
-            assert child.parameters["rate"][latent] == whole["rate"][source]
+    assert first.free_energy > second.free_energy
+    child = crossing.cross(first, second)
+    assert child.free_energy == pytest.approx(exact(child.parameters, bars.data), rel=1e-5)
+    assert child.free_energy == pytest.approx(exact(whole, bars.data), rel=1e-5)
+    assert matched_bars(child.parameters["weight"], bars.components) == 6
+    # Each latent has come with its own rate.
+    for latent in range(6):
+        source = int((child.parameters["weight"][:, latent : latent + 1] - whole["weight"]).abs().sum(0).argmin())
+        assert child.parameters["rate"][latent] == whole["rate"][source]
 
 
 @pytest.mark.slow
@@ -273,7 +273,6 @@ def test_nothing_changes_where_the_other_model_has_found_nothing_else() -> None:
     whole = populated(crossing, {"weight": bars.components, "rate": torch.full((6,), -0.7)})
     broken = populated(crossing, {"weight": bars.components.roll(1, 0).contiguous(), "rate": torch.zeros(6)})
     assert crossing.cross(whole, broken) is whole
-    assert crossing.cross(broken, whole) is whole
 
 
 def test_a_restart_keeps_the_states_that_it_has_found() -> None:
