@@ -555,31 +555,30 @@ class SolutionPool:
         if self.best is NOTHING:
             self.best = other
             return False
-        before = self.best
-        best, lesser = sorted((before, other), key=attrgetter("finite_energy"), reverse=True)
-        self.best = improve(self._profile, best, Crossover(self.groups, lesser), self._trained_by(self.refine), self.moves)
-        return self.best is not before
+        best, lesser = sorted((self.best, other), key=attrgetter("finite_energy"), reverse=True)
+        return self._try(Crossover(self.groups, lesser), best, self.refine)
 
     def _improve(self, move: Move, refine: Refine) -> bool:
         """Whether a move improves the best; it is not repeated on it."""
-        before = self.best
-        if before is self._failures.get(move.name):
+        if self.best is self._failures.get(move.name):
             return False
-        self.best = self._failures[move.name] = improve(self._profile, before, move, self._trained_by(refine), self.moves)
-        return self.best is not before
+        has_gained = self._try(move, self.best, refine)
+        self._failures[move.name] = self.best
+        return has_gained
 
-    def _trained_by(self, refine: Refine) -> Refine:
-        """Returns what trains a proposal, and keeps it if that helps.
+    def _try(self, move: Move, solution: Solution, refine: Refine) -> bool:
+        """Whether a move of the best, or of a better one, gains.
 
         Beside continuous latents the free energy of an untrained child is an estimate with the parent's spread. There only trained
         children count.
         """
 
         def train_child(profile: Profile, child: Solution) -> Solution:
-            solution = self.groups[0].populate(refine(profile, child))
-            return solution if child.companion else max(child, solution, key=attrgetter("free_energy"))
+            trained = self.groups[0].populate(refine(profile, child))
+            return trained if child.companion else max(child, trained, key=attrgetter("free_energy"))
 
-        return train_child
+        before, self.best = self.best, improve(self._profile, solution, move, train_child, self.moves)
+        return self.best is not before
 
     def _find_singletons(self, group: Recombination) -> Tensor:
         return torch.stack([group.shared_mask(self.best, member) for member in self._members]).sum(0) < 2

@@ -215,6 +215,7 @@ class _Pruner:
 def _add_inactive_latents(profile: Profile, solution: Solution, original: Solution, positions: Tensor) -> Solution:
     """Adds inactive latents to learned ones at some positions."""
     assert original.population is not None
+    assert solution.population is not None
     model, y, number = profile.model, profile.y, original.states.shape[-1]
     place = torch.zeros(number, dtype=torch.long).index_copy(0, positions, torch.arange(len(positions)))
     spare = torch.ones(number, dtype=torch.bool).index_fill(0, positions, False).nonzero().squeeze(1)
@@ -228,10 +229,8 @@ def _add_inactive_latents(profile: Profile, solution: Solution, original: Soluti
             parameters[name] = value.index_copy(axes[0], index, original.parameters[name].index_select(axes[0], index))
     states = torch.zeros_like(original.states[:, :1]).repeat(1, solution.states.shape[1], 1)
     states[..., positions] = solution.states
-    # Training scores them anew.
-    words = original.population.space.pack(states)
-    log_joint = states.new_zeros(words.shape[:-1], dtype=original.population.log_joint.dtype)
-    return solution.replace(parameters=parameters, population=Population(original.population.space, words, log_joint))
+    space = original.population.space
+    return solution.replace(parameters=parameters, population=Population(space, space.pack(states), solution.population.log_joint))
 
 
 def num_parameters_per_latent(profile: Profile) -> int:

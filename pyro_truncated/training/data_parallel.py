@@ -114,7 +114,7 @@ def divide_loss(parts: Sequence[AutoTruncated]) -> AbstractContextManager[Any]:
 
 
 def refuse_local_draws(parts: Sequence[AutoTruncated], guide: Call, is_new: bool) -> None:
-    """Refuses minibatches, and what a new guide draws for each data point, on several processes."""
+    """Refuses minibatches, and local draws of a new guide, on several processes."""
     if not span_processes(parts):
         return
     if current_batch() is not None:
