@@ -97,16 +97,6 @@ class Exchangeable(NamedTuple):
             updates[name] = state[name].index_copy(axis, to, other[name].index_select(axis, origin))
         return {**state, **updates}
 
-    def perturb(self, state: dict[str, Tensor], index: Tensor, size: float, generator: torch.Generator | None) -> dict[str, Tensor]:
-        """Adds noise, relative to whole parameters, to latents ``index``."""
-        updates = {}
-        for name, axis in self.axes.items():
-            value, to = state[name], index.to(state[name].device)
-            part = value.index_select(axis, to)
-            noise = size * value.square().mean().sqrt() * draw_noise(part, generator)
-            updates[name] = value.index_copy(axis, to, part + noise)
-        return {**state, **updates}
-
     def permute(self, levels: Tensor, order: Tensor) -> Tensor:
         """Permutes latents or values of unpacked states ``(..., L)`` by ``order``."""
         permutation = levels.clone()
@@ -203,9 +193,12 @@ class Recombination:
 
     def reinitialize(self, member: Solution, spare: int, other: int, generator: torch.Generator | None) -> Solution:
         """Re-initialises one latent near another one, with noise."""
-        here, there = torch.tensor([spare]), torch.tensor([other])
-        parameters = self.latents.replace_latents(member.parameters, here, member.parameters, there)
-        return self._change(member, self.latents.perturb(parameters, here, _PERTURBATION_SCALE, generator))
+        parameters = self.latents.replace_latents(member.parameters, torch.tensor([spare]), member.parameters, torch.tensor([other]))
+        for name, axis in self.latents.axes.items():
+            value, index = parameters[name], torch.tensor([spare], device=parameters[name].device)
+            part, size = value.index_select(axis, index), _PERTURBATION_SCALE * value.square().mean().sqrt()
+            parameters[name] = value.index_copy(axis, index, part + size * draw_noise(part, generator))
+        return self._change(member, parameters)
 
     def deficits(self, member: Solution) -> Tensor:
         """Returns the mean deficit ``(H,)`` of data points with each latent."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Self, cast
 
@@ -79,7 +79,6 @@ class Trainer:
             self.elbo = Truncated_ELBO(search, temperature=1.0 if temperature is None or profile.has_companion else temperature)
         self._moves_components = hasattr(profile.model, "split_and_merge") and not profile.spans_processes
         self._relocation_generator = torch.Generator().manual_seed(0)
-        # The learning rate relative to the first one, and what multiplies it from step to step.
         self._rate, self._decay, self._num_steps = 1.0, 1.0, 0
 
         self.parameters = ModelParameters(profile.model, profile.y, self.guide[0] if profile.has_companion else None)
@@ -159,18 +158,15 @@ class Trainer:
 
     def slow_down(self, steps: int, share: float = 0.1) -> None:
         """Lets the learning rate fall to a share in so many steps."""
-        self._decay = share ** (1 / steps)
-        for group in self._parameter_groups():
-            group["lrd"] = self._decay
+        self.set_rate(self._rate, share ** (1 / steps))
 
-    def set_rate(self, rate: float) -> None:
-        """Sets the learning rate, relative to the first one."""
-        for group in self._parameter_groups():
-            group["lr"] *= rate / self._rate
-        self._rate = rate
-
-    def _parameter_groups(self) -> Iterator[dict[str, Any]]:
-        return (group for optimizer in self._adam.optim_objs.values() for group in optimizer.param_groups)
+    def set_rate(self, rate: float, decay: float = 1.0) -> None:
+        """Sets the learning rate relative to the first, and its decay."""
+        for optimizer in self._adam.optim_objs.values():
+            for group in optimizer.param_groups:
+                group["lr"] *= rate / self._rate
+                group["lrd"] = decay
+        self._rate, self._decay = rate, decay
 
     def intensify_search(self) -> bool:
         """Searches more thoroughly from now on, unless you named the search.
