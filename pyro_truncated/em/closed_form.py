@@ -18,6 +18,7 @@ from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import Renamed, check_kinds
 from pyro_truncated.utils.console import ReprFromArguments
 from pyro_truncated.utils.devices import module_device, to_device
+from pyro_truncated.utils.parameter_store import load_snapshot, snapshot
 
 Statistics = dict[str, Tensor]
 
@@ -269,13 +270,12 @@ def restore_driver(model: Any) -> Iterator[None]:
 def _restore_on_error(model: Any) -> Iterator[None]:
     """A context that restores a model's parameters after an error."""
     parameters = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
-    before = [parameter.detach().clone() for parameter in parameters]
+    before = snapshot(parameters)
     try:
         with defer_checks():
             yield
     except BaseException:
-        for parameter, value in zip(parameters, before, strict=True):
-            parameter.copy_(value)
+        load_snapshot(parameters, before)
         raise
 
 

@@ -406,22 +406,19 @@ class GibbsEM(ELBO):
             if is_part and self._known_guide is not guide:
                 start_as_first(model, guide, self.search)
                 synchronize_generator(self.generator)
-            self._known_guide = guide
-            return self._step(closed_form, _check(guide, model), y, is_part)
-
-    def _step(self, closed_form: ClosedForm, guide: GibbsGuide, y: Tensor, is_part: bool) -> float:
-        indices, scale = self._subsample(y)
-        self._warm_up(guide, y, indices)
-        with defer_checks():
-            draws = self._update(guide, y, indices)
-            # A model that looks at its statistics brings it along.
-            values = lazy_values(shard_sum(y)([guide.model.expected_log_joint(draws, y)])[0])
-            statistics = guide.model.sufficient_statistics(draws, y)
-            loss = -values()[0] * scale
-        self.num_steps += 1
-        warn_if_nan(loss, "loss")  # type: ignore[call-overload]
-        closed_form.collect(statistics, None, indices, len(y), scale=scale, is_part=is_part)
-        return loss
+            self._known_guide = _check(guide, model)
+            indices, scale = self._subsample(y)
+            self._warm_up(guide, y, indices)
+            with defer_checks():
+                draws = self._update(guide, y, indices)
+                # A model that looks at its statistics brings it along.
+                values = lazy_values(shard_sum(y)([model.expected_log_joint(draws, y)])[0])
+                statistics = model.sufficient_statistics(draws, y)
+                loss = -values()[0] * scale
+            self.num_steps += 1
+            warn_if_nan(loss, "loss")  # type: ignore[call-overload]
+            closed_form.collect(statistics, None, indices, len(y), scale=scale, is_part=is_part)
+            return loss
 
     def _update(self, guide: GibbsGuide, y: Tensor, indices: Tensor | None) -> GibbsDraws:
         temperature = temperature_at(self.temperature, self.num_steps)

@@ -19,6 +19,7 @@ from pyro_truncated.distributions.linear import LinearSuperposition
 from pyro_truncated.em.closed_form import Statistics
 from pyro_truncated.em.variable_projection import Decoder, fit_unit_by_unit, make_targets
 from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.multistart.model_parameters import draw_noise
 from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.sites import is_masked
@@ -149,8 +150,7 @@ def decoder_targets(profile: Profile) -> Tensor | None:
     discrete sites, frozen networks, counts or missing values, and data in files or several processes.
     """
     model, y = profile.model, profile.y
-    is_decoder = profile.optimizer == "gradients" and profile.is_network and profile.initializer is None
-    if not is_decoder or profile.is_large or profile.has_companion or profile.shares_latents:
+    if not profile.has_decoder or profile.initializer is not None or profile.is_large or profile.has_companion:
         return None
     layout = profile.set_up_guide().layout
     is_trainable = bool(profile.layers & profile.parameters.trainable().keys())
@@ -178,8 +178,7 @@ def shuffle(profile: Profile) -> None:
         order = torch.randperm(value.numel(), generator=generator, device=generator_device(generator)).to(value.device)
         values = value.flatten()[order]
         if value.dim() > 1 and bool((values == values[0]).all()):
-            noise = torch.randn(values.shape, generator=generator, dtype=values.dtype, device=generator_device(generator)).to(values.device)
-            values = values + (float(values[0].abs()) or 1 / math.sqrt(value.shape[-1])) * noise
+            values = values + (float(values[0].abs()) or 1 / math.sqrt(value.shape[-1])) * draw_noise(values, generator)
         value.copy_(values.view_as(value))
 
 

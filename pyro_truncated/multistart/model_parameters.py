@@ -58,7 +58,8 @@ class ModelParameters:
             return self.model.state_dict()
         with spare_random_numbers(), poutine.block(), torch.no_grad():
             nodes = poutine.trace(self.model, param_only=True).get_trace(self.y).nodes
-        return {name: _to_unconstrained(node["value"]) for name, node in nodes.items() if node["type"] == "param"}
+        values = {name: node["value"] for name, node in nodes.items() if node["type"] == "param"}
+        return {name: value.unconstrained() if hasattr(value, "unconstrained") else value for name, value in values.items()}
 
     def learned(self) -> dict[str, Tensor]:
         """Learned parameters, without buffers."""
@@ -89,7 +90,7 @@ class ModelParameters:
 
     def snapshot(self) -> dict[str, Tensor]:
         """What was learned, apart from the model."""
-        return {name: value.clone() for name, value in self.tensors().items()}
+        return {name: value.detach().clone() for name, value in self.tensors().items()}
 
     @torch.no_grad()
     def load(self, state: dict[str, Tensor]) -> None:
@@ -106,7 +107,7 @@ class ModelParameters:
         """
         for name, value in self.learned().items():
             unit = 1.0 if _constraint(value) is not constraints.real else 0.0 if name in self.layers else self.unit(value)
-            _add_noise(value, unit or max(_size(value), _size(others[name])) or 1.0, generator)
+            value.add_((unit or max(_size(value), _size(others[name])) or 1.0) * draw_noise(value, generator))
 
     def units(self) -> dict[str, float]:
         """Returns units of all parameters, by name as optimisers get it.
@@ -192,9 +193,7 @@ class ModelParameters:
         """
         if _size(self._observe()[0]) <= _FAR:
             return
-        names = self.trainable().keys() - self.layers
-        free = dict(self.model.named_parameters() if isinstance(self.model, torch.nn.Module) else pyro.get_param_store().named_parameters())
-        parameters = [value for name, value in sorted(free.items()) if name in names]
+        parameters = [value for name, value in sorted(self.trainable().items()) if name not in self.layers]
         latents = () if self._companion is None else self._companion.locs.parameters()
         units = {value: self.unit(value) for value in (*parameters, *latents)}
         linear = [value for value, unit in units.items() if unit]
@@ -205,7 +204,7 @@ class ModelParameters:
             # Steps of up to one, by signs, as densities may be infinite.
             _minimize(lambda: -self._observe()[1], torch.optim.Rprop(others, 0.1, step_sizes=(1e-6, 1.0)))
         for value in linear:
-            _add_noise(value.data, units[value], generator)
+            value.data.add_(units[value] * draw_noise(value, generator))
 
     def _observe(self) -> tuple[Tensor, Tensor, int]:
         """Returns what a run says of observed real numbers, given random latents.
@@ -257,17 +256,13 @@ def _constraint(free: Tensor) -> Any:
     return next(own, constraints.real)
 
 
-def _add_noise(value: Tensor, size: float, generator: torch.Generator | None) -> None:
-    noise = torch.randn(value.shape, generator=generator, dtype=value.dtype, device=generator_device(generator))
-    value.add_(size * noise.to(value.device))
+def draw_noise(value: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Draws standard normal numbers like a tensor, where the generator draws."""
+    return torch.randn(value.shape, generator=generator, dtype=value.dtype, device=generator_device(generator)).to(value.device)
 
 
 def _size(value: Tensor) -> float:
     return float(value.detach().square().mean().sqrt())
-
-
-def _to_unconstrained(value: Any) -> Tensor:
-    return value.unconstrained().detach() if hasattr(value, "unconstrained") else value.detach()  # type: ignore[no-any-return]
 
 
 class Medians(ModelParameters):

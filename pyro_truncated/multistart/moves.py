@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Generator, Sequence
-from functools import partial
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
@@ -15,17 +14,15 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from pyro_truncated.multistart.config import Restart
-from pyro_truncated.multistart.model_parameters import Medians
+from pyro_truncated.multistart.model_parameters import Medians, draw_noise
 from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.multistart.pruning import deletion_losses, redundant_mask, value_deletion_losses
 from pyro_truncated.multistart.solution import NOTHING, ROUNDING, FreeEnergyEstimate, Solution, match_latents, shared_mask, vary
 from pyro_truncated.multistart.trainer import Trainer, copy_population, fit_states, search_and_train, settle
-from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.sites import family
 from pyro_truncated.search.base import Search
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.budget import rows_per_block
-from pyro_truncated.utils.devices import generator_device
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 # Search steps that adapt populations to slightly changed parameters.
@@ -98,16 +95,6 @@ class Exchangeable(NamedTuple):
         for name, axis in self.axes.items():
             to, origin = (part.to(state[name].device) for part in (index, other_index))
             updates[name] = state[name].index_copy(axis, to, other[name].index_select(axis, origin))
-        return {**state, **updates}
-
-    def perturb(self, state: dict[str, Tensor], index: Tensor, size: float, generator: torch.Generator | None) -> dict[str, Tensor]:
-        """Adds noise, relative to whole parameters, to latents ``index``."""
-        updates = {}
-        for name, axis in self.axes.items():
-            value, to = state[name], index.to(state[name].device)
-            part = value.index_select(axis, to)
-            noise = torch.randn(part.shape, generator=generator, dtype=value.dtype, device=generator_device(generator)).to(value.device)
-            updates[name] = value.index_copy(axis, to, part + size * value.square().mean().sqrt() * noise)
         return {**state, **updates}
 
     def permute(self, levels: Tensor, order: Tensor) -> Tensor:
@@ -184,23 +171,18 @@ class Recombination:
 
     def __init__(self, medians: Medians, search: Search, latents: Exchangeable, tolerance: float) -> None:
         self._medians, self._guide, self._search = medians, medians.guide, search
-        self.latents, self.tolerance = latents, tolerance
-        self._first_words, self.space = medians.guide.words.clone(), medians.guide.space
+        self.latents, self.tolerance, self.space = latents, tolerance, medians.guide.space
 
     def populate(self, solution: Solution) -> Solution:
         """Returns a solution with populations that are adapted to its parameters.
 
         Beside continuous latents their spread gives the free energy that was reached.
         """
-        words = self._first_words if solution.population is None else solution.population.words
-        result = self._adapt(solution.parameters, words)
-        if not solution.companion:
-            return result
-        return result.replace(companion=solution.companion, spread=solution.free_energy - result.estimate.free_energy)
+        result = self._change(solution, solution.parameters)
+        return result.replace(spread=solution.free_energy - result.estimate.free_energy) if solution.companion else result
 
-    def cross(self, one: Solution, other: Solution) -> Solution:
+    def cross(self, better: Solution, other: Solution) -> Solution:
         """Returns the better model with gainful latents of the other, or itself."""
-        better, other = sorted((one, other), key=lambda member: member.free_energy, reverse=True)
         best, (correlation, partner) = better, self._match(better, other)
         reached = {block: self._exchange(better, other, block, partner).free_energy for block in _blocks(correlation[:, partner])}
         for block in sorted(reached, key=reached.__getitem__, reverse=True):
@@ -211,9 +193,12 @@ class Recombination:
 
     def reinitialize(self, member: Solution, spare: int, other: int, generator: torch.Generator | None) -> Solution:
         """Re-initialises one latent near another one, with noise."""
-        here, there = torch.tensor([spare]), torch.tensor([other])
-        parameters = self.latents.replace_latents(member.parameters, here, member.parameters, there)
-        return self._change(member, self.latents.perturb(parameters, here, _PERTURBATION_SCALE, generator))
+        parameters = self.latents.replace_latents(member.parameters, torch.tensor([spare]), member.parameters, torch.tensor([other]))
+        for name, axis in self.latents.axes.items():
+            value, index = parameters[name], torch.tensor([spare], device=parameters[name].device)
+            part, size = value.index_select(axis, index), _PERTURBATION_SCALE * value.square().mean().sqrt()
+            parameters[name] = value.index_copy(axis, index, part + size * draw_noise(part, generator))
+        return self._change(member, parameters)
 
     def deficits(self, member: Solution) -> Tensor:
         """Returns the mean deficit ``(H,)`` of data points with each latent."""
@@ -261,15 +246,11 @@ class Recombination:
             words = self.space.pack(states)
         return self._change(member, self.latents.replace_latents(member.parameters, here, other.parameters, there), words)
 
+    @torch.no_grad()
     def _change(self, member: Solution, parameters: dict[str, Tensor], others: Tensor | None = None) -> Solution:
         """Returns a model with changed parameters, and populations adapted to them."""
-        solution = self._adapt(parameters, _population(member).words, others)
-        return solution.replace(companion=member.companion, spread=member.spread)
-
-    @torch.no_grad()
-    def _adapt(self, parameters: dict[str, Tensor], words: Tensor, others: Tensor | None = None) -> Solution:
-        scorer = self._medians.scorer(parameters)
-        beyond, population = self._medians.beyond(scorer), Population(self.space, words, scorer.score(words))
+        scorer, words = self._medians.scorer(parameters), _population(member).words
+        population = Population(self.space, words, scorer.score(words))
         if others is not None:
             population = population.merge(Population(self.space, others, scorer.score(others)))
         # Of states that are all impossible none is searched: two latents may explain together what neither does.
@@ -277,7 +258,8 @@ class Recombination:
             self._guide.populations.store_(population.log_joint, None, population.words)
             population = copy_population(self._guide.search_(self._search, scorer, _ADAPT_STEPS))
         each = population.free_energy()
-        return Solution(FreeEnergyEstimate(float(each.mean()) + beyond, each=each), parameters, population)
+        estimate = FreeEnergyEstimate(float(each.mean()) + self._medians.beyond(scorer), each=each)
+        return Solution(estimate, parameters, population, member.companion, member.spread)
 
 
 def _population(solution: Solution) -> Population:
@@ -371,7 +353,8 @@ def find_unlikely(profile: Profile, solution: Solution) -> list[int]:
         if family(fn := scorer.nodes[name]["fn"]) == "Bernoulli":
             mean = scorer.layout.expand_to_rows(name, fn.mean.detach(), scorer.sizes).reshape(-1, site.num_latents).mean(0)
         prior.append(mean.double().cpu())
-    gain = ((1 - 2 * solution.population.marginals().double().cpu().mean(0)) * torch.cat(prior).logit()).nan_to_num(0.0)
+    frequency = solution.population.marginals().double().cpu().mean(0)
+    gain = ((1 - 2 * frequency) * torch.cat(prior).logit()).nan_to_num(0.0)
     value, latents = gain.sort(descending=True)
     return latents[value > 0][:_MAX_COMPLEMENTED].tolist()
 
@@ -420,45 +403,41 @@ class DeadLatents:
 
     def propose(self, best: Solution) -> Proposals:
         """Yields solutions fitted with dead latents, while these gain."""
-        for _ in range(_MAX_ROUNDS if best.population is not None and not best.companion else 0):
-            dead = dead_latents(self.profile, best)
-            if not len(dead):
+        for _ in range(0 if best.companion else _MAX_ROUNDS):
+            states = revived_states(self.profile, best)
+            if states.shape[1] == 1:
                 return
             # At this temperature all states count alike.
-            child = fit_states(self.profile, partial(_with_dead_latents, _population(best), dead), 1 + len(dead), lambda _: 1e9, best)
+            child = fit_states(self.profile, states, lambda _: 1e9, best)
             before, best = best, (yield child.replace(population=best.population))
             if best is before:
                 return
 
 
-def _with_dead_latents(population: Population, dead: Tensor, scorer: LogJoint) -> Tensor:
-    """Likeliest states, and these with one dead latent each, ``(N, 1 + K, W)``."""
-    space, words = population.space, population.words
-    states = space.unpack(Population(space, words, scorer.score(words)).mode()).unsqueeze(1).repeat(1, 1 + len(dead), 1)
-    states[:, torch.arange(1, 1 + len(dead)), dead] = 1
-    return space.pack(states)
-
-
 # With more posteriors than these bytes hold fewer latents are revived at once.
-def dead_latents(profile: Profile, solution: Solution, max_bytes: int = 2**28) -> Tensor:
-    """Returns dead binary latents whose parameters a step does not change.
+def revived_states(profile: Profile, solution: Solution, max_bytes: int = 2**28) -> Tensor:
+    """Returns likeliest states, and these with a dead latent each, packed ``(N, 1 + K, W)``.
 
-    A first Adam step is equally long for all gradients that are not zero. Of too many latents a random part: as many as states of the
-    given memory, one for each, hold.
+    These are binary latents, inactive in all states, whose parameters a step does not change. A first Adam step is equally long for all
+    gradients that are not zero. Of too many latents a random part: as many as states of the given memory, one for each, hold.
     """
+    space, words = _population(solution).space, _population(solution).words
     with Trainer(profile, solution=solution) as trainer:
-        trainer.insert_states(solution.states)
+        states = space.unpack(Population(space, words, trainer.scorer().score(words)).mode())
+        trainer.insert_states(words)
         trainer.step()
-        population = trainer.truncated_guide.population()
-        is_off = (population.marginals().amax(0) < _DEAD_PROBABILITY).cpu()
-        latents: Tensor = (is_off & (population.space.cardinality.cpu() == 2)).nonzero().squeeze(1)
+        is_off = (trainer.truncated_guide.population().marginals().amax(0) < _DEAD_PROBABILITY).cpu()
+        dead = (is_off & (space.cardinality.cpu() == 2)).nonzero().squeeze(1)
         parameters = profile.parameters.learned()
         steps = [(value.detach() - solution.parameters[name]).abs() for name, value in parameters.items()]
     if all(bool((step.max() > 0) & (step >= step.max() / 2).all()) for step in steps):
-        return latents[:0]
-    states = solution.states[:, 0]
+        dead = dead[:0]
     most = min(_MAX_REVIVED, rows_per_block(states.numel() * states.element_size(), max_bytes))
-    return latents if len(latents) <= most else latents[torch.randperm(len(latents), device="cpu")[:most].sort().values]
+    if len(dead) > most:
+        dead = dead[torch.randperm(len(dead), device="cpu")[:most].sort().values]
+    states = states.unsqueeze(1).repeat(1, 1 + len(dead), 1)
+    states[:, torch.arange(1, 1 + len(dead)), dead] = 1
+    return space.pack(states)
 
 
 # --- the pool ---
@@ -511,10 +490,8 @@ class SolutionPool:
         """Lets restarts exchange latents, from the best one on."""
         self.groups = groups
         if groups:
-            self._redundant = RedundantLatents(groups, self._profile)
             first, self.best = self.best, NOTHING
-            if first.parameters:
-                self._join(first)
+            self._join(first)
 
     def is_complete(self) -> bool:
         """Whether two restarts have found each latent of the best, none redundant."""
@@ -551,7 +528,7 @@ class SolutionPool:
 
         They are not tried while other restarts still add to it.
         """
-        return bool(self.groups) and self._improve(self._redundant, self.refine)
+        return bool(self.groups) and self._improve(RedundantLatents(self.groups, self._profile), self.refine)
 
     def _join(self, solution: Solution) -> None:
         """Adds latents of a restart to the best, then of others."""
@@ -564,38 +541,37 @@ class SolutionPool:
             if any(gains):
                 queue = [member for member in self._members if member is not other]
         if self.best is before:
-            self._improve(self._redundant, self.refine)
+            self.use_redundant_latents()
 
     def _cross(self, other: Solution) -> bool:
         """Whether the best has become better by what another one has found."""
         if self.best is NOTHING:
             self.best = other
             return False
-        before = self.best
-        best, lesser = sorted((before, other), key=attrgetter("finite_energy"), reverse=True)
-        self.best = improve(self._profile, best, Crossover(self.groups, lesser), self._trained_by(self.refine), self.moves)
-        return self.best is not before
+        best, lesser = sorted((self.best, other), key=attrgetter("finite_energy"), reverse=True)
+        return self._try(Crossover(self.groups, lesser), best, self.refine)
 
     def _improve(self, move: Move, refine: Refine) -> bool:
         """Whether a move improves the best; it is not repeated on it."""
-        before = self.best
-        if before is self._failures.get(move.name):
+        if self.best is self._failures.get(move.name):
             return False
-        self.best = self._failures[move.name] = improve(self._profile, before, move, self._trained_by(refine), self.moves)
-        return self.best is not before
+        has_gained = self._try(move, self.best, refine)
+        self._failures[move.name] = self.best
+        return has_gained
 
-    def _trained_by(self, refine: Refine) -> Refine:
-        """Returns what trains a proposal, and keeps it if that helps.
+    def _try(self, move: Move, solution: Solution, refine: Refine) -> bool:
+        """Whether a move of the best, or of a better one, gains.
 
         Beside continuous latents the free energy of an untrained child is an estimate with the parent's spread. There only trained
         children count.
         """
 
         def train_child(profile: Profile, child: Solution) -> Solution:
-            solution = self.groups[0].populate(refine(profile, child))
-            return solution if child.companion else max(child, solution, key=attrgetter("free_energy"))
+            trained = self.groups[0].populate(refine(profile, child))
+            return trained if child.companion else max(child, trained, key=attrgetter("free_energy"))
 
-        return train_child
+        before, self.best = self.best, improve(self._profile, solution, move, train_child, self.moves)
+        return self.best is not before
 
     def _find_singletons(self, group: Recombination) -> Tensor:
         return torch.stack([group.shared_mask(self.best, member) for member in self._members]).sum(0) < 2

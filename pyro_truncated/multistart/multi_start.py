@@ -30,7 +30,6 @@ from pyro_truncated.multistart.solution import (
     share_most,
 )
 from pyro_truncated.multistart.trainer import (
-    LAST_RATE,
     Schedule,
     Trainer,
     converge,
@@ -106,11 +105,10 @@ class MultiStart:
             return start_overcomplete(profile)
         if self.pool.targets is None:
             return run_restart(profile, profile.temperature)
-        assert profile.space is not None
-        states = linear_code(profile, self.pool.targets)
         # The network learns to decode these states, one of each data point.
-        fit_states(profile, profile.space.pack(states.unsqueeze(1)))
-        return run_restart(profile, 1.0, states)
+        words = linear_code(profile, self.pool.targets).unsqueeze(1)
+        fit_states(profile, words)
+        return run_restart(profile, 1.0, words)
 
     def _prepare_exchange(self, first: dict[str, Tensor]) -> None:
         """Finds out what restarts exchange, or whether a linear model starts them."""
@@ -125,7 +123,7 @@ class MultiStart:
 
 
 def linear_code(profile: Profile, targets: Tensor) -> Tensor:
-    """Returns states ``(N, H)`` of a linear model of the decoded values."""
+    """Returns packed states ``(N, W)`` of a linear model of the decoded values."""
     assert profile.space is not None
     linear = LinearCauses(targets.shape[1], profile.space.num_latents).to(targets.device)
     config = dataclasses.replace(profile.config, initializer=None, moves=(), temperature=None, tolerance=None, lr=None)
@@ -134,10 +132,10 @@ def linear_code(profile: Profile, targets: Tensor) -> Tensor:
     with restore_driver(linear), progress_bar(False) as bar:
         multi_start.run(bar)
     best = multi_start.pool.best
+    assert best.population is not None
     with Trainer(linear_profile, solution=best) as trainer:
-        trainer.insert_states(best.states)
-        population = trainer.truncated_guide.population()
-    return population.space.unpack(population.mode())  # type: ignore[no-any-return]
+        trainer.insert_states(best.population.words)
+        return trainer.truncated_guide.population().mode()  # type: ignore[no-any-return]
 
 
 class StopRule:
@@ -145,7 +143,6 @@ class StopRule:
 
     def __init__(self, profile: Profile, pool: SolutionPool) -> None:
         self._profile, self._config, self._pool = profile, profile.config, pool
-        self._are_by_gradients = profile.optimizer == "gradients" and not profile.is_resizable
 
     @property
     def min_restarts(self) -> int:
@@ -218,7 +215,8 @@ class StopRule:
             # Covariates do not count.
             size = (self._profile.y if self._pool.targets is None else self._pool.targets)[0].numel()
             gap = max(gap, self._config.network_gap * size)
-        return self._share_code(gap) or self._reach_equal_energies(self._are_by_gradients or self._profile.learns_causes)
+        must_be_alike = self._profile.learns_causes or (self._profile.optimizer == "gradients" and not self._profile.is_resizable)
+        return self._share_code(gap) or self._reach_equal_energies(must_be_alike)
 
     def _share_code(self, gap: float) -> bool:
         """Whether a restart within the gap has the latents of the best."""
@@ -228,12 +226,10 @@ class StopRule:
 
     def _reach_equal_energies(self, must_be_alike: bool) -> bool:
         """Whether the best two independent restarts have equal free energies everywhere."""
-        if not self._pool.estimates:
-            return False
         best, *others = sorted(self._pool.estimates, key=lambda one: one.free_energy, reverse=True)
         # How far apart the best two may be.
         lead = self._profile.tolerance * (len(self._pool.estimates) / 2 if self._profile.is_mixture else 1)
-        near = [other for other in others if energies_agree([best, other], lead)]
+        near = [other for other in others if energies_agree(best, other, lead)]
         is_reached = any(not must_be_alike or explain_equally(best, other, self._profile.tolerance) for other in near)
         return is_reached and self._pool.best.free_energy <= best.free_energy + lead
 
@@ -386,10 +382,12 @@ def _with_former_arguments(config: LearnConfig, restarts: int | None, former: Ma
 
 def _train(profile: Profile, best: Solution, steps: int, bar: ProgressBar) -> tuple[Trainer, FreeEnergyEstimate]:
     """Trains on all data from the best restart."""
-    trainer = Trainer(profile if profile.has_companion else profile.replace(lrd=LAST_RATE ** (1 / steps)))
+    trainer = Trainer(profile)
+    if not profile.has_companion:
+        trainer.slow_down(steps)
     trainer.take_over(best.companion)
     if best.population is not None:
-        trainer.insert_states(own_rows(best.states, profile.y))
+        trainer.insert_states(own_rows(best.population.words, profile.y))
     else:
         bar.set_description_str("search for states")
         trainer.find_states()

@@ -51,7 +51,6 @@ class Profile:
     space: StateSpace | None = None  # states of a data point; None for Gibbs samplers
     temperature: Callable[[int], float] = lambda step: 1.0  # of a restart, by its step
     tolerance: float = 0.0  # largest difference in nats per data point of two restarts that agree
-    lrd: float = 1.0  # multiplies the learning rate from step to step
     max_count: int | Mapping[str, int] | None = None  # largest value of count sites without an upper end
     generator: torch.Generator | None = None
     is_product: bool = False  # each node of the program has a set of states

@@ -16,7 +16,6 @@ from pyro_truncated.multistart.trainer import Trainer, convergence_schedule, tra
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.search.conditional import Moves, single_changes
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.annealing import Temperature
 from pyro_truncated.utils.parameter_store import empty_store
 
 # Share of a latent's data points above which another one is its substitute.
@@ -149,75 +148,61 @@ def start_overcomplete(profile: Profile) -> Solution:
         growth = 1 if profile.is_large else profile.config.growth
         larger = profile.replace(model=model.with_latents(torch.arange(model.num_latents).repeat(growth)))
         larger.initialize()
-        pruner = _Pruner(larger, profile.temperature)
-        pruner.take(steps)
+        trainer = Trainer(larger, profile.temperature)
+        _take(trainer, steps)
         if profile.is_large:
-            return pruner.converge(max(1, steps // 2))
-        pruner.prune(model.num_latents)
+            return _converge(trainer, max(1, steps // 2))
+        trainer, _ = _prune(trainer, model.num_latents)
         if not profile.learns_causes:
-            return pruner.converge(steps)
-        original = pruner.trainer.record(NOTHING.estimate)
-        positions = pruner.prune_redundant()
-        solution = pruner.converge(steps)
+            return _converge(trainer, steps)
+        original = trainer.record(NOTHING.estimate)
+        trainer, positions = _prune(trainer)
+        solution = _converge(trainer, steps)
         if len(positions) == model.num_latents:
             return solution
-        return _add_inactive_latents(pruner.trainer.profile, solution, original, positions)
+        return _add_inactive_latents(trainer.profile, solution, original, positions)
 
 
-class _Pruner:
-    """A run whose model loses latents."""
+def _take(trainer: Trainer, steps: int) -> None:
+    for _ in range(steps):
+        trainer.step()
 
-    def __init__(self, profile: Profile, temperature: Temperature) -> None:
-        self.trainer = Trainer(profile, temperature)
-        self.num_parameters = num_parameters_per_latent(profile)
 
-    def converge(self, steps: int) -> Solution:
-        return self.trainer.record(train(self.trainer, convergence_schedule(self.trainer.profile, steps)))
+def _converge(trainer: Trainer, steps: int) -> Solution:
+    return trainer.record(train(trainer, convergence_schedule(trainer.profile, steps)))
 
-    def take(self, steps: int) -> None:
-        for _ in range(steps):
-            self.trainer.step()
 
-    def _losses(self) -> tuple[Tensor, Tensor]:
-        return deletion_losses(self.trainer.truncated_guide.population(), self.trainer.scorer(), self.trainer.profile.config.pruning_depth)
+def _prune(trainer: Trainer, number: int | None = None) -> tuple[Trainer, Tensor]:
+    """Prunes a run's model to so many latents, or redundant ones.
 
-    def prune(self, number: int) -> None:
-        """Prunes to so many latents, a third of the surplus each time."""
-        while (surplus := self.trainer.profile.model.num_latents - number) > 0:
-            self._drop(select_for_pruning(*self._losses(), max(1, surplus // 3)))
-
-    def prune_redundant(self) -> Tensor:
-        """Prunes redundant latents, a third at a time; returns positions of others."""
-        positions = torch.arange(self.trainer.profile.model.num_latents)
-        while len(positions) > 1:
-            losses, substitutes = self._losses()
-            num_spare = int(redundant_mask(losses, self.num_parameters, self.trainer.profile.num_data).sum())
-            if not num_spare:
-                break
-            latents = select_for_pruning(losses, substitutes, min(max(1, num_spare // 3), len(positions) - 1))
-            positions = positions[self._drop(latents).to(positions.device)]
-        return positions
-
-    def _drop(self, latents: Tensor) -> Tensor:
-        """Drops some latents and returns the positions of the others."""
-        before, model = self.trainer, self.trainer.profile.model
-        others = torch.ones(model.num_latents, dtype=torch.bool, device=latents.device).index_fill(0, latents, False).nonzero().squeeze(1)
-        states = before.truncated_guide.population().states()[..., others]
-        profile = before.profile.replace(model=model.with_latents(others))
-        if len(others) > 1:  # a single latent keeps its parameters
-            self.num_parameters = num_parameters_per_latent(profile)
+    A third of the surplus goes each time. Returns the run of the last model, and the positions of its latents among the first ones.
+    """
+    positions = torch.arange(trainer.profile.model.num_latents)
+    while len(positions) > (number or 1):
+        profile, population, companion = trainer.profile, trainer.truncated_guide.population(), trainer.companion
+        losses, substitutes = deletion_losses(population, trainer.scorer(), profile.config.pruning_depth)
+        if number is None:
+            surplus = int(redundant_mask(losses, num_parameters_per_latent(profile), profile.num_data).sum())
+        else:
+            surplus = len(positions) - number
+        if not surplus:
+            break
+        latents = select_for_pruning(losses, substitutes, min(max(1, surplus // 3), len(positions) - 1))
+        others = torch.ones(len(positions), dtype=torch.bool, device=latents.device).index_fill(0, latents, False).nonzero().squeeze(1)
         # Pyro's store holds the larger model's parameters under these names.
         pyro.clear_param_store()
-        self.trainer = Trainer(profile)
-        self.trainer.take_over(before.companion)
-        self.trainer.insert_states(states)
-        self.take(profile.config.pruning_steps)
-        return others
+        trainer = Trainer(profile.replace(model=profile.model.with_latents(others)))
+        trainer.take_over(companion)
+        trainer.insert_states(trainer.truncated_guide.space.pack(population.states()[..., others]))
+        _take(trainer, profile.config.pruning_steps)
+        positions = positions[others.to(positions.device)]
+    return trainer, positions
 
 
 def _add_inactive_latents(profile: Profile, solution: Solution, original: Solution, positions: Tensor) -> Solution:
     """Adds inactive latents to learned ones at some positions."""
     assert original.population is not None
+    assert solution.population is not None
     model, y, number = profile.model, profile.y, original.states.shape[-1]
     place = torch.zeros(number, dtype=torch.long).index_copy(0, positions, torch.arange(len(positions)))
     spare = torch.ones(number, dtype=torch.bool).index_fill(0, positions, False).nonzero().squeeze(1)
@@ -231,10 +216,8 @@ def _add_inactive_latents(profile: Profile, solution: Solution, original: Soluti
             parameters[name] = value.index_copy(axes[0], index, original.parameters[name].index_select(axes[0], index))
     states = torch.zeros_like(original.states[:, :1]).repeat(1, solution.states.shape[1], 1)
     states[..., positions] = solution.states
-    # Training scores them anew.
-    words = original.population.space.pack(states)
-    log_joint = states.new_zeros(words.shape[:-1], dtype=original.population.log_joint.dtype)
-    return solution.replace(parameters=parameters, population=Population(original.population.space, words, log_joint))
+    space = original.population.space
+    return solution.replace(parameters=parameters, population=Population(space, space.pack(states), solution.population.log_joint))
 
 
 def num_parameters_per_latent(profile: Profile) -> int:

@@ -113,15 +113,12 @@ def best_two(estimates: Sequence[FreeEnergyEstimate]) -> list[FreeEnergyEstimate
     return sorted(estimates, key=lambda one: one.free_energy, reverse=True)[:2]
 
 
-def energies_agree(estimates: Sequence[FreeEnergyEstimate], tolerance: float) -> bool:
-    """Whether the best two reached one free energy, within tolerance and noise.
+def energies_agree(best: FreeEnergyEstimate, second: FreeEnergyEstimate, tolerance: float) -> bool:
+    """Whether two runs reached one free energy, within tolerance and noise.
 
     Both must have converged: what they will still gain lies in the tolerance. Data points at either end do not count, see
     :func:`without_extremes`; terms of no data point count in full.
     """
-    if len(estimates) < 2:
-        return False
-    best, second = best_two(estimates)
     difference = best.free_energy - second.free_energy
     if best.each is not None and second.each is not None:
         each = best.each - second.each

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Self, cast
 
@@ -41,8 +41,6 @@ from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 # Most search rounds before training; steps between two moves of mixture components.
 _MAX_SEARCH_ROUNDS, _RELOCATION_STEPS = 10, 10
-# What is left of the learning rate after its decay.
-LAST_RATE = 0.1
 # Beside continuous latents: share of the steps that is a window, so that slow gains are seen; least steps of one.
 _WINDOW_SHARE, _COMPANION_WINDOW_STEPS = 0.25, 20
 # First standard deviations there. At Pyro's 0.1 latents of 36 weights each were lost to their noise
@@ -79,10 +77,9 @@ class Trainer:
             self.guide, self.truncated_guide, space = _guides(profile, temperature is not None)
             search = profile.make_search(space)
             self.elbo = Truncated_ELBO(search, temperature=1.0 if temperature is None or profile.has_companion else temperature)
-        is_mixture = hasattr(profile.model, "split_and_merge") and self.truncated_guide is not None
-        self._moves_components = is_mixture and not self.truncated_guide.populations.is_part
+        self._moves_components = hasattr(profile.model, "split_and_merge") and not profile.spans_processes
         self._relocation_generator = torch.Generator().manual_seed(0)
-        self._rate, self._num_steps = 1.0, 0
+        self._rate, self._decay, self._num_steps = 1.0, 1.0, 0
 
         self.parameters = ModelParameters(profile.model, profile.y, self.guide[0] if profile.has_companion else None)
         units: dict[str, float] = {}
@@ -90,7 +87,7 @@ class Trainer:
         def options(name: str) -> dict[str, float]:
             if name not in units:
                 units.update(self.parameters.units())
-            return optimiser_options(profile.lr * self._rate, profile.lrd, units[name], self.parameters.in_layer(name))
+            return optimiser_options(profile.lr * self._rate, self._decay, units[name], self.parameters.in_layer(name))
 
         self._adam = ClippedAdam(cast("Any", options))
         # Of data that all processes hold whole, as restarts do, each has the whole gradient.
@@ -159,19 +156,17 @@ class Trainer:
         if self.profile.has_decoder and self.profile.num_data == len(self.profile.y):
             fit_decoder(self.profile.model, self.profile.y, self.truncated_guide)
 
-    def slow_down(self, steps: int) -> None:
-        """Lets the learning rate fall to a tenth in so many steps."""
-        for group in self._parameter_groups():
-            group["lrd"] = LAST_RATE ** (1 / steps)
+    def slow_down(self, steps: int, share: float = 0.1) -> None:
+        """Lets the learning rate fall to a share in so many steps."""
+        self.set_rate(self._rate, share ** (1 / steps))
 
-    def set_rate(self, rate: float) -> None:
-        """Sets the learning rate, relative to the first one."""
-        for group in self._parameter_groups():
-            group["lr"] *= rate / self._rate
-        self._rate = rate
-
-    def _parameter_groups(self) -> Iterator[dict[str, Any]]:
-        return (group for optimizer in self._adam.optim_objs.values() for group in optimizer.param_groups)
+    def set_rate(self, rate: float, decay: float = 1.0) -> None:
+        """Sets the learning rate relative to the first, and its decay."""
+        for optimizer in self._adam.optim_objs.values():
+            for group in optimizer.param_groups:
+                group["lr"] *= rate / self._rate
+                group["lrd"] = decay
+        self._rate, self._decay = rate, decay
 
     def intensify_search(self) -> bool:
         """Searches more thoroughly from now on, unless you named the search.
@@ -206,14 +201,12 @@ class Trainer:
         self.elbo.search = before
 
     @torch.no_grad()
-    def insert_states(self, states: Tensor) -> None:
-        """Merges states, repetitions allowed, into a new guide's populations."""
-        guide = self.truncated_guide
-        if guide is not None:
-            log_joint = self.scorer()
-            words, population = guide.space.pack(states), guide.rescore(log_joint)
-            union = population.merge(Population(guide.space, words, log_joint.score(words).to(population.log_joint)))
-            guide.populations.store_(union.log_joint, None, union.words)
+    def insert_states(self, words: Tensor) -> None:
+        """Merges packed states, repetitions allowed, into a new guide's populations."""
+        guide, log_joint = self.truncated_guide, self.scorer()
+        population = guide.rescore(log_joint)
+        union = population.merge(Population(guide.space, words, log_joint.score(words).to(population.log_joint)))
+        guide.populations.store_(union.log_joint, None, union.words)
 
     def end(self) -> None:
         """Releases the model for other training, and keeps the guide's results."""
@@ -303,7 +296,7 @@ class Schedule:
     window: int = 5  # steps of which the gain is measured
     stride: int = 1  # steps between two measurements
     is_relative: bool = False  # the gain is divided by that of all steps
-    decay: int = 0  # steps at a falling learning rate, after convergence
+    decay: int = 0  # steps at a falling learning rate, after the others
     # Multiplies the learning rate before the first plateau; None: it does not fall from plateau to plateau.
     first_rate: float | None = None
     # Standard errors added to gains of plateaus. One more hides no slow gain, one less ends no later than noise allows.
@@ -363,7 +356,8 @@ def train(trainer: Trainer, schedule: Schedule) -> FreeEnergyEstimate:
         trainer.intensify_search()
     values = _until_convergence(trainer, schedule)
     if schedule.decay:
-        trainer.fit_decoder()
+        if values:
+            trainer.fit_decoder()
         trainer.slow_down(schedule.decay)
         values += [trainer.step() for _ in range(schedule.decay)]
     trainer.end()
@@ -462,15 +456,15 @@ class FixedStates(Search):
         return batch.population
 
 
-def run_restart(profile: Profile, temperature: Temperature, states: Tensor | None = None) -> Solution:
-    """Trains briefly from a drawn start, or from parameters and states ``(N, L)``."""
+def run_restart(profile: Profile, temperature: Temperature, words: Tensor | None = None) -> Solution:
+    """Trains briefly from a drawn start, or from parameters and packed states."""
     profile.initialize()
     with Trainer(profile, temperature) as trainer:
         if profile.optimizer == "gradients":
             trainer.set_up()
             trainer.parameters.approach(profile.generator)
-        if states is not None:
-            trainer.insert_states(states.unsqueeze(1))
+        if words is not None:
+            trainer.insert_states(words)
         return trainer.record(train(trainer, restart_schedule(profile, temperature, profile.config.restart_steps)))
 
 
@@ -478,7 +472,7 @@ def retrain(profile: Profile, solution: Solution, schedule: Schedule, *, searche
     """Trains from a solution and its states, searched before if wanted."""
     with Trainer(profile, solution=solution) as trainer:
         if solution.population is not None:
-            trainer.insert_states(solution.states)
+            trainer.insert_states(solution.population.words)
         if searches:
             trainer.find_states()
         return trainer.record(train(trainer, schedule))
@@ -496,20 +490,12 @@ def converge(profile: Profile, solution: Solution) -> Solution:
 
 def settle(profile: Profile, solution: Solution) -> Solution:
     """Trains briefly in ever smaller steps from a nearly final solution."""
-    steps = max(1, profile.config.restart_steps // 2)
-    return retrain(profile.replace(lrd=LAST_RATE ** (1 / steps)), solution, Schedule(steps, steps))
+    return retrain(profile, solution, Schedule(0, 0, decay=max(1, profile.config.restart_steps // 2)))
 
 
-def fit_states(
-    profile: Profile,
-    words: Tensor | Callable[[LogJoint], Tensor],
-    num_states: int = 1,
-    temperature: Temperature | None = None,
-    solution: Solution | None = None,
-) -> Solution:
+def fit_states(profile: Profile, words: Tensor, temperature: Temperature | None = None, solution: Solution | None = None) -> Solution:
     """Fits parameters briefly to packed states ``(N, S, W)`` that stay as they are."""
-    with Trainer(profile.replace(search=FixedStates(), num_states=num_states), temperature, solution) as trainer:
-        scorer, guide, steps = trainer.scorer(), trainer.truncated_guide, profile.config.restart_steps
-        states = words(scorer) if callable(words) else words
-        guide.populations.store_(scorer.score(states), None, states)
+    with Trainer(profile.replace(search=FixedStates(), num_states=words.shape[1]), temperature, solution) as trainer:
+        scorer, steps = trainer.scorer(), profile.config.restart_steps
+        trainer.truncated_guide.populations.store_(scorer.score(words), None, words)
         return trainer.record(train(trainer, Schedule(steps, steps)))

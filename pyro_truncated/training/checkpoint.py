@@ -30,7 +30,15 @@ from pyro_truncated.training import checkpoint_file
 from pyro_truncated.training.checkpoint_file import read_rows, remove_others, rows_folder, write_rows
 from pyro_truncated.training.fingerprint import describe_run
 from pyro_truncated.utils.devices import module_device, to_device
-from pyro_truncated.utils.parameter_store import absolute_names, empty_store, relative_names, replaced_parameters, spare_random_numbers
+from pyro_truncated.utils.parameter_store import (
+    absolute_names,
+    empty_store,
+    load_snapshot,
+    relative_names,
+    replaced_parameters,
+    snapshot,
+    spare_random_numbers,
+)
 
 # Raised whenever older files can be read no more: names of modules, buffers or parts have changed.
 LAYOUT = 4
@@ -188,16 +196,16 @@ def refuse_other_runs(
     """Compares a run and its settings with the saved ones."""
     if unknown := sorted(set(may_differ) - set(MAY_DIFFER)):
         raise ValueError(f"may_differ names {unknown}; the parts of a run are {list(MAY_DIFFER)}")
-    if settings is not None and (lines := _differing_settings(content["settings"], settings)):
+    if settings is not None and (lines := "; ".join(_differences(content["settings"], settings).values())):
         raise ValueError(f"{path} was written by a run with other settings ({lines}). Use those, another file, or start over without it.")
-    all_names = {*run, *(content["run"] if any(_group(name) == "data" for name in run) else ())}
-    names = sorted(name for name in all_names if _group(name) not in may_differ and content["run"].get(name) != run.get(name))
-    if names:
-        groups = sorted({_group(name) for name in names})
-        lines = "; ".join(_difference(name, content["run"].get(name, "absent"), run.get(name, "absent")) for name in names)
+    is_of_data = any(_group(name) == "data" for name in run)
+    saved = {name: value for name, value in content["run"].items() if is_of_data or name in run}
+    differences = {name: line for name, line in _differences(saved, run).items() if _group(name) not in may_differ}
+    if differences:
+        groups = sorted({_group(name) for name in differences})
         raise ValueError(
-            f"{path} was written by another run: {lines}. Give this run another file or remove that one to start over; "
-            f"to go on from it nevertheless, pass may_differ={groups}"
+            f"{path} was written by another run: {'; '.join(differences.values())}. Give this run another file or remove that one to start "
+            f"over; to go on from it nevertheless, pass may_differ={groups}"
         )
 
 
@@ -205,17 +213,18 @@ def _group(name: str) -> str:
     return "data" if name.startswith("argument") else name
 
 
-def _difference(name: str, saved: str, now: str) -> str:
-    """Returns where two descriptions differ, 160 characters from 40 before the first difference."""
-    same = next((i for i, (a, b) in enumerate(zip(saved, now, strict=False)) if a != b), min(len(saved), len(now)))
-    start = max(0, same - 40) if max(len(saved), len(now)) > 160 else 0
-    cut = ["..." * bool(start) + text[start : start + 160] + "..." * (len(text) > start + 160) for text in (saved, now)]
-    return f"{name}: {cut[0]} in the checkpoint, {cut[1]} now"
-
-
-def _differing_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
-    names = sorted((saved.keys() ^ current.keys()) | {name for name in saved.keys() & current.keys() if saved[name] != current[name]})
-    return "; ".join(f"{name}: {saved.get(name, 'absent')} in the checkpoint, {current.get(name, 'absent')} now" for name in names)
+def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, str]:
+    """Returns where descriptions differ, 160 characters from 40 before the first difference."""
+    lines = {}
+    for name in sorted(saved.keys() | current.keys()):
+        if name in saved and name in current and saved[name] == current[name]:
+            continue
+        then, now = (str(values.get(name, "absent")) for values in (saved, current))
+        same = next((i for i, (a, b) in enumerate(zip(then, now, strict=False)) if a != b), min(len(then), len(now)))
+        start = max(0, same - 40) if max(len(then), len(now)) > 160 else 0
+        cut = ["..." * bool(start) + text[start : start + 160] + "..." * (len(text) > start + 160) for text in (then, now)]
+        lines[name] = f"{name}: {cut[0]} in the checkpoint, {cut[1]} now"
+    return lines
 
 
 def _refuse_other_models(content: dict[str, Any], run: RunParts, path: str | Path) -> None:
@@ -281,9 +290,7 @@ class RunParts:
         """Loads a state, perhaps without optimiser or search."""
         for name, module in self.modules.items():
             module.load_state_dict(state["modules"][name])
-        with torch.no_grad():
-            for name, value in state["params"].items():
-                self.params[name].copy_(value)
+        load_snapshot([self.params[name] for name in state["params"]], state["params"].values())
         if "optimizer" not in leaves:
             if hasattr(self._optim, "optim_objs"):
                 # Pyro gives a state only to optimisers of parameters that it has not met.
@@ -308,7 +315,7 @@ class RunParts:
             for part in module.modules()
         ]
         tensors = [*self.params.values(), *(param for module in self.modules.values() for param in module.parameters())]
-        values = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        values = snapshot(tensors)
         optim = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in vars(self._optim).items()}
         generators = [(generator, generator.get_state()) for _, generator in self._generators()]
         counts, search_state = self._counts(), {} if self._search is None else self._search.state_dict()
@@ -316,9 +323,7 @@ class RunParts:
         def undo() -> None:
             for part, attributes in parts:
                 part.__dict__.update(attributes)
-            with torch.no_grad():
-                for tensor, value in values:
-                    tensor.copy_(value)
+            load_snapshot(tensors, values)
             vars(self._optim).update(optim)
             if self._search is not None:
                 self._search.load_state_dict(search_state)
@@ -394,7 +399,7 @@ def save_sharded_checkpoint(
     content = _make_content(svi, history=history, settings=settings, run=run)
     modules, optim = content["modules"], content["optim"]
     modules["guide"] = {name: value for name, value in modules["guide"].items() if not _PORTION_NAME.search(name)}
-    rows: dict[str, Tensor] = {_short(name): modules["guide"].pop(name) for name in _row_names(svi.guide)}
+    rows: dict[str, Tensor] = {name.removeprefix(_POPULATIONS): modules["guide"].pop(name) for name in _row_names(svi.guide)}
     if isinstance(svi.guide, AutoTruncated) and isinstance(svi.guide.populations, ProductStore):
         numbers = [len(store.words) // store.portion.size for store in svi.guide.populations.stores if store.portion is not None]
         rows = _group_by_data_point(rows, numbers, portion.size)
@@ -438,7 +443,7 @@ def for_this_process(content: dict[str, Any], path: Path, svi: SVI, arguments: A
     names = [name for name in _row_names(svi.guide) if stored_rows is not None or name in modules.get("guide", {})]
     if stored_rows is None:
         assert portion is not None
-        every = {_short(name): modules["guide"][name] for name in names}
+        every = {name.removeprefix(_POPULATIONS): modules["guide"][name] for name in names}
         number = count_saved_groups(modules.get("guide", {}), _POPULATIONS)
         if number and isinstance(svi.guide, AutoTruncated):
             numbers = _count_nodes(svi.guide, *arguments)
@@ -464,7 +469,7 @@ def for_this_process(content: dict[str, Any], path: Path, svi: SVI, arguments: A
         if name.startswith("groups.") and value is not None:
             names.append(_POPULATIONS + name)
             rows[name] = value.transpose(0, 1).flatten(0, 2)
-    modules["guide"] |= {name: rows[_short(name)] for name in names if _short(name) in rows}
+    modules["guide"] |= {name: rows[short] for name in names if (short := name.removeprefix(_POPULATIONS)) in rows}
     if rows.get("visited") is not None:
         optim["visited"] = rows["visited"]
     search_rows = {name.removeprefix(_SEARCH): value for name, value in rows.items() if value is not None}
@@ -487,10 +492,6 @@ def _group_by_data_point(rows: dict[str, Tensor], numbers: list[int], size: int)
             raise ValueError(f"the checkpoint holds {len(value)} sets of {number} nodes, which are not of {size} data points")
         result[name] = value.unflatten(0, (number, size, -1)).transpose(0, 1)
     return result
-
-
-def _short(name: str) -> str:
-    return name.removeprefix(_POPULATIONS)
 
 
 def _population_portion(portion: Portion, total: int, path: Path) -> Portion:

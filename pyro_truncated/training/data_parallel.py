@@ -113,15 +113,13 @@ def divide_loss(parts: Sequence[AutoTruncated]) -> AbstractContextManager[Any]:
     return EqualShares(_data_plates(parts)) if span_processes(parts) else nullcontext()
 
 
-def refuse_minibatches(parts: Sequence[AutoTruncated]) -> None:
-    """Refuses minibatches of several processes beside other guides."""
-    if span_processes(parts) and current_batch() is not None:
-        raise NotImplementedError("distributed.Batches beside other guides needs one process; leave the minibatches out, or train in one")
-
-
-def refuse_local_draws(parts: Sequence[AutoTruncated], guide: Call) -> None:
-    """Refuses what is not the same on several processes as on one."""
+def refuse_local_draws(parts: Sequence[AutoTruncated], guide: Call, is_new: bool) -> None:
+    """Refuses minibatches, and local draws of a new guide, on several processes."""
     if not span_processes(parts):
+        return
+    if current_batch() is not None:
+        raise NotImplementedError("distributed.Batches beside other guides needs one process; leave the minibatches out, or train in one")
+    if not is_new:
         return
     with spare_random_numbers(), torch.no_grad(), isolate():
         nodes = sample_nodes(guide.trace())

@@ -41,7 +41,6 @@ from pyro_truncated.training.data_parallel import (
     divide_loss,
     propagate_errors,
     refuse_local_draws,
-    refuse_minibatches,
     share_draws,
     total,
     total_loss_for_ddp,
@@ -257,15 +256,14 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
             hint = f"leave it out beside other guides; got {type(guide).__name__}"
             raise NotImplementedError(f"a temperature needs a guide that is one AutoTruncated; {hint}")
         with spare_random_numbers():
-            if self._known_guide is not guide:
+            is_new = self._known_guide is not guide
+            if is_new:
                 refuse_shadowed_parameters(call.model, guide)
             parts = self._others.parts(call, guide)
             if not parts:
                 kind = type(guide).__name__
                 raise TypeError(f"Truncated_ELBO needs a guide with an AutoTruncated part; got {kind}: use Pyro's own ELBOs for it")
-            refuse_minibatches(parts)
-            if self._known_guide is not guide:
-                refuse_local_draws(parts, call.with_program(guide))
+            refuse_local_draws(parts, call.with_program(guide), is_new)
             self._meet(call, guide)
             self._others.prepare(call, guide)
         return SearchRequest(self.search, self.search_steps) if self._search_is_due() else nullcontext()

@@ -22,6 +22,11 @@ def ended(profile: Profile, estimate: FreeEnergyEstimate, **fields: Any) -> Solu
     return Solution(estimate, ModelParameters(profile.model, profile.y).snapshot(), **fields)
 
 
+def ended_with_states(profile: Profile, estimate: FreeEnergyEstimate) -> Solution:
+    """The same with the states that a guide begins with, for restarts that exchange latents."""
+    return ended(profile, estimate, population=profile.set_up_guide().population())
+
+
 class ScriptedMultiStart(MultiStart):
     """Restarts that are given."""
 

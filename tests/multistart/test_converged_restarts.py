@@ -46,6 +46,8 @@ def test_latents_of_a_restart_that_are_redundant_are_in_no_state_and_the_others_
     is_on = (found.states > 0).any(0).any(0)
     profile.model.load_state_dict(found.parameters)
     assert 6 <= int(is_on.sum()) < 10
+    # The states have the posterior that was reached with them.
+    assert torch.equal(found.population.free_energy(), found.estimate.each)
     assert matched_bars(profile.model.weight[:, is_on], bars.components) == 6
 
 

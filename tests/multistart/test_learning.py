@@ -39,7 +39,7 @@ from pyro_truncated.multistart.pruning import deletion_losses, select_for_prunin
 from pyro_truncated.multistart.solution import FreeEnergyEstimate
 from pyro_truncated.search import LearnedFlips, NeighbourSearch, Singletons, SurrogateSearch
 from pyro_truncated.training import cooling
-from tests.multistart.scripted import disagreement, ended, scripted_restarts
+from tests.multistart.scripted import disagreement, ended_with_states, scripted_restarts
 from tests.multistart.started_models import StartedAtRows
 
 QUICK = {"progress": False, "steps": 3, "restarts": 2, "num_states": 8, "config": LearnConfig(restart_steps=3, tolerance=1e6)}
@@ -552,7 +552,7 @@ def test_starts_of_a_function_do_not_begin_where_others_have_ended(rates):
         begun.append(pyro.param("own.loc").detach().clone())
         with torch.no_grad():
             pyro.get_param_store()["own.loc"].unconstrained().add_(3000.0)
-        return ended(profile, FreeEnergyEstimate(float(len(begun))))
+        return ended_with_states(profile, FreeEnergyEstimate(float(len(begun))))
 
     found = scripted_restarts(model, 50 * torch.rand(20, generator=generator()), start, max_restarts=3)
     assert disagreement(found)
@@ -570,7 +570,7 @@ def test_twice_as_many_starts_are_made_where_they_exchange_latents(rates, starts
 
     def start(profile, *args):
         begun.append(0)
-        return ended(profile, FreeEnergyEstimate(float(len(begun))))
+        return ended_with_states(profile, FreeEnergyEstimate(float(len(begun))))
 
     pyro.set_rng_seed(0)
     y = 50 * torch.rand(20, generator=generator())

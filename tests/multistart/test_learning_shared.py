@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_truncated import LearnConfig, Truncated_ELBO, learn
 from pyro_truncated.multistart.model_parameters import ModelParameters
-from pyro_truncated.multistart.moves import DeadLatents, dead_latents, improve
+from pyro_truncated.multistart.moves import DeadLatents, improve, revived_states
 from pyro_truncated.multistart.profile import Profile, profile_model
 from pyro_truncated.multistart.solution import FreeEnergyEstimate, Solution
 from pyro_truncated.multistart.trainer import search_and_train
@@ -132,7 +132,8 @@ def test_the_states_of_what_is_woken_at_once_have_a_bound():
     x = torch.randn(10, 6)
     model, y = selection(x, -WEIGHT), x @ WEIGHT
     off, profile = in_states(model, y, torch.zeros(1, 1, 6)), profile_model(model, y, num_states=1)
-    assert len(dead_latents(profile, off)) == 6
-    some = dead_latents(profile, off, max_bytes=17)
-    assert len(some) == 2
-    assert some[0] < some[1]
+    states = profile.space.unpack(revived_states(profile, off))[0]
+    assert torch.equal(states, torch.cat([torch.zeros(1, 6), torch.eye(6)]).to(states))
+    some = profile.space.unpack(revived_states(profile, off, max_bytes=17))[0]
+    assert some.sum(1).tolist() == [0, 1, 1]
+    assert some[1].argmax() < some[2].argmax()

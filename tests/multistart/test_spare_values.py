@@ -10,7 +10,7 @@ from pyro.ops.indexing import Vindex
 from torch import Tensor
 
 from pyro_truncated.multistart.solution import FreeEnergyEstimate
-from tests.multistart.scripted import ended, scripted_restarts, train_best
+from tests.multistart.scripted import ended_with_states, scripted_restarts, train_best
 
 CENTRES = torch.tensor([[0.0, 0.0], [10.0, 0.0], [0.0, 10.0]])
 # All where no data are; one for two clusters, and one for none.
@@ -34,7 +34,7 @@ def test_a_component_that_explains_nothing_is_tried_elsewhere_whichever_start_co
 
     def start(profile, *args):
         pyro.get_param_store()["loc"] = next(ends).clone()
-        return ended(profile, FreeEnergyEstimate(-1000.0))
+        return ended_with_states(profile, FreeEnergyEstimate(-1000.0))
 
     found = scripted_restarts(mixture, y, start, max_restarts=2)
     train_best(found, mixture, y)

@@ -22,6 +22,7 @@ from pyro_truncated.multistart.model_parameters import ModelParameters
 from pyro_truncated.multistart.profile import profile_model
 from pyro_truncated.multistart.solution import FreeEnergyEstimate, share_most
 from pyro_truncated.multistart.trainer import Trainer, fit_states, run_restart
+from pyro_truncated.states.space import StateSpace
 from tests.multistart.scripted import disagreement, ended, scripted_restarts
 
 NUM_LATENTS, NUM_OBSERVED = 4, 6
@@ -228,9 +229,10 @@ def test_a_network_learns_states_that_stay_as_they_are_and_a_start_begins_with_t
 
     before = explained()
     profile = profile_model(model, y, num_states=4, config=LearnConfig(restart_steps=100))
-    fit_states(profile, profile.space.pack(states.long().unsqueeze(1)))
+    words = profile.space.pack(states.long().unsqueeze(1))
+    fit_states(profile, words)
     assert explained() < 0.3 * before
-    found = run_restart(profile_model(model, y, num_states=4, config=LearnConfig(lr=1e-9, restart_steps=1)), 1.0, states.long())
+    found = run_restart(profile_model(model, y, num_states=4, config=LearnConfig(lr=1e-9, restart_steps=1)), 1.0, words)
     assert bool((found.states == states.unsqueeze(1)).all(-1).any(1).double().mean() > 0.8)
 
 
@@ -262,7 +264,7 @@ def test_the_states_of_a_later_restart_are_those_that_a_linear_model_finds(monke
         warnings.simplefilter("ignore")
         guide = learn(behind(perceptron()), y, restarts=2, config=LearnConfig(restart_steps=10), steps=1, num_states=8, progress=False)
     assert [restart.initialisation for restart in guide.learn_report.restarts][1] == "linear model"
-    (code,) = taught
+    code = StateSpace([2] * NUM_LATENTS).unpack(taught[0])
     correlation = torch.corrcoef(torch.cat([code.mT.double(), states.mT.double()]))[:NUM_LATENTS, NUM_LATENTS:].abs()
     assert sorted(correlation.argmax(1).tolist()) == [0, 1, 2, 3]
     assert bool((correlation.amax(1) > 0.9).all())

@@ -373,9 +373,12 @@ def least_needed(losses: Tensor, substitutes: Tensor, number: int) -> Tensor:
     return losses.argsort()[:number]
 
 
-def every_latent(self: Any) -> Tensor:
+PRUNE = pruning._prune
+
+
+def prune_surplus(run: Any, number: int | None = None) -> tuple[Any, Tensor]:
     """No redundant latent is removed."""
-    return torch.arange(self.trainer.profile.model.num_latents)
+    return (run, torch.arange(run.profile.model.num_latents)) if number is None else PRUNE(run, number)
 
 
 # Is called in every run.
@@ -407,9 +410,7 @@ MECHANISMS = {
     "substitutes of pruned latents": Mechanism(
         ((pruning, "select_for_pruning", least_needed),), ((pruning, "select_for_pruning"),), is_there
     ),
-    "pruning of redundant latents": Mechanism(
-        ((pruning._Pruner, "prune_redundant", every_latent),), ((pruning._Pruner, "prune_redundant"),), is_there
-    ),
+    "pruning of redundant latents": Mechanism(((pruning, "_prune", prune_surplus),), ((pruning, "_prune"),), is_there),
     "eight substitutes": Mechanism(config=LearnConfig(pruning_depth=2), watched=REASON),
     "eight restarts of small mixtures": Mechanism(config=LearnConfig(small_mixture=0), watched=REASON),
     "gain of mixtures": Mechanism(config=LearnConfig(mixture_gain=0.01), watched=REASON),

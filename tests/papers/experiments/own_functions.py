@@ -264,7 +264,8 @@ def reached_from_truth(kind: Kind, program: Program, y: Tensor) -> float:
     if kind.evidence is not None:
         return kind.evidence(y)
     steps, last_rate = kind.steps
-    run = Trainer(profile_model(program, y, None, num_states=64).replace(lrd=last_rate ** (1 / steps)))
+    run = Trainer(profile_model(program, y, None, num_states=64))
+    run.slow_down(steps, last_rate)
     values = [run.step() for _ in range(steps)]
     return sum(values[-NUM_LOSSES:]) / NUM_LOSSES
 
