@@ -324,7 +324,7 @@ class ChainProgramRun(ProgramRun):
             for frame in site.frames:
                 if frame.vectorized:
                     enter(stack, plates[frame.name])
-            stack.enter_context(poutine.scale(scale=scorer.scale_beyond_plates))
+            stack.enter_context(poutine.scale(scale=scorer.scale_beyond_subsamples(site.name)))
             # The auxiliary site says that this guide is truncated, and has the log probability of the path.
             path_site = dist.Delta(torch.zeros_like(log_prob, dtype=torch.int64), log_density=log_prob)
             pyro.sample(self._guide.index_name, path_site, infer=infer)

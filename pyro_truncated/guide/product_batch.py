@@ -125,7 +125,7 @@ class ProductBatch(SetBatch[ProductScorer]):
                     f"the populations of {group.sites[:4]} have {len(own.words)} rows, the model's plates {list(group.plates)} now the "
                     f"sizes {sizes}. Make a guide for these data: guide.infer(...), or a new AutoTruncated."
                 )
-            own.check_indices(self.scorer.population_rows(number))
+            own.check_indices(self.scorer.population_rows[number])
         seen, scorer = self.populations.seen, self.scorer
         if scorer.first_sets is None or seen.knows(scorer.call):
             seen.compare(scorer)
@@ -141,7 +141,7 @@ class ProductBatch(SetBatch[ProductScorer]):
         return [self.scorer.insert_known_values(population.words, number) for number, population in enumerate(populations)]
 
     def _take_populations(self) -> list[Population]:
-        return [store.take(self.scorer.population_rows(number)) for number, store in enumerate(self.populations.stores)]
+        return [store.take(rows) for store, rows in zip(self.populations.stores, self.scorer.population_rows, strict=True)]
 
     # --- reading ---
 
@@ -252,6 +252,5 @@ class ProductBatch(SetBatch[ProductScorer]):
         if not self.populations.is_part:
             return SetSearch(self.scorer, random, is_new)
         every = [store.global_rows(torch.arange(len(store.words), device=self.scorer.device)) for store in self.populations.stores]
-        selections = [self.scorer.population_rows(number) for number in range(len(every))]
-        positions = [rows if own is None else rows[own] for rows, own in zip(every, selections, strict=True)]
+        positions = [rows if own is None else rows[own] for rows, own in zip(every, self.scorer.population_rows, strict=True)]
         return SetSearch(self.scorer, random, is_new, positions, self.is_idle)

@@ -156,10 +156,9 @@ class ProductPosterior(SetReadings):
         tables: dict[str, tuple[str, Any, Tensor]] = {}
         for number, (group, population) in enumerate(zip(product.groups, self.populations, strict=True)):
             for node, rows in zip(group.nodes, scorer.split_nodes(read(population), number), strict=True):
-                own, start = product.node_layouts[node], 0
+                own = product.node_layouts[node]
                 for name, site in own.sites.items():
-                    part = rows[:, start : start + site.num_latents]
-                    start += site.num_latents
+                    part = rows[:, own.slices[name]]
                     table = part.reshape(*scorer.plate_sizes(node), *site.shape, *part.shape[2:])
                     tables[name] = name, site, _in_order(table, own.dims, [dim for dim, _ in site.plates])
         return [tables[name] for name in self.batch.scorer.layout.sites]

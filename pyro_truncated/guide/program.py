@@ -213,7 +213,7 @@ class ProgramRun:
         enumerate_ = "parallel" if self._guide.is_enumerable else "sequential"
         infer: Any = {"enumerate": enumerate_, "is_auxiliary": True, "truncated": {"guide": weakref.ref(self._guide)}}
         # A scale that the model puts on its discrete sites, beyond that of subsampling, must weigh the guide's sites as well.
-        with poutine.scale(scale=scorer.scale_beyond_plates):
+        with poutine.scale(scale=scorer.scale_beyond_subsamples(next(iter(layout.sites)))):
             index = pyro.sample(self._guide.index_name, dist.Categorical(logits=logits), infer=infer)
             rows = torch.arange(len(words), device=words.device).reshape(batch)
             # Unpacking forgets that the states come from the index, which pictures of the guide should show.

@@ -179,7 +179,7 @@ class SetSearch:
         beliefs = messages.beliefs()
         # What is impossible adds nothing.
         adds = current.rows({node: beliefs[node] + messages.weights[node] for node in scorer.product.groups[number].nodes}, number)
-        rows = scorer.population_rows(number) if self.positions is None else self.positions[number]
+        rows = scorer.population_rows[number] if self.positions is None else self.positions[number]
         population = Population(scorer.product.groups[number].space, current.sets[number], adds, rows)
         scores, keys = NodeScores(current, number), dict[str, Any](is_new=self.is_new, random=self.random)
         if self.positions is not None:

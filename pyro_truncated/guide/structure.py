@@ -31,7 +31,7 @@ from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.discovery import refuse_partial_plates
 from pyro_truncated.program.entries import Entries
 from pyro_truncated.program.entry_search import MOST_ENTRIES, find_entries
-from pyro_truncated.program.factor_graph import CLIQUE_LIMIT, DENSITY_LIMIT, FactorGraph, Node, build_graph
+from pyro_truncated.program.factor_graph import CLIQUE_LIMIT, DENSITY_LIMIT, FactorGraph, build_graph
 from pyro_truncated.program.inspection import refuse_hidden_latents, warn_about_running_statistics
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.operations import BROADCASTS
@@ -67,7 +67,7 @@ def find_layout(
     """
     dependencies = Dependencies(call, max_count)
     refuse_changing_sites(call, trace, dependencies)
-    layout = Layout(trace, max_count, dependencies)
+    layout = Layout(trace, dependencies, max_count)
     # Where all states are kept the prior of what is masked adds up to one.
     layout.idle_sites = frozenset() if layout.space.size <= num_states else frozenset(layout.sites)
     layout.note_readers(dependencies)
@@ -142,18 +142,19 @@ def _split_graph(
     if not entries:
         return None
     split = build_graph(trace, dependencies.scopes, layout.sites, num_states, entries)
-    sizes = [min(num_states, layout.part(node.sites, [name for name, _, _ in node.plates]).space.size) for node in split.nodes]
+    sizes = _set_sizes(layout, split, num_states)
     largest = max(sizes[node] * math.prod(sizes[other] for other in others) for node, others in enumerate(split.separators))
-    is_finer = (len(split.nodes), sum(map(_count_members, split.nodes))) > (len(graph.nodes), sum(map(_count_members, graph.nodes)))
+    finer, coarser = ((len(one.nodes), sum(node.num_members for node in one.nodes)) for one in (split, graph))
     # Densities of all entries on all states of their nodes, before they are split.
     entries_of = {name: {split.colours[node]: sizes[node] for node in split.factors[name]} for name in entries}
     nodes = sample_nodes(trace)
     most = max(count_entries(nodes[name]) * math.prod(own.values()) for name, own in entries_of.items())
-    return split if is_finer and largest <= max(num_states**2, DENSITY_LIMIT) and most <= MOST_ENTRIES else None
+    return split if finer > coarser and largest <= max(num_states**2, DENSITY_LIMIT) and most <= MOST_ENTRIES else None
 
 
-def _count_members(node: Node) -> int:
-    return math.prod(size for _, _, size in node.plates)
+def _set_sizes(layout: Layout, graph: FactorGraph, num_states: int) -> list[int]:
+    """How many states the set of each node holds."""
+    return [min(num_states, layout.part(node.sites, node.plate_names).space.size) for node in graph.nodes]
 
 
 def _take_sets(call: Call, layout: Layout, graph: FactorGraph, num_states: int) -> ProductLayout | None:
@@ -163,8 +164,7 @@ def _take_sets(call: Call, layout: Layout, graph: FactorGraph, num_states: int) 
     """
     # Where nodes that no density joins are added up, as for a recorded total, each needs a dimension of its own.
     apart = dataclasses.replace(graph, colours=tuple(range(len(graph.nodes))))
-    whole = math.prod(min(num_states, layout.part(node.sites, [name for name, _, _ in node.plates]).space.size) for node in graph.nodes)
-    for coloured in [graph, apart] if whole <= CLIQUE_LIMIT else [graph]:
+    for coloured in [graph, apart] if math.prod(_set_sizes(layout, graph, num_states)) <= CLIQUE_LIMIT else [graph]:
         product = ProductLayout(coloured, layout)
         for own in product.node_layouts:
             refuse_partial_plates(own.sites.values(), own.plates)
@@ -176,7 +176,7 @@ def _take_sets(call: Call, layout: Layout, graph: FactorGraph, num_states: int) 
                     layout.idle_sites -= exact
                     # Where nodes are in no plate there is nothing to share.
                     product.shares_sets = any(own.dims for own in product.node_layouts)
-                    product.shares_sets = product.shares_sets and scorer.agrees_on_sets()
+                    product.shares_sets = product.shares_sets and scorer.takes_sets(is_reduction_known=True)
                     warn_of_shared_subsamples(scorer)
                     return product
             layout.broadcasts_parts = ""

@@ -94,9 +94,7 @@ def refuse_partial_plates(sites: Iterable[DiscreteSite], data_plates: Collection
                 )
 
 
-def refuse_unplated_dims(
-    nodes: Iterable[Mapping[str, Any]], names: set[str], dependencies: Dependencies | None, plates: Collection[str]
-) -> None:
+def refuse_unplated_dims(nodes: Iterable[Mapping[str, Any]], names: set[str], dependencies: Dependencies, plates: Collection[str]) -> None:
     """Checks that batch dimensions are those of plates.
 
     It concerns latent sites and all that depends on discrete latents.
@@ -123,7 +121,7 @@ def refuse_unplated_dims(
         if dim is None and observed_dim is None:
             continue
         if node["is_observed"] and not {frame.name for frame in node["cond_indep_stack"]}.issuperset(plates):
-            below = (dependencies.dependents(names) if dependencies is not None else set()) if below is None else below
+            below = dependencies.dependents(names) if below is None else below
             if node["name"] not in below:
                 continue
         if dim is None:
@@ -310,7 +308,7 @@ def reachable_bounds(
     nodes: Mapping[str, Any],
     sites: Mapping[str, DiscreteSite],
     limit: int | None,
-    dependencies: Dependencies | None,
+    dependencies: Dependencies,
 ) -> tuple[Tensor, Tensor, bool]:
     """Returns a discrete site's lowest and highest values.
 
@@ -321,7 +319,7 @@ def reachable_bounds(
         nodes: the sample sites of that run.
         sites: the discrete sites before it.
         limit: largest value that is kept; ``None`` keeps all.
-        dependencies: which supports depend on which latents; none are taken to do so without it.
+        dependencies: which supports depend on which latents.
 
     Raises:
         ValueError: if there is no bound.
@@ -329,8 +327,7 @@ def reachable_bounds(
     """
     name, kind = node["name"], _kind(node)
     low, high = value_bounds(node["fn"])
-    upstream = dependencies.upstream(name) if dependencies is not None else set()
-    if dependencies is not None and upstream:
+    if upstream := dependencies.upstream(name):
         parents: dict[DiscreteSite, Any] = {site: nodes[site.name]["value"] for site in sites.values() if site.name in upstream}
         widest = widest_support(node, parents, dependencies) if len(parents) == len(upstream) or not dependencies.parents[name] else None
         if widest is not None:

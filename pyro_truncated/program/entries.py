@@ -114,11 +114,12 @@ def with_entries(node: Any, event_dim: int) -> dict[str, Any]:
     return {**node, "fn": fn}
 
 
-def weigh(node: Any, log_prob: Tensor, scale: Any, event_dim: int) -> Tensor:
+def weigh(log_prob: Tensor, scale: Any, mask: Any, event_dim: int) -> Tensor:
     """The log densities of entries, scaled and masked as their site."""
-    scale, mask = (
-        part.reshape(*part.shape, *(1,) * event_dim) if isinstance(part, Tensor) and part.dim() else part for part in (scale, node["mask"])
-    )
+    if event_dim:
+        scale, mask = (
+            part.reshape(*part.shape, *(1,) * event_dim) if isinstance(part, Tensor) and part.dim() else part for part in (scale, mask)
+        )
     weighed: Tensor = scale_and_mask(log_prob, scale, mask)
     return weighed
 

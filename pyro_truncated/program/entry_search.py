@@ -260,14 +260,10 @@ class _Changes:
 
 def _positions(layout: SiteLayout, pattern: Pattern) -> tuple[slice, Tensor]:
     """Where the latents of a pattern's site are, and which change."""
-    start = 0
-    for name, site in layout.sites.items():
-        if name == pattern.site:
-            break
-        start += site.num_latents
+    site = layout.sites[pattern.site]
     is_changed = torch.ones(site.shape, dtype=torch.bool)
     if pattern.plate is not None:
         _, dim, size = pattern.plate
         place = [own for own, _ in site.plates].index(dim)
         is_changed &= pattern.choose(size).view(*(-1 if at == place else 1 for at in range(len(site.shape))))
-    return slice(start, start + site.num_latents), is_changed.flatten()
+    return layout.slices[pattern.site], is_changed.flatten()

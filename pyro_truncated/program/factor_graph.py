@@ -39,6 +39,16 @@ class Node:
     sites: tuple[str, ...]
     plates: tuple[Plate, ...]
 
+    @property
+    def plate_names(self) -> set[str]:
+        """Names of the plates."""
+        return {name for name, _, _ in self.plates}
+
+    @property
+    def num_members(self) -> int:
+        """The number of joint members of the plates."""
+        return math.prod(size for _, _, size in self.plates)
+
 
 @dataclasses.dataclass(frozen=True)
 class FactorGraph:
@@ -87,18 +97,6 @@ class FactorGraph:
             return [self.factors[name]]
         place = {site: number for number, node in enumerate(self.nodes) for site in node.sites}
         return [tuple(sorted({place[site] for site in scope})) for scope in entries.scopes]
-
-    def parent(self, node: int) -> int | None:
-        """Returns the node that takes up this one's message.
-
-        It is ``None`` of the last node of a component.
-        """
-        return min(self.separators[node], key=self.position.__getitem__, default=None)
-
-    @property
-    def position(self) -> Mapping[int, int]:
-        """When each node is eliminated."""
-        return {node: place for place, node in enumerate(self.order)}
 
 
 def build_graph(
@@ -154,7 +152,7 @@ def build_graph(
         own_sites, size = frozenset(node.sites), math.prod(sizes[name] for name in node.sites)
         if size <= num_states:
             continue
-        number = math.prod(size for _, _, size in node.plates)
+        number = node.num_members
         divisible = [name for name, scope in observed.items() if scope & own_sites and trace.nodes[name]["fn"].shape().numel() > number]
         coupling_sites += [name for name in divisible if len(observed[name] & own_sites) > 1]
         # Sites that take entries of one stack all seem to depend on all of it.

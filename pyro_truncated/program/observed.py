@@ -111,7 +111,7 @@ def _refuse(model: Module, y: Tensor, rows: Tensor) -> None:
     # The model is run only now: one that has been run can become part of no other.
     with torch.no_grad(), spare_random_numbers(), poutine.block(), pyro.get_param_store().scope():
         call = Call(model, (y, 1))
-        layout = Layout(call.trace())
+        layout = Layout(call.trace(), Dependencies(call))
         ObservedValues().check(Probe(call, layout, {layout.plates[0]: rows}))
 
 

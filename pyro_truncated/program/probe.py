@@ -88,8 +88,7 @@ class Probe:
         self.values: dict[str, Any] = values | self.subsamples | latents
         self.uncovered_latents = set(layout.other_latents) - values.keys() - observed
         first = self.nodes[next(iter(layout.sites))]
-        self._stack = first["cond_indep_stack"]
-        self.frames: list[Any] = sorted((f for f in self._stack if f.name in layout.plates), key=lambda frame: frame.dim)
+        self.frames: list[Any] = sorted((f for f in first["cond_indep_stack"] if f.name in layout.plates), key=lambda frame: frame.dim)
         self.dtypes: dict[str, torch.dtype] = {name: self.nodes[name]["value"].dtype for name in layout.sites}
         self.device: torch.device = first["value"].device
         self.scale: float | Tensor = first["scale"]
@@ -234,11 +233,11 @@ class Probe:
         """Number of data points in the full data set."""
         return math.prod(int(frame.full_size or frame.size) for frame in self.frames)
 
-    @property
-    def scale_beyond_plates(self) -> float | Tensor:
-        """The part of :attr:`scale` that does not come from subsampled plates."""
-        share: float = math.prod(frame.size / (frame.full_size or frame.size) for frame in self._stack)
-        return self.scale * share
+    def scale_beyond_subsamples(self, site: str) -> float | Tensor:
+        """The part of a site's scale that comes from no subsampling."""
+        node = self.nodes[site]
+        share: float = math.prod(frame.size / (frame.full_size or frame.size) for frame in node["cond_indep_stack"])
+        return node["scale"] * share  # type: ignore[no-any-return]
 
     # --- what is observed ---
 

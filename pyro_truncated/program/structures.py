@@ -149,7 +149,7 @@ def warn_of_shared_subsamples(scorer: LogJoint | ProductScorer | ChainScorer) ->
     layout = scorer.layout
     plates = {name: set(layout.plates) for name in layout.dependents}
     if isinstance(scorer, ProductScorer):
-        own = [{plate for plate, _, _ in node.plates} for node in scorer.product.graph.nodes]
+        own = [node.plate_names for node in scorer.product.graph.nodes]
         plates = {name: set.intersection(*(own[number] for number in nodes)) for name, nodes in scorer.product.graph.factors.items()}
     for name in sorted(plates.keys() & scorer.nodes.keys()):
         for frame in scorer.nodes[name]["cond_indep_stack"]:
@@ -186,7 +186,7 @@ def _crossing_sites(scorer: LogJoint | ProductScorer | ChainScorer, dependencies
             for name in nodes
             for number, node in enumerate(graph.nodes)
             if latents & dependencies.scopes.get(name, frozenset()) & set(node.sites)
-            and (number not in graph.factors.get(name, ()) or not {plate for plate, _, _ in node.plates} <= plates[name])
+            and (number not in graph.factors.get(name, ()) or not node.plate_names <= plates[name])
         }
     )
 
