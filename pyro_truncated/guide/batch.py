@@ -16,7 +16,7 @@ from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.shards import current_batch
 from pyro_truncated.guide.plates import refuse_other_size
 from pyro_truncated.guide.store import PopulationStore
-from pyro_truncated.program.log_joint import LogJoint
+from pyro_truncated.program.log_joint import LogJoint, RowScorer
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.search.base import Search, SearchBatch, check_search
 from pyro_truncated.states.population import Population
@@ -222,7 +222,7 @@ class Batch(ProgramBatch[LogJoint]):
                 own_observations = {name: value[rows] for name, value in observations.items()}
                 with ops.defer_checks():
                     words = self.scorer.insert_observed_values(store.words[where])
-                    score = self.scorer.scorer(rows)
+                    score = RowScorer(self.scorer, rows)
                     log_joint, moments = score.with_moments(words) if search.takes_moments else (score(words), None)
                     current = Population(store.space, words, log_joint, self._positions(rows))
                     batch = SearchBatch(

@@ -19,6 +19,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
+from pyro_truncated import ops
 from pyro_truncated.distributions.linear import LinearSuperposition
 from pyro_truncated.guide.given_states import excess_density
 from pyro_truncated.guide.plates import enter
@@ -28,7 +29,7 @@ from pyro_truncated.guide.program import ProgramRun, find_search_request
 from pyro_truncated.guide.set_search import mean_active
 from pyro_truncated.ops import binary_chains as chains
 from pyro_truncated.ops.binary_chains import Transitions
-from pyro_truncated.program.chain_scorer import ChainScorer, distinct_places
+from pyro_truncated.program.chain_scorer import ChainScorer
 from pyro_truncated.program.linear_sites import linear_steps
 from pyro_truncated.program.sites import trim
 from pyro_truncated.search.automatic import AutomaticSearch
@@ -115,7 +116,8 @@ class ChainBatch(SetBatch[ChainScorer]):
         if self.is_idle:
             return self.outside()
         words = self.words()
-        unary = self.scorer.log_likelihood(words).masked_fill(~distinct_places(words), -math.inf)
+        is_repeated = ops.find_duplicates(words.flatten(0, 1)).view(words.shape[:3])
+        unary = self.scorer.log_likelihood(words).masked_fill(is_repeated, -math.inf)
         return self.scorer.scale * chains.free_energy(words, unary, self.scorer.transitions()).sum() + self.outside()
 
     def backward_(self, temperature: float = 1.0, particles: int = 1) -> float:

@@ -108,7 +108,7 @@ class ProgramRun:
             if population is not full_population or full_population.log_joint.dim() != 2:
                 excess = excess_density(full_population.log_joint.amax(-1), list(self._layout.sites))
         scorer = batch.scorer
-        hidden = scorer.hidden_log_probs(population.words)
+        hidden = scorer.runs.hidden_log_probs(population.words)
         # The draws that the states were scored with go with them: outside of a trace they are not the ones the list has just made.
         result: dict[str, Tensor] = {name: values[name] for name in self._layout.other_latents if name in values}
         with ExitStack() as stack:

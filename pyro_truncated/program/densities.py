@@ -14,6 +14,7 @@ from torch.distributions.utils import clamp_probs, probs_to_logits
 from torch.nn.functional import logsigmoid
 
 from pyro_truncated.program.operations import tensors_in
+from pyro_truncated.program.sites import strip_events
 from pyro_truncated.utils.arrays import once
 
 # Entries up to which sites are computed together: a stack of larger ones takes memory.
@@ -48,9 +49,7 @@ def log_density(fn: Any, value: Tensor) -> Tensor:
     Returns:
         The log density, one number for each entry of the batch.
     """
-    base, event_dim = fn, 0
-    while type(base) in (dist.Independent, torch.distributions.Independent):
-        base, event_dim = base.base_dist, event_dim + base.reinterpreted_batch_ndims
+    base, event_dim = strip_events(fn)
     formula = _TERMS.get(type(base))
     terms = None if formula is None or value.device.type != "cpu" else formula(base, once(value))
     if terms is None:
@@ -90,9 +89,7 @@ class _Site(NamedTuple):
     @classmethod
     def from_node(cls, node: Any) -> _Site | None:
         """Returns a site whose parameters can be stacked, or ``None``."""
-        base, event_dim = node["fn"], 0
-        while type(base) in (dist.Independent, torch.distributions.Independent):
-            base, event_dim = base.base_dist, event_dim + base.reinterpreted_batch_ndims
+        base, event_dim = strip_events(node["fn"])
         if type(base) not in _STACKED or node["args"] or node["kwargs"]:
             return None
         names = [name for name in base.arg_constraints if name in vars(base)]

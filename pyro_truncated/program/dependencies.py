@@ -98,7 +98,7 @@ class Dependencies:
         with torch.no_grad(), pyro.validation_enabled(False), spare_random_numbers():
             # All sites have values, so that a model draws its own random numbers alike, as those of dropout.
             first = self._run(values)
-            shifts = [0, _LOWEST, _HIGHEST] if any(_largest_shift(first[name], self._limit(name)) >= _MANY for name in latents) else [0]
+            shifts = [0, _LOWEST, _HIGHEST] if any(_spans_many(first[name], self._limit(name)) for name in latents) else [0]
             for changed, shift in _changes(sorted(latents), own, self.read, generator, shifts):
                 try:
                     other = {name: _another_value(first[name], shift, generator, self._limit(name)) for name in sorted(changed)}
@@ -222,7 +222,6 @@ def _changes(
 
 # Instead of a shift: the ends of a support.
 _LOWEST, _HIGHEST = -1, -2
-_MANY = 8
 
 
 def _kept_bounds(fn: Any, limit: int | None) -> Bounds:
@@ -231,15 +230,12 @@ def _kept_bounds(fn: Any, limit: int | None) -> Bounds:
     return low, high if limit is None else torch.maximum(low, high.clamp(max=limit))
 
 
-def _largest_shift(node: Mapping[str, Any], limit: int | None) -> int:
-    """How far values of a latent are apart.
-
-    It is zero for those without an order or a bound.
-    """
+def _spans_many(node: Mapping[str, Any], limit: int | None) -> bool:
+    """Whether a latent has an order, bounds, and values eight apart."""
     if not is_discrete(node["fn"]) or elementwise(get_support(node["fn"])) is constraints.one_hot:
-        return 0
+        return False
     low, high = _kept_bounds(node["fn"], limit)
-    return int((high - low).max()) if bool((high < HUGE).all()) else 0
+    return bool((high < HUGE).all()) and int((high - low).max()) >= 8
 
 
 def _another_value(node: Mapping[str, Any], shift: int, generator: torch.Generator, limit: int | None) -> torch.Tensor:
@@ -255,13 +251,13 @@ def _another_value(node: Mapping[str, Any], shift: int, generator: torch.Generat
     if is_discrete(fn):
         low, high = _kept_bounds(fn, limit)
         if bool((high < HUGE).all()):
-            if shift < 0 and _largest_shift(node, limit) >= _MANY:
+            if shift < 0 and _spans_many(node, limit):
                 return (low if shift == _LOWEST else high).to(value).expand(value.shape)
             steps: Any = torch.randint(2**31, value.shape, generator=generator).to(value.device) % (high - low + 1)
             # One entry at least.
             steps = shift if shift > 0 else steps if bool(steps.any()) else 1
             other: torch.Tensor = (low + (value - low + steps) % (high - low + 1)).to(value.dtype)
-            if shift == 0 and _largest_shift(node, limit) >= _MANY:
+            if shift == 0 and _spans_many(node, limit):
                 is_drawn = torch.rand(value.shape, generator=generator).to(value.device) < 0.5
                 other = torch.where(is_drawn, torch.minimum(_draw(fn, generator), high.to(value)), other)
             return other

@@ -5,7 +5,6 @@ A site has a kind of values, their number, and plates. Where a support depends o
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -373,38 +372,45 @@ def widest_support(node: Mapping[str, Any], parents: Mapping[DiscreteSite, Tenso
     Raises:
         NotImplementedError: if for some of them the site is not sampled, or has another shape.
     """
-    joint = _JointValues(node, parents)
-    if joint.number > 4096:  # runs of the model, at most
+    runs = _JointRuns(dependencies.call, node, parents)
+    if runs.number > 4096:  # runs of the model, at most
         return None
-    runs = _Runs(dependencies.call, node, joint)
     leaked = dependencies.leaked[node["name"]] & {site.name for site in parents}
     with torch.no_grad(), spare_random_numbers(), isolate(), pyro.validation_enabled(False):
         # Few values are run singly; the runs of many at once are verified by eight single ones.
-        at_once = runs.joint_bounds() if joint.number > 64 and not leaked else None
-        low, high = at_once or runs.singly(range(joint.number))
+        at_once = runs.joint_bounds() if runs.number > 64 and not leaked else None
+        low, high = at_once or runs.singly(range(runs.number))
     dims = len(node["fn"].batch_shape) + len(node["fn"].event_shape)
     return _drop_leading_ones(low, dims), _drop_leading_ones(high, dims)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Runs:
-    """Runs of a model up to a site, under joint values."""
+class _JointRuns:
+    """Runs of a model up to a site, under joint values.
 
-    call: Call
-    node: Mapping[str, Any]
-    joint: _JointValues
+    They are those of the sites that its support depends on. Members of a plate that holds both a site and the other one are independent, so that all get the same value.
+    """
+
+    def __init__(self, call: Call, node: Mapping[str, Any], parents: Mapping[DiscreteSite, Tensor]) -> None:
+        self._call, self._node, self._parents = call, node, parents
+        shared = {frame.dim for frame in node["cond_indep_stack"] if frame.vectorized}
+        self._own = {site: torch.tensor(site.cardinalities).reshape(site.shape) for site in parents}
+        self._sizes = {}
+        for site, cardinality in self._own.items():
+            same = [position for position, (dim, _) in enumerate(site.plates) if dim in shared]
+            self._sizes[site] = cardinality.amax(same, keepdim=True) if same else cardinality
+        self.number = math.prod(int(size) for sizes in self._sizes.values() for size in sizes.flatten())
+        self._depth = max([-dim for dim in shared] + [site.depth for site in parents], default=0)
 
     def joint_bounds(self) -> Bounds | None:
         """Returns bounds over all joint values at once, or ``None``.
 
         They use a new left-most dimension. ``None`` means that single runs disagree.
         """
-        joint = self.joint
         try:
-            bounds = self._run_to_node(joint.select(torch.arange(joint.number))).bounds(joint.depth)
+            bounds = self._run_to_node(self._select(torch.arange(self.number))).bounds(self._depth)
         except (RuntimeError, IndexError, ValueError):
             return None
-        for number in range(0, joint.number, math.ceil(joint.number / 8)):
+        for number in range(0, self.number, math.ceil(self.number / 8)):
             single = self.singly([number])
             for one, many in zip(single, bounds, strict=True):
                 if not torch.equal(*torch.broadcast_tensors(one, many[min(number, len(many) - 1)])):
@@ -415,56 +421,33 @@ class _Runs:
         """Bounds over the chosen joint values, one after the other."""
         low, high = torch.tensor(HUGE), torch.tensor(-HUGE)
         for number in numbers:
-            bounds = self._run_to_node(self.joint.single(number)).bounds()
+            values = self._select(torch.tensor([number]))
+            # In the shapes of the model's own values.
+            own = self._parents.items()
+            bounds = self._run_to_node({s.name: _drop_leading_ones(values[s.name], v.dim()).expand(v.shape) for s, v in own}).bounds()
             low, high = torch.minimum(low, bounds[0]), torch.maximum(high, bounds[1])
         return low, high
 
     def _run_to_node(self, values: Mapping[str, Tensor]) -> _StopAt:
-        stop = _StopAt(self.node, values)
+        stop = _StopAt(self._node, values)
         try:
             with stop, Assign(values):
-                self.call()
+                self._call()
         except _ReachedError:
             return stop
-        raise ChangingSitesError([self.node["name"]], sorted(values))
+        raise ChangingSitesError([self._node["name"]], sorted(values))
 
-
-class _JointValues:
-    """The joint values of sites that another site's support depends on.
-
-    Members of a plate that holds both a site and the other one are independent, so that all get the same value.
-    """
-
-    def __init__(self, node: Mapping[str, Any], parents: Mapping[DiscreteSite, Tensor]) -> None:
-        self.parents = parents
-        shared = {frame.dim for frame in node["cond_indep_stack"] if frame.vectorized}
-        self.own = {site: torch.tensor(site.cardinalities).reshape(site.shape) for site in parents}
-        self.sizes = {}
-        for site, cardinality in self.own.items():
-            same = [position for position, (dim, _) in enumerate(site.plates) if dim in shared]
-            self.sizes[site] = cardinality.amax(same, keepdim=True) if same else cardinality
-        self.flat: list[int] = [int(size) for sizes in self.sizes.values() for size in sizes.flatten()]
-        self.number = math.prod(self.flat)
-        self.depth = max(
-            [-frame.dim for frame in node["cond_indep_stack"] if frame.vectorized] + [site.depth for site in parents], default=0
-        )
-
-    def single(self, number: int) -> dict[str, Tensor]:
-        """One of them, in the shapes of the model's own values."""
-        values = self.select(torch.tensor([number]))
-        return {site.name: _drop_leading_ones(values[site.name], own.dim()).expand(own.shape) for site, own in self.parents.items()}
-
-    def select(self, numbers: Tensor) -> dict[str, Tensor]:
-        """Some of them, in the dimension left of all plates."""
+    def _select(self, numbers: Tensor) -> dict[str, Tensor]:
+        """Some joint values, in the dimension left of all plates."""
         values, rest = {}, numbers
-        for site, sizes in self.sizes.items():
+        for site, sizes in self._sizes.items():
             levels = []
             for size in sizes.flatten().tolist():
                 levels.append(rest % size)
                 rest = rest // size
             own = torch.stack(levels, -1).reshape(len(numbers), *sizes.shape)
-            own = torch.minimum(own, self.own[site] - 1).to(next(iter(self.parents.values())).device)
-            values[site.name] = site.decode(own, (len(numbers),) + (1,) * self.depth)
+            own = torch.minimum(own, self._own[site] - 1).to(next(iter(self._parents.values())).device)
+            values[site.name] = site.decode(own, (len(numbers),) + (1,) * self._depth)
         return values
 
 

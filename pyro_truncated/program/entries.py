@@ -15,7 +15,6 @@ from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from pyro_truncated.ops.elimination import IMPOSSIBLE
-from pyro_truncated.program.sites import has_stock_density
 from pyro_truncated.utils.arrays import rounding_tolerance
 
 
@@ -96,14 +95,6 @@ class Entries:
             own = table.detach()[..., self.is_constant.to(table.device)].flatten(0, -2).nan_to_num(nan=IMPOSSIBLE, neginf=IMPOSSIBLE)
             if bool(((own - own[:1]).abs() > rounding_tolerance(own[:1])).any()):
                 raise ValueError("has entries that depend on other latents than they did")
-
-
-def count_event_dims(fn: Any) -> int:
-    """How many event dimensions of a distribution have densities of their own."""
-    number = 0
-    while isinstance(fn, torch.distributions.Independent) and has_stock_density(fn):
-        number, fn = number + fn.reinterpreted_batch_ndims, fn.base_dist
-    return number
 
 
 def with_entries(node: Any, event_dim: int) -> dict[str, Any]:

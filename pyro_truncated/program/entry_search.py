@@ -18,11 +18,11 @@ from torch import Tensor
 
 from pyro_truncated.ops.elimination import IMPOSSIBLE
 from pyro_truncated.program.densities import coarsest_dtype
-from pyro_truncated.program.entries import Entries, count_event_dims, flatten, with_entries
+from pyro_truncated.program.entries import Entries, flatten, with_entries
 from pyro_truncated.program.generic_parameters import generic_parameters
 from pyro_truncated.program.layout import SiteLayout
 from pyro_truncated.program.product_scorer import ProductScorer
-from pyro_truncated.program.sites import is_subsampled
+from pyro_truncated.program.sites import is_subsampled, strip_events
 from pyro_truncated.utils.arrays import rounding_tolerance
 
 # Densities of one site on states of all its nodes up to which its entries are told apart.
@@ -97,7 +97,7 @@ class _EntrySearch:
         frames = [frame for frame in self._node["cond_indep_stack"] if frame.vectorized]
         latent_frames = {frame.name: frame for site in self._sites for frame in scorer.layout.sites[site].frames if frame.vectorized}
         self._dims = tuple(sorted(frame.dim for frame in frames if frame.name not in latent_frames))
-        self._event_dim = count_event_dims(self._node["fn"])
+        self._event_dim = strip_events(self._node["fn"])[1]
         own = {frame.name for frame in frames}
         self._plates = {(f.name, f.dim, f.size) for f in latent_frames.values() if f.name not in own}
         scales = [scorer.nodes[site]["scale"] for site in self._sites]

@@ -120,7 +120,10 @@ def build_graph(
         entries: by observed site, what its entries depend on, where that is known.
     """
     # What follows from other sites has no density of its own.
-    plates: dict[Any, set[Plate]] = {name: _node_plates(node) for name, node in density_nodes(sample_nodes(trace)).items()}
+    plates: dict[Any, set[Plate]] = {
+        name: {(frame.name, frame.dim, frame.size) for frame in node["cond_indep_stack"] if frame.vectorized}
+        for name, node in density_nodes(sample_nodes(trace)).items()
+    }
     factors: dict[Any, frozenset[str]] = {
         name: frozenset(scope & sites.keys()) | ({name} & sites.keys()) for name, scope in scopes.items() if name in plates
     }
@@ -171,10 +174,6 @@ def build_graph(
     alike = [(kind[0], f" The same holds of {len(kind) - 1} more." if len(kind) > 1 else "") for kind in (joined, stacked) if kind]
     sentences = graph.whole or tuple(sentence + more for sentence, more in alike)
     return dataclasses.replace(graph, entries=entries, coupling_sites=tuple(dict.fromkeys(coupling_sites)), whole=sentences)
-
-
-def _node_plates(node: Mapping[str, Any]) -> set[Plate]:
-    return {(frame.name, frame.dim, frame.size) for frame in node["cond_indep_stack"] if frame.vectorized}
 
 
 class _Builder:
@@ -281,7 +280,8 @@ class _Builder:
 
     def _eliminate(self, component: frozenset[str]) -> dict[Any, set[Any]] | None:
         members = self._current(component)
-        return eliminate(members, self._cliques(members), self._plates, self._node_limit)
+        every, cliques = set(members), ({self._nodes[site] for site in scope} for scope in self._scopes.values())
+        return eliminate(members, [clique for clique in cliques if clique <= every], self._plates, self._node_limit)
 
     def _merge_at_one_place(self, scope: Collection[str]) -> bool:
         """Merges the nodes of a density that lie at one place.
@@ -357,11 +357,6 @@ class _Builder:
 
     def _current(self, component: Collection[str]) -> list[frozenset[str]]:
         return list(dict.fromkeys(self._nodes[site] for site in sorted(component, key=self._order.__getitem__)))
-
-    def _cliques(self, nodes: Collection[frozenset[str]]) -> list[set[frozenset[str]]]:
-        node_set = set(nodes)
-        cliques = ({self._nodes[site] for site in scope} for scope in self._scopes.values())
-        return [clique for clique in cliques if clique <= node_set]
 
     def _graph(self) -> FactorGraph:
         nodes = self._current(self._sizes)

@@ -630,7 +630,7 @@ class _Accumulator:
         local = [name for name in log_joint.layout.other_latents if name in self.local]
         if not local:
             return population.free_energy()
-        terms = log_joint.site_log_probs(population.words[:, :2])
+        terms = log_joint.runs.log_probs(population.words[:, :2])
         own_sites = [name for name in local if name in terms and f"conditional of {name}" not in terms]
         self.conditional_on = frozenset(own_sites) - self.leaves if log_joint.conditional is None else frozenset()
         self.conditional_on |= (log_joint.uncovered_latents & self.local) - self.leaves - set(terms)
@@ -666,7 +666,7 @@ def _free_energy_without(log_joint: LogJoint, population: Population, names: fro
     """Returns free energies ``(N,)`` of log joints without some sites."""
     scores = []
     for _, states in log_joint.gradient_blocks(population.num_states):
-        terms = log_joint.site_log_probs(population.words[:, states])
+        terms = log_joint.runs.log_probs(population.words[:, states])
         scores.append(sum_block({name: term for name, term in terms.items() if name not in names}))
     return torch.cat(scores).double().logsumexp(0)
 
