@@ -86,9 +86,6 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         NotImplementedError: on the first call, for a discrete site in a subsampled sequential plate, or one that some states lack.
     """
 
-    num_draws: int = 50
-    is_conditional_exact: bool | None = None
-
     def __init__(
         self,
         model: Callable[..., Any],

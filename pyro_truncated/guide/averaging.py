@@ -19,7 +19,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_truncated.guide.batch import Batch
-from pyro_truncated.guide.truncated_guide import TruncatedGuide
+from pyro_truncated.guide.whole_model import WholeModelGuide
 from pyro_truncated.program.call import Call
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arrays import rounding_tolerance
@@ -54,7 +54,7 @@ class _GivenSubsamples(Messenger):
 
 
 @torch.no_grad()
-def average_over_draws(guide: TruncatedGuide, call: Call, subsamples: Mapping[str, Tensor] | None = None) -> Population | None:
+def average_over_draws(guide: WholeModelGuide, call: Call, subsamples: Mapping[str, Tensor] | None = None) -> Population | None:
     r"""Returns populations of the selected data points under averaged weights.
 
     The average is over ``guide.num_draws`` draws.
@@ -87,7 +87,7 @@ def average_over_draws(guide: TruncatedGuide, call: Call, subsamples: Mapping[st
         num_draws, weights, free_energy = 0, torch.zeros(()), torch.zeros(())
         while num_draws < guide.num_draws:
             batch = guide.batch(call, {**values, **(subsamples or {})})
-            population = batch.rescore()
+            population: Population = batch.rescore()
             weights = weights + population.weights().double()
             free_energy = free_energy + population.free_energy()
             num_draws, subsamples = num_draws + 1, batch.scorer.subsamples
@@ -99,7 +99,7 @@ def average_over_draws(guide: TruncatedGuide, call: Call, subsamples: Mapping[st
     return dataclasses.replace(population, log_joint=log_joint.to(population.log_joint.dtype))
 
 
-def rescore_over_draws(guide: TruncatedGuide, batch: Batch) -> Population:
+def rescore_over_draws(guide: WholeModelGuide, batch: Batch) -> Population:
     """Returns populations with log joints, averaged over a conditional's draws.
 
     One draw is enough where they do not differ.
@@ -108,7 +108,7 @@ def rescore_over_draws(guide: TruncatedGuide, batch: Batch) -> Population:
     return batch.rescore() if population is None else population
 
 
-def _average_weights(guide: TruncatedGuide, batch: Batch) -> Population | None:
+def _average_weights(guide: WholeModelGuide, batch: Batch) -> Population | None:
     """Returns populations with averaged log joints, or ``None``.
 
     ``None`` means that the draws of a conditional do not differ.
@@ -142,7 +142,7 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 
 @torch.no_grad()
-def readable(guide: TruncatedGuide, indices: Tensor | None, call: Call | None) -> Population:
+def readable(guide: WholeModelGuide, indices: Tensor | None, call: Call | None) -> Population:
     """Returns the posterior of all or the given data points.
 
     It has their populations when last scored, see :func:`average_populations`.
@@ -164,7 +164,7 @@ def readable(guide: TruncatedGuide, indices: Tensor | None, call: Call | None) -
     return average_populations(guide, population, call) if _makes_draws(guide, call) else _rescore_all(guide, population, call)
 
 
-def _rescore_all(guide: TruncatedGuide, population: Population, call: Call) -> Population:
+def _rescore_all(guide: WholeModelGuide, population: Population, call: Call) -> Population:
     """Returns populations with log joints under the current model.
 
     They are NaN where the model's last call does not reach.
@@ -181,7 +181,7 @@ def _rescore_all(guide: TruncatedGuide, population: Population, call: Call) -> P
 
 
 @torch.no_grad()
-def average_populations(guide: TruncatedGuide, population: Population, call: Call | None) -> Population:
+def average_populations(guide: WholeModelGuide, population: Population, call: Call | None) -> Population:
     """Returns stored populations with log joints averaged over draws.
 
     Only draws of other guides are averaged.
@@ -201,10 +201,13 @@ def average_populations(guide: TruncatedGuide, population: Population, call: Cal
     if bool(is_done[indices].all()):
         return population
     log_joint = guide.populations.log_joint.clone()
-    for batch in [] if call is None else _averaged_batches(guide, call, indices):
-        where = slice(None) if batch.indices is None else batch.indices
-        log_joint = log_joint.to(batch.log_joint.dtype)
-        log_joint[where], is_done[where] = batch.log_joint, True
+    if call is not None:
+        for subsamples in _batches(guide, call, indices):
+            batch = average_over_draws(guide, call, subsamples)
+            assert batch is not None
+            where = slice(None) if batch.indices is None else batch.indices
+            log_joint = log_joint.to(batch.log_joint.dtype)
+            log_joint[where], is_done[where] = batch.log_joint, True
     num_missed = int((~is_done[indices]).sum())
     if num_missed:
         warnings.warn(
@@ -217,7 +220,7 @@ def average_populations(guide: TruncatedGuide, population: Population, call: Cal
     return dataclasses.replace(population, log_joint=log_joint[indices])
 
 
-def _makes_draws(guide: TruncatedGuide, call: Call | None) -> bool:
+def _makes_draws(guide: WholeModelGuide, call: Call | None) -> bool:
     """Whether the posterior of the states differs for every draw.
 
     Draws are those of other guides or of a conditional.
@@ -232,18 +235,7 @@ def _makes_draws(guide: TruncatedGuide, call: Call | None) -> bool:
     return guide.conditional is not None and not guide.is_conditional_exact
 
 
-def _averaged_batches(guide: TruncatedGuide, call: Call, indices: Tensor) -> Iterator[Population]:
-    """Returns averaged populations of wanted data points.
-
-    Only those that a call of the model can reach are averaged.
-    """
-    for subsamples in _batches(guide, call, indices):
-        batch = average_over_draws(guide, call, subsamples)
-        assert batch is not None
-        yield batch
-
-
-def _batches(guide: TruncatedGuide, call: Call, indices: Tensor) -> Iterator[dict[str, Tensor]]:
+def _batches(guide: WholeModelGuide, call: Call, indices: Tensor) -> Iterator[dict[str, Tensor]]:
     """Yields subsamples that together hold the wanted data points.
 
     Only those that a call of the model can reach are included.

@@ -204,7 +204,7 @@ class Batch(ProgramBatch[LogJoint]):
         store.begin_(self.indices)
         random, blocks = store.next_search_(), self.scorer.row_blocks(2 * store.num_states, search.max_proposals(store.num_states))
         is_steered = search.takes_activity and (len(blocks) > 1 or store.is_part)
-        mean_active = self._mean_active() if is_steered else None
+        activity = mean_active(self.rescore(), is_idle=self.is_idle, is_part=store.is_part) if is_steered else None
         keys: dict[str, Any] = {"is_new": is_new, "first_position": store.first_position, "is_spread": store.is_part}
         keys["is_linear"] = self.scorer.packed_model is not None and self.scorer.packed_model.is_linear
         keys["is_global"] = not self.scorer.layout.plates
@@ -226,7 +226,7 @@ class Batch(ProgramBatch[LogJoint]):
                     log_joint, moments = score.with_moments(words) if search.takes_moments else (score(words), None)
                     current = Population(store.space, words, log_joint, self._positions(rows))
                     batch = SearchBatch(
-                        current, score, own_observations, mean_active=mean_active, random=random.again(), moments=moments, **keys
+                        current, score, own_observations, mean_active=activity, random=random.again(), moments=moments, **keys
                     )
                     population = search.improve(batch, steps)
                     store.keep_(population.log_joint, where, population.words)
@@ -248,17 +248,6 @@ class Batch(ProgramBatch[LogJoint]):
         population = self.rescore()
         own_observations = {name: value[: len(population)] for name, value in observations.items()}
         return SearchBatch(population, self.scorer.score, own_observations, **keys)
-
-    def _mean_active(self) -> Tensor:
-        """Returns mean probabilities ``(L,)`` that latents are active.
-
-        They are over the batch's data points of all processes, before the search.
-        """
-        population = self.rescore()
-        sums, number = population.marginals().sum(0), torch.tensor(float(len(population)))
-        if self.populations.is_part:
-            sums, number = collectives.add([sums, number])
-        return sums / number
 
     def _positions(self, rows: slice) -> Tensor | None:
         """Returns positions of a slice in the full data set.
@@ -342,6 +331,18 @@ class Batch(ProgramBatch[LogJoint]):
         with torch.no_grad(), ops.defer_checks():
             population = self._store_(log_joint, words)
             return -ops.read_number(self.scale * population.free_energy().sum() + outside)
+
+
+def mean_active(population: Population, *, is_idle: bool, is_part: bool) -> Tensor:
+    """Mean probabilities ``(L,)`` that latents are active.
+
+    They are over the data of all processes. Those of one that is idle do not count.
+    """
+    share = 0.0 if is_idle else 1.0
+    sums, number = share * population.marginals().sum(0), torch.tensor(share * len(population))
+    if is_part:
+        sums, number = collectives.add([sums, number])
+    return sums / number
 
 
 def _without_negligible(population: Population, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,36 +7,29 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
 
-import pyro
-import pyro.distributions as dist
 import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.distributions.linear import LinearSuperposition
+from pyro_truncated.guide.batch import mean_active
 from pyro_truncated.guide.given_states import excess_density
-from pyro_truncated.guide.plates import enter
 from pyro_truncated.guide.product_batch import SetBatch
 from pyro_truncated.guide.product_posterior import SetReadings
-from pyro_truncated.guide.program import ProgramRun, find_search_request
-from pyro_truncated.guide.set_search import mean_active
+from pyro_truncated.guide.program import ProgramRun
 from pyro_truncated.ops import binary_chains as chains
 from pyro_truncated.ops.binary_chains import Transitions
 from pyro_truncated.program.chain_scorer import ChainScorer
 from pyro_truncated.program.linear_sites import linear_steps
-from pyro_truncated.program.sites import trim
 from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search, check_search
 from pyro_truncated.sequences import BlockSearch, ChainPosterior, LinearGaussianSteps
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.arguments import check_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +181,7 @@ class ChainBatch(SetBatch[ChainScorer]):
                     if self.populations.is_part:
                         keys |= {"is_spread": True, "mean_active": None}
                         if search.takes_activity:
-                            keys["mean_active"] = mean_active(posterior.population(), self.is_idle)
+                            keys["mean_active"] = mean_active(posterior.population(), is_idle=self.is_idle, is_part=True)
                     posterior.search_(search, **keys)
             self.keep_(self._populations(posterior))
         return posterior
@@ -286,9 +279,7 @@ class ChainReadings(SetReadings):
 
     def sample(self, num_samples: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Independent paths, ``(num_samples, *plates, T, M)``."""
-        number = check_count("num_samples", num_samples)
-        counts = torch.randint(len(self.batches), (number,), generator=generator).bincount(minlength=len(self.batches))
-        pairs = zip(self.posteriors, counts.tolist(), strict=True)
+        pairs = zip(self.posteriors, self._share_out(num_samples, generator), strict=True)
         paths = torch.cat([posterior.sample(count, generator) for posterior, count in pairs if count])
         return self._reshape_as_site(paths, 1)
 
@@ -306,30 +297,16 @@ class ChainProgramRun(ProgramRun):
     Since :math:`\log p(s, y) - \log q(s) = \mathcal F` for every path, any ELBO of Pyro's returns the free energy without noise.
     """
 
-    def _sample_batch(self, batch: ChainBatch, plates: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _sample_batch(self, batch: ChainBatch, plates: Mapping[str, Any], found: Any) -> dict[str, Tensor]:
         layout, scorer = self._layout, batch.scorer
         site = scorer.product.site
-        request = find_search_request(name=site.name)
         with torch.no_grad():
-            if request is not None:
-                batch.search_(request.search, request.steps)
             posterior = batch.posterior()
             path, log_prob = posterior.draw_with_log_prob()
             excess = excess_density(posterior.free_energy(), [site.name])
             log_prob = torch.where(excess > 0, excess, log_prob)
-        result: dict[str, Tensor] = {name: values[name] for name in layout.other_latents if name in values}
-        shape = layout.spread(scorer.sizes)
-        value = trim(path.to(site.dtype).reshape(*shape, *path.shape[1:]), site.event_dim, site.depth)
-        log_prob = trim(log_prob.to(site.dtype).reshape(shape), 0, site.depth)
-        infer: Any = {"is_auxiliary": True, "truncated": {"guide": weakref.ref(self._guide)}}
-        with ExitStack() as stack:
-            for frame in site.frames:
-                if frame.vectorized:
-                    enter(stack, plates[frame.name])
-            stack.enter_context(poutine.scale(scale=scorer.scale_beyond_subsamples(site.name)))
-            # The auxiliary site says that this guide is truncated, and has the log probability of the path.
-            path_site = dist.Delta(torch.zeros_like(log_prob, dtype=torch.int64), log_density=log_prob)
-            pyro.sample(self._guide.index_name, path_site, infer=infer)
-            zero = torch.zeros_like(log_prob)
-            result[site.name] = pyro.sample(site.name, dist.Delta(value, log_density=zero, event_dim=site.event_dim))
-        return result
+        shape, scale = layout.spread(scorer.sizes), scorer.scale_beyond_subsamples(site.name)
+        value, log_prob = path.to(site.dtype).reshape(*shape, *path.shape[1:]), log_prob.to(site.dtype).reshape(shape)
+        # The auxiliary site has the log probability of the path.
+        self._sample_index(layout, torch.zeros_like(log_prob, dtype=torch.int64), log_prob, plates, scorer)
+        return {site.name: self._sample_site(site, value, plates, log_prob.new_zeros(()), scale=scale)}

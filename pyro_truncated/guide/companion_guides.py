@@ -16,7 +16,7 @@ from pyro.infer.autoguide import AutoContinuous, AutoGuide, AutoGuideList
 from pyro.infer.autoguide.guides import AutoCallable
 from torch import Tensor
 
-from pyro_truncated.guide.plates import SharedPlates, model_plates, plate_subsamples, recreate_plates, with_subsamples
+from pyro_truncated.guide.plates import SharedPlates, model_plates, plate_subsamples, recreate_plates
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.sites import latent_nodes, sample_nodes
@@ -56,11 +56,8 @@ class Companions:
             return model_plates(call, self.frames)
         if self.guide_list.prototype_trace is None:
             self.guide_list._setup_prototype(*call.args, **call.kwargs)
-        list_plates = getattr(self.guide_list, "plates", {})
-        try:
+        with self._enter_plates({}):
             return dict(self.guide_list._create_plates(*call.args, **call.kwargs))
-        finally:
-            self.guide_list.plates = list_plates
 
     def run(self, plates: Mapping[str, Any], call: Call) -> None:
         """Runs the earlier parts in the given plates."""
@@ -88,7 +85,7 @@ class Companions:
             ValueError: if some of the latents belong to parts after the truncated guide.
         """
         with poutine.block(), SparseSubsamples():
-            plates = with_subsamples(self.plates(call), subsamples or {})
+            plates = recreate_plates(self.plates(call), subsamples or {})
         values: dict[str, Any] = {}
         with poutine.block(), torch.no_grad():
             if median:

@@ -125,19 +125,13 @@ def model_plates(call: Call, frames: Mapping[str, Any]) -> dict[str, Any]:
     return {name: pyro.plate(name, dim=frames[name].dim, **request) for name, request in recorder.requests.items()}
 
 
-def recreate_plates(plates: Mapping[str, Any]) -> dict[str, Any]:
-    """Creates the same plates again, for the recording trace."""
-    return {name: pyro.plate(name, plate.size, subsample=plate.indices, dim=plate.dim) for name, plate in plates.items()}
+def recreate_plates(plates: Mapping[str, Any], subsamples: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+    """Creates the same plates again, for the recording trace.
 
-
-def with_subsamples(plates: Mapping[str, Any], subsamples: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The plates, some of them with other subsamples."""
-    new_plates = {
-        name: pyro.plate(name, plate.size, subsample=subsamples[name], dim=plate.dim)
-        for name, plate in plates.items()
-        if name in subsamples
-    }
-    return {**plates, **new_plates}
+    Some may have other subsamples.
+    """
+    indices = plate_subsamples(plates) | dict(subsamples or {})
+    return {name: pyro.plate(name, plate.size, subsample=indices[name], dim=plate.dim) for name, plate in plates.items()}
 
 
 def plate_subsamples(plates: Mapping[str, Any]) -> dict[str, Any]:

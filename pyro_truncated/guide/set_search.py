@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import ops
-from pyro_truncated.distributed import collectives
+from pyro_truncated.guide.batch import mean_active
 from pyro_truncated.ops.elimination import IMPOSSIBLE, LogTables, Messages
 from pyro_truncated.program.factor_graph import CLIQUE_LIMIT
 from pyro_truncated.program.product_scorer import ProductScorer
@@ -183,7 +183,10 @@ class SetSearch:
         population = Population(scorer.product.groups[number].space, current.sets[number], adds, rows)
         scores, keys = NodeScores(current, number), dict[str, Any](is_new=self.is_new, random=self.random)
         if self.positions is not None:
-            keys |= {"is_spread": True, "mean_active": mean_active(population, self.is_idle) if search.takes_activity else None}
+            keys |= {
+                "is_spread": True,
+                "mean_active": mean_active(population, is_idle=self.is_idle, is_part=True) if search.takes_activity else None,
+            }
         proposals = search.propose(SearchBatch(population, scores, {}, **keys))
         places, is_free = _select_new(population, proposals)
         if not bool(is_free.any()):
@@ -368,13 +371,6 @@ class NodeScores:
         sets = list(self._current.sets)
         sets[self._number] = words
         return ScoredSets.from_scorer(self._current.scorer, sets)
-
-
-def mean_active(population: Population, is_idle: bool) -> Tensor:
-    """Mean probabilities ``(L,)`` that latents are active, over all processes."""
-    share = 0.0 if is_idle else 1.0
-    sums, number = collectives.add([share * population.marginals().sum(0), torch.tensor(share * len(population))])
-    return sums / number
 
 
 def _select_new(population: Population, proposals: Population) -> tuple[Tensor, Tensor]:

@@ -61,6 +61,9 @@ class WholeModelGuide(AutoGuide):
         whole_states: whether populations hold whole states even where the factor graph has several nodes.
         num_states: the states that are kept; one where nobody keeps any.
         is_enumerable: whether Pyro's ELBOs can run the model on many states. Otherwise they enumerate them one after the other.
+        populations: where states are kept, if anywhere.
+        num_draws: draws of other latents, or of a conditional that is not exact, that are averaged over.
+        is_conditional_exact: whether log joints are the same for every draw of the conditional; ``None`` if nobody has looked.
 
     Args:
         model: a Pyro model, whole.
@@ -74,6 +77,9 @@ class WholeModelGuide(AutoGuide):
     whole_states: bool = True
     num_states: int = 1
     holds_whole_states: bool = False
+    populations: Any
+    num_draws: int = 50
+    is_conditional_exact: bool | None = None
 
     def __init__(
         self,
@@ -296,6 +302,10 @@ class WholeModelGuide(AutoGuide):
             self._look_again(self._scorer(call, values))
             self._structures.add(call, scorer.nodes)
             return scorer if self._run_state() == before else self._scorer(call, values)
+
+    def batch(self, call: Call, values: Mapping[str, Any] | None = None) -> Any:
+        """Returns the populations of data points that a call selects."""
+        raise NotImplementedError
 
     def _look_at_entries(self, scorer: LogJoint | ProductScorer | ChainScorer) -> None:
         """Looks whether entries depend on other latents, at calls 2, 4, 8 and so on.

@@ -387,7 +387,8 @@ def widest_support(node: Mapping[str, Any], parents: Mapping[DiscreteSite, Tenso
 class _JointRuns:
     """Runs of a model up to a site, under joint values.
 
-    They are those of the sites that its support depends on. Members of a plate that holds both a site and the other one are independent, so that all get the same value.
+    They are those of the sites that its support depends on. Members of a plate that holds both a site and the other one are independent,
+    so that all get the same value.
     """
 
     def __init__(self, call: Call, node: Mapping[str, Any], parents: Mapping[DiscreteSite, Tensor]) -> None:
