@@ -15,7 +15,6 @@ from pyro_truncated.distributed.shards import Portion, find_part
 from pyro_truncated.guide.averaging import average_over_draws, readable, rescore_over_draws
 from pyro_truncated.guide.batch import Batch
 from pyro_truncated.guide.chain_batch import ChainBatch, ChainProgramRun, ChainReadings
-from pyro_truncated.guide.companion_guides import refuse_uncovered_latents
 from pyro_truncated.guide.given_states import Init, old_layout
 from pyro_truncated.guide.product_batch import ProductBatch
 from pyro_truncated.guide.product_posterior import NO_WHOLE_STATES, ProductPosterior, ProductProgramRun
@@ -319,9 +318,11 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
             guide.setup(*call.args, **call.kwargs)
             guide.inherit(self.companions)
             values = guide.other_values(call)
-            refuse_uncovered_latents(
-                [] if self.conditional is not None else [name for name in guide.layout.other_latents if name not in values]
-            )
+            if self.conditional is None and (names := [name for name in guide.layout.other_latents if name not in values]):
+                raise ValueError(
+                    f"infer() could only draw the latents {names} from the prior: no guide covers them. Append their guide to an "
+                    "AutoGuideList before AutoTruncated, or give AutoTruncated a conditional=... that samples them given the states."
+                )
             guide.batch(call, values).search_(search, steps, is_new=True)
             # Averages over the draws of an approximate conditional replace log joints given one draw.
             if guide.conditional is not None and (population := average_over_draws(guide, call)) is not None:

@@ -145,10 +145,11 @@ def _distance(one: Tensor, other: Tensor) -> float:
 def readable(guide: WholeModelGuide, indices: Tensor | None, call: Call | None) -> Population:
     """Returns the posterior of all or the given data points.
 
-    It has their populations when last scored, see :func:`average_populations`.
+    It has their populations when last scored, with log joints averaged over draws of other guides.
 
     An ELBO that knows nothing of populations (the stock :class:`~pyro.infer.TraceEnum_ELBO`) scores them and stores nothing. Where
-    nothing is stored of any data point they are therefore scored here, under the model as it is now; nothing is stored.
+    nothing is stored of any data point they are therefore scored here, under the model as it is now; nothing is stored. Log joints are
+    NaN where the model's last call does not reach.
 
     Args:
         guide: the truncated guide.
@@ -157,67 +158,38 @@ def readable(guide: WholeModelGuide, indices: Tensor | None, call: Call | None) 
 
     Raises:
         RuntimeError: if some of the data points were never scored, and the model's last call does not reach them.
-    """
-    if call is None or not bool(guide.populations.log_joint.isnan().all()):
-        return average_populations(guide, guide.populations.scored_population(indices), call)
-    population = guide.populations.population(indices)
-    return average_populations(guide, population, call) if _makes_draws(guide, call) else _rescore_all(guide, population, call)
-
-
-def _rescore_all(guide: WholeModelGuide, population: Population, call: Call) -> Population:
-    """Returns populations with log joints under the current model.
-
-    They are NaN where the model's last call does not reach.
-    """
-    log_joint = guide.populations.log_joint.clone()
-    indices = torch.arange(len(log_joint), device=log_joint.device) if population.indices is None else population.indices.long()
-    with spare_random_numbers(), poutine.block():
-        for subsamples in _batches(guide, call, indices):
-            batch = guide.batch(call, subsamples).rescore()
-            # Where nothing is stored, the store does not have the type of the model's numbers yet.
-            log_joint = log_joint.to(batch.log_joint.dtype)
-            log_joint[slice(None) if batch.indices is None else batch.indices] = batch.log_joint
-    return dataclasses.replace(population, log_joint=log_joint[indices])
-
-
-@torch.no_grad()
-def average_populations(guide: WholeModelGuide, population: Population, call: Call | None) -> Population:
-    """Returns stored populations with log joints averaged over draws.
-
-    Only draws of other guides are averaged.
-
-    Args:
-        guide: the truncated guide.
-        population: stored populations of some or all of its data points.
-        call: the model's last call.
 
     Warns:
         OneDrawWarning: if some of the data points are out of reach of that call of the model.
     """
-    if not _makes_draws(guide, call):
+    store = guide.populations
+    is_new = call is not None and bool(store.log_joint.isnan().all())
+    population: Population = store.population(indices) if is_new else store.scored_population(indices)
+    has_draws = _makes_draws(guide, call)
+    is_done = store.average_mask.to(store.words.device)
+    positions = torch.arange(len(is_done), device=is_done.device) if population.indices is None else population.indices.long()
+    if not is_new and (not has_draws or bool(is_done[positions].all())):
         return population
-    is_done = guide.populations.average_mask.to(guide.populations.words.device)
-    indices = torch.arange(len(is_done), device=is_done.device) if population.indices is None else population.indices.long()
-    if bool(is_done[indices].all()):
-        return population
-    log_joint = guide.populations.log_joint.clone()
+    log_joint = store.log_joint.clone()
     if call is not None:
-        for subsamples in _batches(guide, call, indices):
-            batch = average_over_draws(guide, call, subsamples)
-            assert batch is not None
-            where = slice(None) if batch.indices is None else batch.indices
-            log_joint = log_joint.to(batch.log_joint.dtype)
-            log_joint[where], is_done[where] = batch.log_joint, True
-    num_missed = int((~is_done[indices]).sum())
-    if num_missed:
+        with spare_random_numbers(), poutine.block():
+            for subsamples in _batches(guide, call, positions):
+                batch = average_over_draws(guide, call, subsamples) if has_draws else guide.batch(call, subsamples).rescore()
+                assert batch is not None
+                where = slice(None) if batch.indices is None else batch.indices
+                # Where nothing is stored, the store does not have the type of the model's numbers yet.
+                log_joint = log_joint.to(batch.log_joint.dtype)
+                log_joint[where], is_done[where] = batch.log_joint, True
+    num_missed = int((~is_done[positions]).sum())
+    if num_missed and has_draws:
         warnings.warn(
             f"the posteriors of {num_missed} data points are those given one draw of the latents {guide.layout.other_latents}: "
             "the last call of the model did not reach them. Call guide.refresh_(*args) with the arguments of each minibatch, which "
             "averages over draws.",
             OneDrawWarning,
-            stacklevel=5,
+            stacklevel=3,
         )
-    return dataclasses.replace(population, log_joint=log_joint[indices])
+    return dataclasses.replace(population, log_joint=log_joint[positions])
 
 
 def _makes_draws(guide: WholeModelGuide, call: Call | None) -> bool:

@@ -39,7 +39,8 @@ class ProgramBatch(Generic[_Scorer]):
     scorer: _Scorer
     is_idle: bool = dataclasses.field(default_factory=lambda: getattr(current_batch(), "is_idle", False), kw_only=True)
 
-    def _check_device(self, device: torch.device) -> None:
+    def _check_device(self) -> None:
+        device = self.populations.stores[0].words.device
         if self.scorer.device != device:
             raise ValueError(
                 f"the populations are on {device}, the model's states on {self.scorer.device}; call guide.to({str(self.scorer.device)!r})"
@@ -114,8 +115,6 @@ class Batch(ProgramBatch[LogJoint]):
     share holds an equal part of what is observed outside of the data plates.
 
     Attributes:
-        populations: where the populations of all data points are kept.
-        scorer: scores states of the data points of this batch.
         scored_population: the populations as this run has scored them, where it has.
     """
 
@@ -134,7 +133,7 @@ class Batch(ProgramBatch[LogJoint]):
         """
         store, scorer = self.populations, self.scorer
         refuse_other_size(len(store.words), scorer.full_size, scorer.layout.plates)
-        self._check_device(store.words.device)
+        self._check_device()
         store.check_indices(self.plate_indices)
         store.seen.compare(scorer)
 

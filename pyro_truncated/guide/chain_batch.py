@@ -36,11 +36,7 @@ from pyro_truncated.states.population import Population
 class ChainBatch(SetBatch[ChainScorer]):
     r"""The sets of all steps of the selected sequences.
 
-    A run of the model selects them, whose scorer comes with the sets.
-
-    Attributes:
-        populations: where the sets are kept, a row for each step.
-        scorer: log likelihoods of states and transitions of this run.
+    A run of the model selects them, whose scorer comes with the sets: a row for each step.
     """
 
     def check(self) -> None:
@@ -55,7 +51,7 @@ class ChainBatch(SetBatch[ChainScorer]):
             ChangedDataWarning: if the data are others than last time.
         """
         (store,) = self.populations.stores
-        self._check_place()
+        self._check_device()
         if self.scorer.full_size * self.scorer.product.num_steps != len(store.words):
             raise ValueError(
                 f"the guide has sets for {len(store.words)} steps, the model now has {self.scorer.full_size} sequences of "

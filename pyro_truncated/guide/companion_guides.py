@@ -176,19 +176,6 @@ def refuse_subsampled_latents(guide_list: AutoGuideList, plates: Mapping[str, An
                 )
 
 
-def refuse_uncovered_latents(names: Sequence[str]) -> None:
-    """Refuses new data of which no guide says anything about some latents.
-
-    Raises:
-        ValueError: naming them, if there are any.
-    """
-    if names:
-        raise ValueError(
-            f"infer() could only draw the latents {list(names)} from the prior: no guide covers them. Append their guide to an "
-            "AutoGuideList before AutoTruncated, or give AutoTruncated a conditional=... that samples them given the states."
-        )
-
-
 def flatten_guides(guide_list: Any) -> Iterator[Any]:
     """The guides in a list and in the lists in it."""
     for part in guide_list:

@@ -32,10 +32,6 @@ class SetBatch(ProgramBatch[_Scorer]):
     """Sets of states that a run of the model selects.
 
     They come with the scorer of this run.
-
-    Attributes:
-        populations: where the sets are kept.
-        scorer: densities of states of this run.
     """
 
     populations: ProductStore
@@ -51,14 +47,6 @@ class SetBatch(ProgramBatch[_Scorer]):
     def evidence(self) -> Tensor:
         """The evidence of each data point in this run, ``(N,)``."""
         raise NotImplementedError
-
-    def _check_place(self) -> None:
-        """Checks that the sets can serve the model where it is.
-
-        Raises:
-            ValueError: if they are on another device.
-        """
-        self._check_device(self.populations.stores[0].words.device)
 
     def keep_(self, populations: list[Population]) -> None:
         """Keeps sets with their log joints.
@@ -100,10 +88,6 @@ class ProductBatch(SetBatch[ProductScorer]):
 
     .. math:: \mathcal F = \log \sum_{s_1 \in K_1} \cdots \sum_{s_V \in K_V} p(s, y), \qquad
               \nabla \mathcal F = \sum_f \sum_{s} q_f(s) \nabla \log \psi_f(s).
-
-    Attributes:
-        populations: where the sets of all nodes are kept.
-        scorer: densities of this run as tables over sets.
     """
 
     def check(self) -> None:
@@ -117,7 +101,7 @@ class ProductBatch(SetBatch[ProductScorer]):
         Warns:
             ChangedDataWarning: if the data are others than last time.
         """
-        self._check_place()
+        self._check_device()
         for number, (group, own) in enumerate(zip(self.scorer.product.groups, self.populations.stores, strict=True)):
             sizes = [self.scorer.plate_size(name) for name in group.plates]
             if len(group.nodes) * math.prod(sizes) != len(own.words):
@@ -181,10 +165,7 @@ class ProductBatch(SetBatch[ProductScorer]):
         scorer = self.scorer
         total = torch.zeros(scorer.sizes, dtype=torch.float64, device=scorer.device)
         for root, rows in zip(scorer.product.roots, scorer.evidence(scorer.messages(self.sets() if sets is None else sets)), strict=True):
-            dims = scorer.product.node_layouts[root].dims
-            beyond = [place for place, dim in enumerate(dims) if dim not in scorer.layout.dims]
-            own = rows.reshape(scorer.plate_sizes(root))
-            total = total + (own.sum(beyond) if beyond else own)
+            total = total + scorer.sum_by_data(root, rows)
         return total.flatten()
 
     def free_energy(self) -> Tensor:

@@ -24,8 +24,6 @@ from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 
-# Evidence (relative) that a component may lose by rounding where sets are exchanged.
-_ROUNDING = 1e-9
 # The most joint values of a block of latents, which are proposed for all nodes at once.
 _BLOCK_STATES = 16
 
@@ -290,7 +288,8 @@ class SetSearch:
         """
         product, result = self.scorer.product, union.take(positions)
         old, new = product.evidence_by_node(current.messages), product.evidence_by_node(result.messages)
-        falls = {node: (new[node] < old[node] - _ROUNDING * old[node].abs().clamp(min=1.0)).double() for node in product.tree.order}
+        # A billionth may be lost by rounding.
+        falls = {node: (new[node] < old[node] - 1e-9 * old[node].abs().clamp(min=1.0)).double() for node in product.tree.order}
         is_worse = False
         for number, own in positions.items():
             is_worse_row = current.rows({node: falls[node] for node in product.groups[number].nodes}, number) > 0

@@ -32,14 +32,8 @@ from pyro_truncated.utils.console import note_once
 PORTION = "portion"
 
 
-def save_portion(portion: Portion | None, destination: Any, prefix: str) -> None:
-    """Stores the data points in a state dict, if not all."""
-    if portion is not None and portion.is_part:
-        destination[prefix + PORTION] = torch.tensor([portion.first, portion.size, portion.total], device="cpu")
-
-
 def load_portion(state_dict: Mapping[str, Any], prefix: str) -> Portion | None:
-    """What :func:`save_portion` has noted."""
+    """The data points that saved populations are of, if not all."""
     numbers = state_dict.get(prefix + PORTION)
     return None if numbers is None else Portion(*numbers.tolist())
 
@@ -222,7 +216,9 @@ class PopulationStore(torch.nn.Module):
         if self.is_filled:
             self.seed_()
             destination[prefix + _STREAM] = torch.tensor([self.seed, self.num_searches, *[1] * self.seen.is_new], device="cpu")
-            save_portion(self.portion, destination, prefix)
+            if self.portion is not None and self.portion.is_part:
+                numbers = self.portion.first, self.portion.size, self.portion.total
+                destination[prefix + PORTION] = torch.tensor(numbers, device="cpu")
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         tensors = {name: state_dict.get(prefix + name) for name in self.STORED}

@@ -237,11 +237,6 @@ class WholeModelGuide(AutoGuide):
         if names:
             self._product = find_product(call, trace, self._layout, dependencies, self.num_states)
 
-    def _as_scored(self, call: Call) -> Call:
-        """The call whose densities are scored, chains step by step perhaps."""
-        has_steps = isinstance(self._product, ProductLayout) and bool(self._product.steps)
-        return call.with_program(functools.partial(run_by_steps, call.model)) if has_steps else call
-
     def _keep_prototype(self, trace: poutine.Trace) -> None:
         """Keeps the latents of a run, as Pyro's guides do."""
         for name in [name for name, node in trace.nodes.items() if self._prototype_hide_fn(node)]:
@@ -284,7 +279,8 @@ class WholeModelGuide(AutoGuide):
                 "AutoTruncated cannot be traced by torch.jit: its states change while it trains. Use TraceEnum_ELBO, not JitTraceEnum_ELBO."
             )
         self.setup(*call.args, **call.kwargs)
-        call = self._as_scored(call)
+        if isinstance(self._product, ProductLayout) and self._product.steps:
+            call = call.with_program(functools.partial(run_by_steps, call.model))
         names = [name for name in self.layout.other_latents if name not in (values or {})]
         if names and self.conditional is None:
             warnings.warn(

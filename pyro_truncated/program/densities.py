@@ -19,7 +19,6 @@ from pyro_truncated.utils.arrays import once
 
 # Entries up to which sites are computed together: a stack of larger ones takes memory.
 MAX_STACKED = 2**12
-_HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 # Families whose parameters can be stacked, and those of them whose parameters have one dimension more.
 _STACKED, _OF_VECTORS = {dist.Normal, dist.Poisson, dist.Bernoulli, dist.Categorical}, {dist.Categorical}
 # Terms with their factors.
@@ -170,7 +169,7 @@ def _stack_log_densities(sites: Sequence[_Site], formula: Callable[[Any, Tensor]
 
 def _normal(fn: Any, value: Tensor) -> _Terms:
     scale = once(fn.scale)
-    return [(-0.5, ((_real(value, scale) - once(fn.loc)) / scale).square_()), (-1.0, scale.log() + _HALF_LOG_TWO_PI)]
+    return [(-0.5, ((_real(value, scale) - once(fn.loc)) / scale).square_()), (-1.0, scale.log() + 0.5 * math.log(2 * math.pi))]
 
 
 def _poisson(fn: Any, value: Tensor) -> _Terms | None:

@@ -43,8 +43,14 @@ def refuse_unknown_values(nodes: Iterable[Mapping[str, Any]]) -> None:
             )
 
 
-def refuse_partial_sequence(node: Mapping[str, Any]) -> None:
-    """Checks that a discrete site is in no subsampled sequential plate.
+def refuse_plates(node: Mapping[str, Any], names: Collection[str]) -> None:
+    """Checks the plates of a discrete site.
+
+    None is a subsampled sequential plate, and subsamples have the names of their plates.
+
+    Args:
+        node: a discrete site.
+        names: those of all sites of the run.
 
     Raises:
         NotImplementedError: naming the site and the plate.
@@ -57,18 +63,6 @@ def refuse_partial_sequence(node: Mapping[str, Any]) -> None:
                 f"`with pyro.plate('{frame.name}', ...):` instead of `for i in pyro.plate('{frame.name}', ...):`."
             )
 
-
-def refuse_renamed_plates(node: Mapping[str, Any], names: Collection[str]) -> None:
-    """Checks that subsamples of plates have the names of the plates.
-
-    Args:
-        node: a discrete site.
-        names: those of all sites of the run.
-
-    Raises:
-        NotImplementedError: naming the site and the plate.
-    """
-    for frame in node["cond_indep_stack"]:
         if frame.vectorized and frame.name not in names and any(name.endswith(f"/{frame.name}") for name in names):
             raise NotImplementedError(
                 f"discrete latent site '{node['name']}' lies in the plate '{frame.name}', whose subsample has another name. A handler "

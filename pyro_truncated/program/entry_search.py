@@ -44,10 +44,6 @@ class Pattern(NamedTuple):
     bit: int = 0
     is_set: bool = True
 
-    def choose(self, size: int) -> Tensor:
-        """Which members of the plate change, ``(size,)``."""
-        return ((torch.arange(size) >> self.bit) & 1 == 1) == self.is_set
-
 
 def find_entries(scorer: ProductScorer, scopes: Mapping[str, frozenset[str]]) -> dict[str, Entries]:
     """Returns what the entries of observed sites depend on.
@@ -265,5 +261,6 @@ def _positions(layout: SiteLayout, pattern: Pattern) -> tuple[slice, Tensor]:
     if pattern.plate is not None:
         _, dim, size = pattern.plate
         place = [own for own, _ in site.plates].index(dim)
-        is_changed &= pattern.choose(size).view(*(-1 if at == place else 1 for at in range(len(site.shape))))
+        is_chosen = ((torch.arange(size) >> pattern.bit) & 1 == 1) == pattern.is_set
+        is_changed &= is_chosen.view(*(-1 if at == place else 1 for at in range(len(site.shape))))
     return layout.slices[pattern.site], is_changed.flatten()

@@ -22,8 +22,7 @@ from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.discovery import (
     discrete_site,
     reachable_bounds,
-    refuse_partial_sequence,
-    refuse_renamed_plates,
+    refuse_plates,
     refuse_unknown_values,
     refuse_unplated_dims,
 )
@@ -179,14 +178,7 @@ class Layout(SiteLayout):
         max_count: upper bound of counts with infinite support, for all such sites or by site name.
 
     Attributes:
-        sites: the discrete sites by name.
-        plates: names of the data plates, by dimension from left to right.
-        dims: their dimensions (negative).
-        full_sizes: their sizes.
-        num_data: product of the data plates' full sizes.
-        space: the joint state space of one data point.
         other_latents: names of the model's other latent sites, without ``Delta`` sites.
-        depth: number of plate dimensions in the model.
         nesting: number of plate dimensions that Pyro must count to compare model and guide.
         names: the names that the model gives to sites, plates and parameters.
         limits: by site name, the largest count that is kept (``max_count``).
@@ -224,8 +216,7 @@ class Layout(SiteLayout):
         plates = [frame.name for frame in frames]
         refuse_unplated_dims(sample_nodes(trace).values(), {node["name"] for node in nodes}, dependencies, plates)
         for node in nodes:
-            refuse_partial_sequence(node)
-            refuse_renamed_plates(node, trace.nodes)
+            refuse_plates(node, trace.nodes)
         _check_bounds(max_count, [node["name"] for node in nodes])
         sites: dict[str, DiscreteSite] = {}
         limits: dict[str, int] = {}
@@ -306,7 +297,7 @@ class Layout(SiteLayout):
         for name in self.cut_sites:
             mass = marginals[name][..., -1].nan_to_num(0.0).reshape(len(marginals[name]), -1).amax(1)
             worst = int(mass.argmax())
-            if float(mass[worst]) > _MOST_ON_LIMIT:
+            if float(mass[worst]) > 0.01:
                 limit, place = self.limits[name], f" (data point {worst if indices is None else int(indices[worst])})"
                 problem = f"Of the posterior of '{name}', {float(mass[worst]):.2g} lies on {limit}, the largest count that is kept"
                 problem += f"{place if self.plates else ''}: larger counts are left out."
@@ -341,9 +332,6 @@ class Layout(SiteLayout):
             )
         # To Pyro a plate of any size, which it does not expand sites to.
         return nullcontext() if is_enumerated or self.nesting in plate_depths else IndepMessenger(_NAME, -1, dim=-self.nesting)
-
-
-_MOST_ON_LIMIT = 0.01
 
 
 def _check_bounds(max_count: int | Mapping[str, int] | None, names: Sequence[str]) -> None:

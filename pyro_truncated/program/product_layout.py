@@ -30,8 +30,6 @@ class NodeGroup:
     Attributes:
         nodes: positions of the nodes in the graph.
         layouts: their sites, as seen from one member of their plates.
-        plates: names of the plates, by dimension from left to right.
-        full_sizes: sizes of the plates.
     """
 
     nodes: tuple[int, ...]

@@ -202,6 +202,12 @@ class ProductScorer(Probe):
         nodes = self.product.groups[group].nodes
         return len(nodes) * math.prod(self.plate_sizes(nodes[0]))
 
+    def sum_by_data(self, node: int, rows: Tensor) -> Tensor:
+        """Sums over a node's rows, for each member of shared plates."""
+        beyond = [place for place, dim in enumerate(self.product.node_layouts[node].dims) if dim not in self.layout.dims]
+        own = rows.reshape(self.plate_sizes(node))
+        return own.sum(beyond) if beyond else own
+
     def split_nodes(self, rows: Tensor, group: int) -> list[Tensor]:
         """Rows of a group, cut into those of its nodes."""
         return list(rows.chunk(len(self.product.groups[group].nodes)))
