@@ -21,7 +21,7 @@ from pyro_truncated.guide.product_posterior import NO_WHOLE_STATES, ProductPoste
 from pyro_truncated.guide.product_store import ProductStore, count_saved_groups
 from pyro_truncated.guide.program import ProgramRun, recorded_values
 from pyro_truncated.guide.store import PopulationStore, populations_in
-from pyro_truncated.guide.structure import describe, plate_portion, refuse_other_structure, takes_arguments
+from pyro_truncated.guide.structure import plate_portion, refuse_other_structure, takes_arguments
 from pyro_truncated.guide.truncated_posterior import TruncatedPosterior
 from pyro_truncated.guide.whole_model import WholeModelGuide
 from pyro_truncated.program.call import Call
@@ -36,6 +36,7 @@ from pyro_truncated.search.base import Search, check_search
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import Renamed, check_count
 from pyro_truncated.utils.arrays import check_column_names
+from pyro_truncated.utils.console import readable_count
 from pyro_truncated.utils.parameter_store import PrefixStrippingModule, spare_random_numbers
 
 
@@ -202,7 +203,12 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         if self.product is not None:
             lines = "".join(f"\n  {line}" for line in self.product.summary(self.num_states))
             return f"{type(self).__name__}(sets of num_states={self.num_states} for each node of the factor graph:{lines}\n)"
-        return f"{type(self).__name__}({describe(None if self.prototype_trace is None else self.layout, self.num_states)})"
+        if self.prototype_trace is None:
+            return f"{type(self).__name__}(num_states={self.num_states}, not set up yet: call it, or svi.step, with the model's arguments)"
+        layout, plates = self.layout, ", ".join(self.layout.plates)
+        data = f"{layout.num_data} data points in {plates}" if plates else "one state of all data (no data plate)"
+        states = f"{self.num_states} of {readable_count(layout.space.size)} states each"
+        return f"{type(self).__name__}(sites: {', '.join(layout.sites)}; {data}; {states})"
 
     def make_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the populations of the data points that a call selects.

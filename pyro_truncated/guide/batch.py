@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Generic, Self, TypeVar
 
 import pyro.poutine as poutine
@@ -209,7 +209,9 @@ class Batch(ProgramBatch[LogJoint]):
         keys["is_global"] = not self.scorer.layout.plates
         if search.learns and store.portion is not None:
             keys["is_met"] = True
-            search.meet(self._make_search_batch(observations, {**keys, "random": random.again()}))
+            own = self.rescore()
+            met = {name: value[: len(own)] for name, value in observations.items()}
+            search.meet(SearchBatch(own, self.scorer.score, met, random=random.again(), **keys))
         if self.is_idle:
             return store.take(self.indices)
         if self.holds_all_states:
@@ -242,11 +244,6 @@ class Batch(ProgramBatch[LogJoint]):
         if self.holds_all_states:
             return self
         return dataclasses.replace(self, scored_population=self.search_(search, steps))
-
-    def _make_search_batch(self, observations: Mapping[str, Tensor], keys: Mapping[str, Any]) -> SearchBatch:
-        population = self.rescore()
-        own_observations = {name: value[: len(population)] for name, value in observations.items()}
-        return SearchBatch(population, self.scorer.score, own_observations, **keys)
 
     def _positions(self, rows: slice) -> Tensor | None:
         """Returns positions of a slice in the full data set.

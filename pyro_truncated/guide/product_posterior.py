@@ -17,10 +17,9 @@ from torch import Tensor
 
 from pyro_truncated.guide.given_states import excess_density
 from pyro_truncated.guide.product_batch import ProductBatch
-from pyro_truncated.guide.program import ProgramRun
+from pyro_truncated.guide.program import ProgramRun, spread_draws
 from pyro_truncated.guide.truncated_posterior import check_quantiles, product_pairs, quantile_levels
 from pyro_truncated.ops.elimination import Messages
-from pyro_truncated.program import inspection
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import check_count
 
@@ -242,11 +241,10 @@ class ProductProgramRun(ProgramRun):
         layout, scorer, product = self._layout, batch.scorer, batch.scorer.product
         with torch.no_grad():
             sets = batch.sets()
-            particles = [f for f in inspection.plates_around(self._guide.frames, self._guide.index_name) if f.size > 1]
-            count = math.prod(frame.size for frame in particles)
+            particles = {frame.dim: frame.size for frame in self._draw_frames()}
             tables = scorer.tables(sets)
             messages = product.tree.collect(tables, scorer.weights(sets))
-            draws = messages.draw(count)
+            draws = messages.draw(math.prod(particles.values()))
             if messages.may_be_impossible:
                 for root, evidence in zip(product.roots, scorer.evidence(messages), strict=True):
                     excess = excess_density(evidence.unsqueeze(-1), list(layout.sites))
@@ -260,8 +258,7 @@ class ProductProgramRun(ProgramRun):
                 own, sizes = product.node_layouts[node], scorer.plate_sizes(node)
                 position, log_prob = (torch.stack([product.rows(node, draw, sizes).squeeze(-1) for draw in table]) for table in draws[node])
                 levels = own.space.unpack(pick(words, position))
-                shape = _draw_shape(particles, layout.depth)
-                batch_shape = (*shape, *own.spread(sizes, layout.depth))
+                batch_shape = spread_draws(list(particles), list(particles.values()), own.spread(sizes, layout.depth))
                 states |= own.decode(levels.reshape(*batch_shape, -1), len(batch_shape) - 1, scorer.dtypes)
                 self._sample_index(own, position.reshape(batch_shape), log_prob.to(dtype).reshape(batch_shape), plates, scorer)
         hidden = scorer.hidden_log_probs(states)
@@ -277,16 +274,3 @@ class ProductProgramRun(ProgramRun):
             site = dataclasses.replace(layout.sites[steps[0]], name=name, event_shape=tuple(result[name].shape[-2:]))
             result[name] = self._sample_site(site, result[name], plates, none, scale=scorer.scale_beyond_subsamples(name))
         return result
-
-
-def _draw_shape(particles: list[Any], depth: int) -> tuple[int, ...]:
-    """Returns the shape of the plates of parallel draws.
-
-    They lie left of all plates of the model.
-    """
-    if not particles:
-        return ()
-    shape = [1] * (max(-frame.dim for frame in particles) - depth)
-    for frame in particles:
-        shape[-(-frame.dim - depth)] = frame.size
-    return tuple(shape)

@@ -203,7 +203,10 @@ class ProgramRun:
         layout, words, log_joint = self._layout, population.words, population.log_joint
         logits = (log_joint if excess is None else log_joint.masked_fill(excess.unsqueeze(-1) > 0, 0.0)).log_softmax(-1)
         batch = layout.spread(scorer.sizes)
-        shape = self._spread_draws(logits.shape[:-2], batch, scorer.depth)
+        draws, dims = logits.shape[:-2], [frame.dim for frame in self._draw_frames()] if logits.dim() > 2 else []
+        # Where they are not those of plates, they are left-most.
+        dims = dims if len(dims) == len(draws) else list(range(-scorer.depth, -scorer.depth + len(draws)))
+        shape = spread_draws(dims, draws, batch)
         logits = logits.reshape(*shape, logits.shape[-1])
         # What does not take many states at once can be enumerated one by one, by Pyro's ELBOs too.
         enumerate_ = "parallel" if self._guide.is_enumerable else "sequential"
@@ -224,20 +227,10 @@ class ProgramRun:
                 densities[first] = densities.get(first, zero) + excess.reshape(shape)
             return {name: self._sample_site(layout.sites[name], value, plates, densities.get(name, zero)) for name, value in latent.items()}
 
-    def _spread_draws(self, draws: Sequence[int], batch: Sequence[int], depth: int) -> tuple[int, ...]:
-        """Returns the batch shape with draws of other latents.
-
-        Such draws (vectorised particles) stand at their plates, else left-most.
-        """
-        if not draws:
-            return tuple(batch)
-        dims = [frame.dim for frame in inspection.plates_around(self._guide.frames, self._guide.index_name) if frame.size > 1]
-        if len(dims) != len(draws):
-            dims = list(range(-depth, -depth + len(draws)))
-        shape = [1] * (max(-min(dims), len(batch)) - len(batch)) + list(batch)
-        for dim, size in zip(sorted(dims), draws, strict=True):
-            shape[dim] = size
-        return tuple(shape)
+    def _draw_frames(self) -> list[Any]:
+        """The plates of parallel draws around the guide, from left to right."""
+        frames = inspection.plates_around(self._guide.frames, self._guide.index_name)
+        return sorted((frame for frame in frames if frame.size > 1), key=lambda frame: frame.dim)
 
     def _sample_index(self, own: SiteLayout, position: Tensor, log_prob: Tensor, plates: Mapping[str, Any], scorer: Probe) -> None:
         """Samples an auxiliary site of some sites' states.
@@ -280,3 +273,11 @@ class ProgramRun:
             stack.enter_context(self._layout.extra_plates_for(site, log_density.dim()))
             infer: Any = {"is_auxiliary": True} if is_auxiliary else {}
             return pyro.sample(site.name, dist.Delta(value, log_density=log_density, event_dim=site.event_dim), infer=infer)
+
+
+def spread_draws(dims: Sequence[int], draws: Sequence[int], batch: Sequence[int]) -> tuple[int, ...]:
+    """Returns a batch shape with parallel draws at some dimensions."""
+    shape = [1] * (max([-dim for dim in dims], default=0) - len(batch)) + list(batch)
+    for dim, size in zip(dims, draws, strict=True):
+        shape[dim] = size
+    return tuple(shape)

@@ -41,7 +41,7 @@ from pyro_truncated.program.sites import is_subsampled, sample_nodes, unwrap
 from pyro_truncated.program.structures import warn_of_shared_subsamples
 from pyro_truncated.utils.arguments import naming_empty_plates
 from pyro_truncated.utils.arrays import is_array
-from pyro_truncated.utils.console import note_once, readable_count
+from pyro_truncated.utils.console import note_once
 from pyro_truncated.utils.parameter_store import ShadowWatch, empty_store, isolate, refuse_shadowed_parameters, spare_random_numbers
 
 
@@ -285,15 +285,6 @@ def takes_arguments(model: Callable[..., Any], *, otherwise: bool) -> bool:
     if all(parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in parameters):
         return len(parameters) > 0 and otherwise
     return True
-
-
-def describe(layout: Layout | None, num_states: int) -> str:
-    """What populations are of, in one line."""
-    if layout is None:
-        return f"num_states={num_states}, not set up yet: call it, or svi.step, with the model's arguments"
-    sites, plates = ", ".join(layout.sites), ", ".join(layout.plates)
-    data = f"{layout.num_data} data points in {plates}" if plates else "one state of all data (no data plate)"
-    return f"sites: {sites}; {data}; {num_states} of {readable_count(layout.space.size)} states each"
 
 
 @contextmanager
