@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -85,7 +85,7 @@ class ProductPosterior(SetReadings):
         At Boolean sites it is that of 1, ``(N, *site shape)``, at others that of each value, ``(N, *site shape, V)``.
         """
         marginals = {}
-        for name, site, table in self._read_by_site(lambda population: population.value_probabilities()):
+        for name, site, table in self._probabilities_by_site():
             own = table[..., : max(site.cardinalities)]
             marginals[name] = self._flatten_data(name, own[..., 1] if site.kind == "boolean" else own)
         return self.batch.scorer.product.join_steps(marginals, is_by_value=True)
@@ -132,7 +132,7 @@ class ProductPosterior(SetReadings):
         """
         shares = check_quantiles(quantiles)
         quantile_values: dict[str, list[Tensor]] = {}
-        for name, site, table in self._read_by_site(lambda population: population.value_probabilities()):
+        for name, site, table in self._probabilities_by_site():
             if site.kind == "one_hot":
                 raise NotImplementedError(f"the values of the one-hot site '{name}' have no order; use mode(), median() or marginals()")
             levels = quantile_levels(table, shares, max(site.cardinalities))
@@ -144,12 +144,12 @@ class ProductPosterior(SetReadings):
     def _join_steps(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return self.batch.scorer.product.join_steps(values)
 
-    def _read_by_site(self, read: Callable[[Population], Tensor]) -> list[tuple[str, Any, Tensor]]:
-        """What is read from populations, ``(rows, L, ...)``, by site: ``(*plates, *event, ...)``."""
+    def _probabilities_by_site(self) -> list[tuple[str, Any, Tensor]]:
+        """Probabilities of values by site, ``(*plates, *event, V)``."""
         product, scorer = self.batch.scorer.product, self.batch.scorer
         tables: dict[str, tuple[str, Any, Tensor]] = {}
         for number, (group, population) in enumerate(zip(product.groups, self.populations, strict=True)):
-            for node, rows in zip(group.nodes, scorer.split_nodes(read(population), number), strict=True):
+            for node, rows in zip(group.nodes, scorer.split_nodes(population.value_probabilities(), number), strict=True):
                 own = product.node_layouts[node]
                 for name, site in own.sites.items():
                     part = rows[:, own.slices[name]]
