@@ -151,11 +151,6 @@ def readable(guide: WholeModelGuide, indices: Tensor | None, call: Call | None) 
     nothing is stored of any data point they are therefore scored here, under the model as it is now; nothing is stored. Log joints are
     NaN where the model's last call does not reach.
 
-    Args:
-        guide: the truncated guide.
-        indices: positions of data points, ``None`` for all.
-        call: the model's last call.
-
     Raises:
         RuntimeError: if some of the data points were never scored, and the model's last call does not reach them.
 

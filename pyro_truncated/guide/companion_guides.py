@@ -112,10 +112,6 @@ class Companions:
     def refuse_unknown_latents(self, layout: Layout, prototype: Any) -> None:
         """Checks that the companions know the latents of new data.
 
-        Args:
-            layout: where the model has its latents.
-            prototype: a run of the model on the new data.
-
         Raises:
             ValueError: if a part has parameters for each data point it was trained on.
         """

@@ -112,10 +112,6 @@ def model_plates(call: Call, frames: Mapping[str, Any]) -> dict[str, Any]:
     They have the given subsample, or a fresh one of the model's size.
 
     The model runs only until it has opened the last of them.
-
-    Args:
-        call: the model and its arguments.
-        frames: plates of an earlier run, by name.
     """
     recorder = _OpenedPlates(frames)
     if not frames:
@@ -141,11 +137,6 @@ def plate_subsamples(plates: Mapping[str, Any]) -> dict[str, Any]:
 
 def refuse_other_size(num_populations: int, size: int, plates: Iterable[str]) -> None:
     """Checks that data are as many as those that populations are of.
-
-    Args:
-        num_populations: number of data points that the populations are of.
-        size: number of data points that the model has now.
-        plates: names of its data plates.
 
     Raises:
         ValueError: if they are not.

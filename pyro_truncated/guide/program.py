@@ -109,10 +109,7 @@ class ProgramRun:
     def _sample_batch(self, batch: Any, plates: Mapping[str, Any], found: Any) -> dict[str, Tensor]:
         """Samples the states of a batch in the given plates.
 
-        Args:
-            batch: the populations.
-            plates: by name.
-            found: populations with log joints, where a search has just improved them.
+        They are scored already where a search has just found them.
         """
         with torch.no_grad():
             full_population = batch.rescore() if found is None or batch.scorer.is_vectorized else found

@@ -130,10 +130,6 @@ def site_log_densities(nodes: Sequence[Any], formula: Callable[[Any, Tensor], Te
     """Returns the log densities of sample sites at their values.
 
     Small sites of one family and shape are computed together, as one distribution with stacked parameters.
-
-    Args:
-        nodes: the sites.
-        formula: computes the log density of a distribution at a value.
     """
     tables: list[Tensor | None] = [None] * len(nodes)
     alike: dict[tuple[Any, ...], list[tuple[int, _Site]]] = {}

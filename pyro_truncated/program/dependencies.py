@@ -82,10 +82,6 @@ class Dependencies:
         reads values. So runs are compared in which some latents differ: all, those outside of the scopes of some sites, random halves,
         and those that were read. Of latents with many values the lowest and the highest are among them, as functions may differ there only.
         Long programs, whose sites are alike, are run less often.
-
-        Args:
-            scopes: by site, the latents that its density shows.
-            trace: a run.
         """
         nodes = {name: node for name, node in trace.nodes.items() if node["type"] == "sample" and not node["is_observed"]}
         values = {name: detach_provenance(node["value"]) for name, node in nodes.items()}
@@ -182,10 +178,6 @@ def _scopes(trace: Any, reader: PythonReads) -> dict[str, frozenset[str]]:
     """Returns the sites that each sample site's log density depends on.
 
     For a point mass they are those that its value depends on.
-
-    Args:
-        trace: a run of the model.
-        reader: what was read and written in it.
     """
     scopes: dict[str, frozenset[str]] = {}
     places: dict[str, frozenset[str]] = {}

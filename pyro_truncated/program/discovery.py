@@ -48,10 +48,6 @@ def refuse_plates(node: Mapping[str, Any], names: Collection[str]) -> None:
 
     None is a subsampled sequential plate, and subsamples have the names of their plates.
 
-    Args:
-        node: a discrete site.
-        names: those of all sites of the run.
-
     Raises:
         NotImplementedError: naming the site and the plate.
     """
@@ -205,10 +201,6 @@ def _kind(node: Any) -> str:
 def refuse_other_plates(node: Mapping[str, Any], site: DiscreteSite) -> None:
     """Checks that inner plates have as many members as in the set-up.
 
-    Args:
-        node: the site in a run of the model.
-        site: the same site when the guide was set up.
-
     Raises:
         ValueError: naming the site and the plate.
     """
@@ -278,13 +270,6 @@ def refuse_wider_support(
     nodes: Mapping[str, Any], sites: Mapping[str, DiscreteSite], name: str, limit: int | None, dependencies: Dependencies
 ) -> None:
     """Checks a support that depends on latents, over all their values.
-
-    Args:
-        nodes: the sample sites of a run.
-        sites: the discrete sites when the guide was set up.
-        name: that of the site.
-        limit: largest value that is kept; ``None`` keeps all.
-        dependencies: those of this run.
 
     Raises:
         ValueError: naming the site, its values then and now.

@@ -20,13 +20,7 @@ from pyro_truncated.utils.parameter_store import load_snapshot, snapshot, spare_
 
 @contextlib.contextmanager
 def generic_parameters(scorer: Probe, names: Iterable[str], generator: torch.Generator) -> Iterator[None]:
-    """Moves the parameters of some sites' densities a little, for a while.
-
-    Args:
-        scorer: of a call.
-        names: the sites.
-        generator: of random numbers.
-    """
+    """Moves the parameters of some sites' densities a little, for a while."""
     names = list(names)
     with torch.enable_grad():
         log_probs = _log_probs(scorer, names)

@@ -54,13 +54,7 @@ class WrittenMemory:
         return bool(self._memory)
 
     def write(self, target: Tensor, index: Any, names: frozenset[str]) -> None:
-        """Notes that values of these latents were written into a tensor.
-
-        Args:
-            target: the tensor.
-            index: to which entries; ``...`` for all.
-            names: the latents.
-        """
+        """Notes that values of these latents were written into a tensor."""
         entries = self._entries(target, is_new=bool(names))
         if entries is None:
             return

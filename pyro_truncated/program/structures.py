@@ -59,12 +59,7 @@ class KnownStructures:
         return nodes.keys() <= self._sites and _match_any(_numbers(leaves, nodes), self._numbers.get(_kinds(leaves), set()))
 
     def add(self, call: Call, nodes: Mapping[str, Any]) -> None:
-        """Notes that the structure of a call is known.
-
-        Args:
-            call: the program and its arguments.
-            nodes: the sample sites of a run.
-        """
+        """Notes that the structure of a call is known."""
         leaves = _leaves(call)
         self._numbers.setdefault(_kinds(leaves), set()).add(_numbers(leaves, nodes))
         self._sites |= nodes.keys()
@@ -99,10 +94,6 @@ def refuse_other_structure(scorer: LogJoint | ProductScorer | ChainScorer, max_c
     """Checks that densities and supports depend on no other latents.
 
     They may depend on those that they did depend on when the guide was set up.
-
-    Args:
-        scorer: of a call.
-        max_count: largest value of counts, for all or by site name.
 
     Raises:
         ValueError: naming the sites.

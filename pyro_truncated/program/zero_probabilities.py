@@ -43,11 +43,6 @@ def without_impossible(fn: Any, value: Tensor, log_prob: Tensor) -> Tensor:
     """Returns a log probability less what impossible entries cost.
 
     No evidence outweighs it, and yet a search sees which states explain more of the data.
-
-    Args:
-        fn: a distribution.
-        value: the observation.
-        log_prob: what torch says.
     """
     impossible = impossible_entries(fn, value) if _may_be_clamped(fn, log_prob) else None
     return log_prob if impossible is None else log_prob - 1e5 * impossible
