@@ -16,6 +16,7 @@ from pyro_truncated.guide.averaging import average_over_draws, readable, rescore
 from pyro_truncated.guide.batch import Batch
 from pyro_truncated.guide.chain_batch import ChainBatch, ChainProgramRun, ChainReadings
 from pyro_truncated.guide.given_states import Init, old_layout
+from pyro_truncated.guide.plates import plate_subsamples
 from pyro_truncated.guide.product_batch import ProductBatch
 from pyro_truncated.guide.product_posterior import NO_WHOLE_STATES, ProductPosterior, ProductProgramRun
 from pyro_truncated.guide.product_store import ProductStore, count_saved_groups
@@ -31,6 +32,7 @@ from pyro_truncated.program.inspection import ordinary_tensors
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.product_layout import ProductLayout
 from pyro_truncated.program.product_scorer import ProductScorer
+from pyro_truncated.program.subsampling import SparseSubsamples
 from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search, check_search
 from pyro_truncated.states.population import Population
@@ -217,8 +219,12 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
 
         The populations must be of these data, see :meth:`Batch.check`; plates of ``create_plates`` take fresh subsamples.
         """
-        call = Call(self.model, args, kwargs)
-        return self.batch(call, self.fresh_subsamples(call))
+        call, subsamples = Call(self.model, args, kwargs), {}
+        if self.create_plates is not None:
+            self.setup(*args, **kwargs)
+            with poutine.block(), SparseSubsamples():
+                subsamples = plate_subsamples(self._create_plates(*args, **kwargs))  # type: ignore[no-untyped-call]
+        return self.batch(call, subsamples)
 
     def batch(self, call: Call, values: Mapping[str, Any] | None = None) -> Any:
         """Returns the batch of a call of the model, see :meth:`make_batch`.

@@ -17,7 +17,8 @@ import torch
 from pyro.ops.indexing import Vindex
 from pyro.ops.provenance import get_provenance, track_provenance
 from pyro.poutine.messenger import Messenger
-from pyro.poutine.runtime import effectful
+from pyro.poutine.runtime import _PYRO_STACK, effectful
+from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
 
 from pyro_truncated.guide.batch import Batch
@@ -62,11 +63,33 @@ def find_search_request() -> SearchRequest | None:
 def recorded_values(guide: WholeModelGuide) -> dict[str, Any]:
     """Draws of other latents in the recording traces.
 
-    They come with the subsamples of plates that they are for.
+    They come with the subsamples of plates that they are for. Plates around the guide that take dimensions of the model's are moved to
+    the left of all: a guide may have fewer plates than the model.
     """
-    names = guide.layout.other_latents
-    values = inspection.recorded_values(names, guide.frames, guide.layout.depth) if names else {}
+    names, depth = guide.layout.other_latents, guide.layout.depth
+    if not names:
+        return {}
+    outer = [plate.dim for plate in inspection.plates_around(guide.frames, names[0]) if plate.dim >= -depth]
+    values: dict[str, Any] = {}
+    # Traces record in silence: no message asks them for what they hold, so that Pyro's private stack of handlers has to.
+    for handler in _PYRO_STACK:
+        if isinstance(handler, TraceMessenger):
+            nodes: dict[str, Any] = {name: handler.trace.nodes[name] for name in names if name in handler.trace.nodes}
+            values.update({name: _move_left(node["value"], node["fn"].event_dim, outer, depth) for name, node in nodes.items()})
     return values | recorded_subsamples(guide.frames) if values else {}
+
+
+def _move_left(value: Any, event_dim: int, dims: Sequence[int], depth: int) -> Any:
+    """Moves given batch dimensions left of ``depth`` others, if present.
+
+    The dimensions are negative.
+    """
+    for target, dim in enumerate(sorted(dims, reverse=True), start=depth + 1):
+        if value.dim() - event_dim < -dim:
+            continue
+        padding = max(0, target - (value.dim() - event_dim))
+        value = value[(None,) * padding].transpose(dim - event_dim, -target - event_dim)
+    return value
 
 
 class ProgramRun:

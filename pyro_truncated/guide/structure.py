@@ -42,7 +42,7 @@ from pyro_truncated.program.structures import warn_of_shared_subsamples
 from pyro_truncated.utils.arguments import naming_empty_plates
 from pyro_truncated.utils.arrays import is_array
 from pyro_truncated.utils.console import note_once
-from pyro_truncated.utils.parameter_store import ShadowWatch, empty_store, isolate, refuse_shadowed_parameters, spare_random_numbers
+from pyro_truncated.utils.parameter_store import ShadowWatch, empty_store, refuse_shadowed_parameters, spare_random_numbers
 
 
 def first_run(call: Call, conditional: Conditional | None) -> poutine.Trace:
@@ -219,19 +219,6 @@ def note_whole_states(trace: poutine.Trace, layout: Layout, dependencies: Depend
         )
 
 
-def without_states(trace: Any, layout: Layout) -> torch.device:
-    """Drops states from a guide's trace, except shape and type.
-
-    It returns the device that they were on.
-    """
-    every = sample_nodes(trace).items()
-    nodes = [node for name, node in every if name in layout.sites or isinstance(unwrap(node["fn"])[0], MarkovChains)]
-    for node in nodes:
-        node["value"] = node["value"].new_zeros(()).expand(node["value"].shape)
-    device: torch.device = nodes[0]["value"].device
-    return device
-
-
 def plate_portion(layout: Layout, arguments: Any) -> Portion | None:
     """Returns which data points a call with shards has.
 
@@ -265,13 +252,6 @@ def refuse_other_structure(product: ProductLayout | ChainLayout | None) -> None:
             "the processes read different factor graphs from their rows of the data. "
             "Use AutoTruncated(..., whole_states=True), or train in one process, without distributed.shard."
         )
-
-
-def observes_all(call: Call, layout: Layout) -> bool:
-    """Whether the model observes all discrete sites in a call."""
-    with spare_random_numbers(), torch.no_grad(), isolate():
-        nodes = sample_nodes(call.trace())
-    return all(name in nodes and nodes[name]["is_observed"] for name in layout.sites)
 
 
 def takes_arguments(model: Callable[..., Any], *, otherwise: bool) -> bool:

@@ -17,7 +17,7 @@ from torch.distributions import constraints
 
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.provenance import PythonReads
-from pyro_truncated.program.sites import family, unwrap
+from pyro_truncated.program.sites import family, latent_nodes, sample_nodes, unwrap
 from pyro_truncated.program.supports import HUGE, Bounds, elementwise, get_support, is_discrete, value_bounds
 from pyro_truncated.utils.parameter_store import Assign, isolate, spare_random_numbers
 
@@ -60,8 +60,7 @@ class Dependencies:
             _LOG.debug("dependencies of the model cannot be followed, so runs are compared", exc_info=True)
             self._compare_runs()
             return
-        sites = {name: node for name, node in trace.nodes.items() if node["type"] == "sample" and not site_is_subsample(node)}
-        latents = {name for name, node in sites.items() if not node["is_observed"]}
+        latents = {node["name"] for node in latent_nodes(trace)}
         self.read = reader.read & latents
         scopes = {name: scope & latents for name, scope in scopes.items()}
         self.scopes = scopes if self._are_complete(scopes, trace) else None
@@ -181,9 +180,7 @@ def _scopes(trace: Any, reader: PythonReads) -> dict[str, frozenset[str]]:
     """
     scopes: dict[str, frozenset[str]] = {}
     places: dict[str, frozenset[str]] = {}
-    for name, node in trace.nodes.items():
-        if node["type"] != "sample" or site_is_subsample(node):
-            continue
+    for name, node in sample_nodes(trace).items():
         if family(node["fn"]) == "Delta" and not node["is_observed"]:
             places[name] = _resolve_points(reader.sources(_point(node["fn"])), places)
         with PythonReads(reader.written) as density:
