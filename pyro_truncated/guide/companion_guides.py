@@ -85,9 +85,10 @@ class Companions:
             ValueError: if some of the latents belong to parts after the truncated guide.
         """
         with poutine.block(), SparseSubsamples():
-            plates = recreate_plates(self.plates(call), subsamples or {})
+            plates = self.plates(call)
         values: dict[str, Any] = {}
         with poutine.block(), torch.no_grad():
+            plates = recreate_plates(plates, subsamples)
             if median:
                 with self._enter_plates(recreate_plates(plates)):
                     for part in self.earlier:
