@@ -334,10 +334,10 @@ def mean_active(population: Population, *, is_idle: bool, is_part: bool) -> Tens
 
     They are over the data of all processes. Those of one that is idle do not count.
     """
-    share = 0.0 if is_idle else 1.0
-    sums, number = share * population.marginals().sum(0), torch.tensor(share * len(population))
+    sums, number = population.marginals().sum(0), torch.tensor(float(len(population)))
     if is_part:
-        sums, number = collectives.add([sums, number])
+        share = 0.0 if is_idle else 1.0
+        sums, number = collectives.add([share * sums, share * number])
     return sums / number
 
 
