@@ -133,9 +133,9 @@ class Diagonal(CovariancesBase):
 
     def best(self, statistics: dict[str, Tensor], loc: Tensor, floor: Tensor) -> Parameters:
         """Maximum likelihood parameters with eigenvalues above the floor."""
-        counts = _counts(statistics).unsqueeze(-1)
-        variance = (statistics["products"] - 2 * loc * statistics["sums"] + counts * loc.square()) / counts
-        return {"scale": self._mean(variance).maximum(floor).sqrt()}
+        counts, products = _counts(statistics).unsqueeze(-1), statistics["products"]
+        variance = (products - 2 * loc * statistics["sums"] + counts * loc.square()) / counts
+        return {"scale": self._mean(variance).maximum(floor).maximum(self._mean(rounding(products / counts))).sqrt()}
 
     def features(self, x: Tensor) -> Tensor:
         """Squares and products ``(N, F)`` in which log densities are linear."""
@@ -219,6 +219,7 @@ class Full(CovariancesBase):
 
     def best(self, statistics: dict[str, Tensor], loc: Tensor, floor: Tensor) -> Parameters:
         """The factors of the likeliest covariances."""
+        floor = floor.maximum(rounding(statistics["products"].diagonal(dim1=-2, dim2=-1) / _counts(statistics).unsqueeze(-1)))
         return {"scale": floor_cholesky(floor_covariance(spread_around(statistics, loc), floor))}
 
     def features(self, x: Tensor) -> Tensor:
@@ -266,8 +267,7 @@ class Tied(Full):
         counts, cross = _counts(statistics).unsqueeze(-1), loc.mT @ statistics["sums"]
         products = statistics["products"]
         spread = products - cross - cross.mT + (counts * loc).mT @ loc
-        # Moments beside an outlier that is alone in its component are rounded.
-        floor = floor.maximum(4 * torch.finfo(products.dtype).eps * products.diagonal() / counts.sum())
+        floor = floor.maximum(rounding(products.diagonal() / counts.sum(), is_shared=True))
         return {"scale": floor_cholesky(floor_covariance(spread / counts.sum(), floor))}
 
     def features(self, x: Tensor) -> Tensor:
@@ -296,6 +296,15 @@ def _variances(covariance: Tensor) -> Tensor:
 
 def _counts(statistics: dict[str, Tensor]) -> Tensor:
     return statistics["counts"].clamp(min=MIN_COMPONENT_COUNT)
+
+
+def rounding(power: Tensor, *, is_shared: bool = False) -> Tensor:
+    """Variances of which means of squares ``power`` have no digits.
+
+    So it is where an outlier is alone in its component.
+    Those of a component's own are known to a ten-thousandth at least; what all share would be too wide for the others.
+    """
+    return (4 if is_shared else 1e4) * torch.finfo(power.dtype).eps * power
 
 
 def spread_around(statistics: dict[str, Tensor], loc: Tensor) -> Tensor:
@@ -356,6 +365,11 @@ class LowRank(Full):
     def best(self, statistics: dict[str, Tensor], loc: Tensor, floor: Tensor) -> Parameters:
         """The likeliest directions and noise."""
         counts = statistics["counts"].clamp(min=0.0)
+        power = statistics["products"].diagonal(dim1=-2, dim2=-1).mean(-1)
+        if self.is_shared:
+            floor = floor.maximum(rounding(power.sum() / counts.sum(), is_shared=True))
+        else:
+            floor = floor.maximum(rounding(power / _counts(statistics)))
         factor, scale = best_low_rank(spread_around(statistics, loc), counts, self.rank, floor, is_shared=self.is_shared)
         return {"factor": factor, "scale": scale}
 
@@ -387,8 +401,8 @@ def best_low_rank(covariance: Tensor, counts: Tensor, rank: int, floor: Tensor, 
     """
     # Of covariances of few directions and nothing else LAPACK's divide and conquer makes NaN where numbers underflow.
     identity = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
-    values, vectors = torch.linalg.eigh(covariance + floor * identity)
-    values = (values - floor).clamp(min=0.0).flip(-1)
+    values, vectors = torch.linalg.eigh(covariance + floor[..., None, None] * identity)
+    values = (values - floor[..., None]).clamp(min=0.0).flip(-1)
     first, rest = values[:, :rank], values[:, rank:]
     noise = _shared_noise(first, rest, counts) if is_shared else rest.mean(-1)
     noise = noise.maximum(floor)

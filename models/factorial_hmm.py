@@ -229,11 +229,7 @@ class FactorialHMM(UniqueModule):
             ``transitions (M, 2, 2)``; and ``power``, the sum of squares about the mean.
         """
         y = self._check(y) if posterior.indices is None else self._check(y)[posterior.indices]
-        observed = next(
-            (steps for steps in (_all_steps(y), _find_observed_steps(y)) if torch.equal(steps.kind, posterior.transitions.kind)), None
-        )
-        if observed is None:
-            raise ValueError(f"posterior must be of the sequences y, {tuple(y.shape)}, with the same observed steps. Infer it again from y")
+        observed = _find_steps_of(posterior, y)
         is_part = (observed.kind >= 0).flatten()
         population, rows = posterior.population(), _at(y, observed).flatten(0, 1)[is_part]
         part = Population(population.space, population.words[is_part], population.log_joint[is_part])
@@ -261,15 +257,25 @@ class FactorialHMM(UniqueModule):
 
     @torch.no_grad()
     @takes_arrays
-    def marginals(self, posterior: ChainPosterior, y: Tensor) -> Tensor:
-        """The probability that each cause is on at every step, ``(N, T, M)``."""
+    def marginals(self, posterior: Any, y: Tensor) -> Tensor:
+        """The probability that each cause is on at every step, ``(N, T, M)``.
+
+        Args:
+            posterior: of the sequences, by :meth:`posterior` or ``guide.population()``.
+            y: sequences ``(N, T, D)``.
+        """
         y = self._check(y)
-        return _find_observed_steps(y).marginals(posterior, self.initial.double(), self.transition.double(), _lengths(y), y.shape[1])
+        chains: ChainPosterior = getattr(posterior, "posteriors", [posterior])[0]
+        steps = _find_steps_of(chains, y)
+        return steps.marginals(chains, self.initial.double(), self.transition.double(), _lengths(y), y.shape[1])
 
     @torch.no_grad()
     @takes_arrays
-    def reconstruct(self, posterior: ChainPosterior, y: Tensor) -> Tensor:
-        """Posterior mean of the noise-free data ``(N, T, D)``; missing entries are filled in."""
+    def reconstruct(self, posterior: Any, y: Tensor) -> Tensor:
+        """Posterior mean of the noise-free data ``(N, T, D)``; missing entries are filled in.
+
+        The posterior is one that :meth:`marginals` takes.
+        """
         return (self.marginals(posterior, y) @ self.weight.double().mT + self.bias.double()).to(self.weight.dtype)
 
     def _terms(self, y: Tensor, steps: ObservedSteps) -> tuple[LinearGaussianSteps, Any]:
@@ -307,6 +313,14 @@ def _all_steps(y: Tensor) -> ObservedSteps:
 
 def _find_observed_steps(y: Tensor) -> ObservedSteps:
     return ObservedSteps.from_mask(~y.isnan().all(-1))
+
+
+def _find_steps_of(posterior: ChainPosterior, y: Tensor) -> ObservedSteps:
+    """The steps that a posterior is of: all, or those observed."""
+    for steps in (_all_steps(y), _find_observed_steps(y)):
+        if torch.equal(steps.kind, posterior.transitions.kind):
+            return steps
+    raise ValueError(f"posterior must be of the sequences y, {tuple(y.shape)}, with the same observed steps. Infer it again from y")
 
 
 def _at(y: Tensor, steps: ObservedSteps) -> Tensor:

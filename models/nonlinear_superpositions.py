@@ -312,7 +312,8 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
         claims: dict[str, Tensor] = best_claims(means, statistics, expected_errors, total)
         claims = return_to_background(means, apart, claims, expected_losses, expected_errors, within, total)
         if self.family == "gamma":
-            claims["logs"] = torch.where(rows.isnan(), 1.0, rows.double()).log().sum(0)
+            # With weights as rounded as those of the losses, with which they nearly cancel.
+            claims["logs"] = weights.double().sum(1) @ torch.where(rows.isnan(), 1.0, rows.double()).log()
         return claims
 
     @torch.no_grad()
@@ -327,7 +328,7 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
         self.weight, self.background = means[:, :-1].to(self.weight).contiguous(), means[:, -1].to(self.background).contiguous()
         self._maximize_prior(statistics)
         if self.family == "gamma":
-            excess = (statistics["errors"] - statistics["logs"]).sum() / statistics["observed"].sum() - 1
+            excess = (statistics["errors"] - statistics["logs"]).sum() / statistics["wins"].sum() - 1
             self.concentration = _best_concentration(excess).to(self.concentration)
 
     def _means(self) -> Tensor:

@@ -10,7 +10,15 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.distributions.deferred_validation import defer_constraints, validate_later
-from pyro_truncated.ops.components import as_integers, check_below, log_densities, posterior_means, square_distances, whiten
+from pyro_truncated.ops.components import (
+    HALF_LOG_TWO_PI,
+    as_integers,
+    check_below,
+    kalman_gain,
+    log_densities,
+    posterior_means,
+    square_distances,
+)
 from pyro_truncated.utils.constraints import larger_batch
 
 
@@ -77,9 +85,6 @@ def categorical(probs: Tensor) -> Categorical:
         probs: probabilities of the values, ``(*batch, K)``.
     """
     return Categorical(probs) if probs.is_cpu else Component(probs)
-
-
-HALF_LOG_TWO_PI = 0.9189385332046727
 
 
 class ComponentGaussian(TorchDistribution):
@@ -268,9 +273,9 @@ class ComponentLowRankNormal(ComponentGaussian):
     .. math:: \mathcal N(\mu_z, W_z W_z^\top + \sigma_z^2 I)
 
     Only matrices ``(R, R)`` are factored, once for each component rather than for every data point
-    and candidate. With :math:`L L^\top = I + W^\top W / \sigma^2` and :math:`d = y - \mu` the
-    squared distance is :math:`|d|^2 / \sigma^2 - |L^{-1} W^\top d|^2 / \sigma^4` (Woodbury). Values
-    are sorted by component for products of matrices, at a cost of ``D R`` for each of them.
+    and candidate. With :math:`d = y - \mu` and :math:`h = (\sigma^2 I + W^\top W)^{-1} W^\top d` the
+    squared distance is :math:`|d - W h|^2 / \sigma^2 + |h|^2`, exact for directions of any length. Values
+    are sorted by component for products of matrices, at a cost of ``2 D R`` for each of them.
 
     Example:
         >>> loc, factor, scale = torch.randn(10, 6), torch.randn(10, 6, 2), torch.rand(10)
@@ -312,16 +317,16 @@ class ComponentLowRankNormal(ComponentGaussian):
 
     @property
     def precision_matrix(self) -> Tensor:
-        r""":math:`\sigma^{-2} I - A A^\top` with what the Woodbury identity gives for :math:`A`, ``(*batch, D, D)``."""
+        r""":math:`\sigma^{-2} (I - W (\sigma^2 I + W^\top W)^{-1} W^\top)` (Woodbury), ``(*batch, D, D)``."""
         scale = self._scales()
-        whitened, _ = whiten(self.factor, scale)
+        gain, _ = kalman_gain(self.factor, scale)
         identity = torch.eye(self.loc.shape[1], dtype=self.loc.dtype, device=self.loc.device)
-        return (scale[:, None, None] ** -2 * identity - whitened @ whitened.mT)[self.component]
+        return (scale[:, None, None] ** -2 * (identity - gain @ self.factor.mT))[self.component]
 
     @property
     def half_log_determinant(self) -> Tensor:
         r""":math:`\frac12 \log |W W^\top + \sigma^2 I|`, ``(*batch)``."""
-        return whiten(self.factor, self._scales())[1][self.component]
+        return kalman_gain(self.factor, self._scales())[1][self.component]
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draws values that are differentiable in all parameters."""
@@ -338,10 +343,8 @@ class ComponentLowRankNormal(ComponentGaussian):
             self._validate_sample(value)
         rows, row, component, shape = self.entries(value)
         dtype = torch.promote_types(value.dtype, self.loc.dtype)
-        loc, scale = self.loc.to(dtype), self._scales().to(dtype)
-        whitened, log_volume = whiten(self.factor.to(dtype), scale)
-        constant = -log_volume - loc.shape[1] * HALF_LOG_TWO_PI
-        return log_densities(rows.to(dtype), row, component, loc, whitened, scale, constant).reshape(shape).to(self.loc.dtype)
+        parameters = (value.to(dtype) for value in (self.loc, self.factor, self._scales()))
+        return log_densities(rows.to(dtype), row, component, *parameters).reshape(shape).to(self.loc.dtype)
 
     def without_noise(self, value: Tensor) -> tuple[Tensor, Tensor]:
         r"""Posterior means of :math:`x = \mu_z + W_z h` given :math:`y = x + \sigma_z \varepsilon`, and the variances of its entries.

@@ -35,7 +35,6 @@ from pyro_truncated.program.product_scorer import ProductScorer
 from pyro_truncated.program.subsampling import SparseSubsamples
 from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search, check_search
-from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import Renamed, check_count
 from pyro_truncated.utils.arrays import check_column_names
 from pyro_truncated.utils.console import readable_count
@@ -232,10 +231,13 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         Other latents and subsamples of plates may be given by name.
         """
         scorer = self.scorer(call, values)
-        batch = _KINDS[type(scorer)](self.populations, scorer)
+        batch = self._batch_of(scorer)
         batch.check()
         self._last_call, self._last_rows = call, scorer.subsamples
         return batch
+
+    def _batch_of(self, scorer: LogJoint | ProductScorer | ChainScorer) -> Any:
+        return _KINDS[type(scorer)](self.populations, scorer)
 
     def make_scorer(self, *args: Any, values: Mapping[str, Any] | None = None, **kwargs: Any) -> LogJoint:
         """The scorer of a batch, see :meth:`batch`."""
@@ -255,21 +257,21 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
             batch = self.batch(call, ({} if self.prototype_trace is None else recorded_values(self)) or self.other_values(call))
             return rescore_over_draws(self, batch) if isinstance(batch, Batch) else _reader([batch])
 
-    def rescore(self, log_joint: LogJoint) -> Population:
+    def rescore(self, log_joint: LogJoint | ProductScorer | ChainScorer) -> Any:
         """Returns a scorer's stored populations with log joints under it.
 
         Nothing is stored.
         """
-        return Batch(self.populations, log_joint).rescore()
+        return self._batch_of(log_joint).rescore()
 
     rescored = Renamed("rescore")
 
-    def search_(self, search: Search, log_joint: LogJoint, steps: int = 1) -> Population:
+    def search_(self, search: Search, log_joint: LogJoint | ProductScorer | ChainScorer, steps: int = 1) -> Any:
         """Improves a scorer's populations in place by search steps.
 
         It returns them with their log joints.
         """
-        return Batch(self.populations, log_joint).search_(search, steps)
+        return self._batch_of(log_joint).search_(search, steps)
 
     @torch.no_grad()
     def refresh_(self, *args: Any, **kwargs: Any) -> Any:

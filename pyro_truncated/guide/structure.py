@@ -87,7 +87,8 @@ def find_product(
 
     ``None`` means that populations hold whole states.
 
-    That is so where all whole states fit into a population, and of models that do not take many states at once.
+    That is so where all whole states fit into a population, and of models that do not take many states at once. M-steps in closed form read
+    whole states, too.
     """
     chains = ChainLayout.from_trace(trace, layout)
     if chains is not None:
@@ -96,6 +97,8 @@ def find_product(
             steps.refuse_coupled_steps()
             warn_of_shared_subsamples(steps)
         return chains
+    if hasattr(call.model, "sufficient_statistics"):
+        return None
     if names := chains_by_steps(trace, layout, num_states):
         reason = refuse_steps(trace, names) or "densities of a step depend on other steps, or all steps on the other discrete latents"
         note_once(f"the states of {names}, sites of chains, are whole paths, {num_states} of them: {reason}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -145,27 +146,43 @@ def square_distances(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, 
 _CACHED_ROWS = 2**23
 
 
-def whiten(factor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    r"""What the densities :math:`\mathcal N(\mu_k, W_k W_k^\top + \sigma_k^2 I)` need of the covariances :math:`C_k`.
+HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 
-    Returns :math:`A_k` ``(K, D, R)`` with :math:`C_k^{-1} = \sigma_k^{-2} I - A_k A_k^\top`, and :math:`\frac12 \log |C_k|`, ``(K,)``.
+
+def kalman_gain(factor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    r"""What densities :math:`\mathcal N(\mu_k, C_k)`, :math:`C_k = W_k W_k^\top + \sigma_k^2 I`, need of their covariances.
+
+    Returns :math:`G_k = W_k (\sigma_k^2 I + W_k^\top W_k)^{-1}` ``(K, D, R)``, with which :math:`h = G_k^\top (y - \mu_k)` is the posterior
+    mean of the directions' coefficients and :math:`C_k^{-1} = \sigma_k^{-2} (I - G_k W_k^\top)`; and :math:`\frac12 \log |C_k|`, ``(K,)``.
     """
     scaled = factor / scale[:, None, None]
     lower = cholesky(_identity(factor) + scaled.mT @ scaled)
-    whitened = torch.linalg.solve_triangular(lower, scaled.mT, upper=False).mT / scale[:, None, None]
-    return whitened, lower.diagonal(dim1=-2, dim2=-1).log().sum(-1) + factor.shape[1] * scale.log()
+    half_log_det = lower.diagonal(dim1=-2, dim2=-1).log().sum(-1) + factor.shape[1] * scale.log()
+    return torch.cholesky_solve(scaled.mT, lower).mT / scale[:, None, None], half_log_det
 
 
-def log_densities(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, whitened: Tensor, scale: Tensor, constant: Tensor) -> Tensor:
-    r"""Log densities :math:`c_k - \frac12 (y_n - \mu_k)^\top C_k^{-1} (y_n - \mu_k)` of pairs ``row``, ``component (E,)``."""
-    size, rank = whitened.shape[1:]
-    grouped, precision, ranks = GroupBlocks.from_groups(component, len(loc)), scale**-2, _ranks(whitened)
+def log_densities(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, factor: Tensor, scale: Tensor) -> Tensor:
+    r"""Log densities :math:`\log \mathcal N(y_n; \mu_k, W_k W_k^\top + \sigma_k^2 I)` of pairs ``row``, ``component (E,)``.
+
+    With :math:`d = y - \mu` and :math:`h` of :func:`kalman_gain` the squared distance is :math:`|d - W h|^2 / \sigma^2 + |h|^2`, least at
+    :math:`h`. The difference of squares in Woodbury's identity has no digits where directions are a thousand times the noise.
+    """
+    size, rank = factor.shape[1:]
+    gain, half_log_det = kalman_gain(factor, scale)
+    constant, precision = -half_log_det - size * HALF_LOG_TWO_PI, scale**-2
+    grouped, ranks = GroupBlocks.from_groups(component, len(loc)), _ranks(factor)
+    # In place, where no gradient needs what is written over.
+    subtract, add_product = Tensor.sub_, Tensor.baddbmm_
+    if are_differentiated(rows, loc, factor, scale):
+        subtract, add_product = Tensor.sub, Tensor.baddbmm
     parts = []
     for part in grouped.parts(rows.element_size() * (3 * size + 2 * rank)):
-        distance = rows[row[part.entry]] - loc[part.group].unsqueeze(1)
-        explained = (distance @ _columns(whitened, ranks, part.group)).square().sum(-1)
-        energy = precision[part.group].unsqueeze(1) * distance.square().sum(-1) - explained
-        parts.append(constant[part.group].unsqueeze(1) - 0.5 * energy)
+        group = part.group
+        distance = subtract(rows[row[part.entry]], loc[group].unsqueeze(1))
+        explained = distance @ _columns(gain, ranks, group)
+        left = add_product(distance, explained, _columns(factor, ranks, group).mT, alpha=-1)
+        energy = precision[group].unsqueeze(1) * left.square().sum(-1) + explained.square().sum(-1)
+        parts.append(constant[group].unsqueeze(1) - 0.5 * energy)
     return grouped.gather(parts)
 
 
@@ -183,13 +200,13 @@ def posterior_means(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, f
             result = _observed_means(*(array.double() if array.is_floating_point() else array for array in arguments))
             return result[0].to(rows.dtype), result[1].to(rows.dtype)
         return _observed_means(*arguments)
-    whitened, _ = whiten(factor, scale)
-    root = scale[:, None, None] * whitened
-    variances = scale.square().unsqueeze(1) * root.square().sum(2)
-    grouped, ranks, means = GroupBlocks.from_groups(component, len(loc)), _ranks(root), []
+    gain, _ = kalman_gain(factor, scale)
+    variances = scale.square().unsqueeze(1) * (gain * factor).sum(2).clamp(min=0.0)
+    grouped, ranks, means = GroupBlocks.from_groups(component, len(loc)), _ranks(factor), []
     for part in grouped.parts(rows.element_size() * (4 * rows.shape[1] + factor.shape[2])):
-        center, basis = loc[part.group].unsqueeze(1), _columns(root, ranks, part.group)
-        means.append(torch.baddbmm(center, (rows[row[part.entry]] - center) @ basis, basis.mT))
+        center = loc[part.group].unsqueeze(1)
+        explained = (rows[row[part.entry]] - center) @ _columns(gain, ranks, part.group)
+        means.append(torch.baddbmm(center, explained, _columns(factor, ranks, part.group).mT))
     return grouped.gather(means), variances[component]
 
 

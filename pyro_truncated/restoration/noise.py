@@ -1,26 +1,21 @@
-"""First estimates for a damaged array: its channels and its noise."""
+"""First estimates for a damaged array: its noise, and its smooth part."""
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import torch
-from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 from torch.distributions import Normal
 from torch.nn import functional as F
 
 from pyro_truncated.utils.arguments import describe
-from pyro_truncated.utils.arrays import as_data, as_tensors
+from pyro_truncated.utils.arrays import as_data
 
 # Windows for each entry of a window from which the estimate of the noise is sure.
-_WINDOWS_PER_ENTRY = 100
+WINDOWS_PER_ENTRY = 100
 # Of larger arrays every second window or less is looked at, along all dimensions.
 _MAX_WINDOWS = 2**19
 # Differences of which the median says something, and windows that are left beside constant ones.
@@ -80,7 +75,7 @@ def noise_level(image: Tensor, num_dims: int) -> float:
     image = _without_constant_windows(image, num_dims)
     differences = _difference_noise(image, num_dims)
     windows = whole_windows(image, num_dims)
-    if len(windows) < _WINDOWS_PER_ENTRY * windows.shape[1:].numel():
+    if len(windows) < WINDOWS_PER_ENTRY * windows.shape[1:].numel():
         return max(differences, least)
     return max(_window_noise(windows, differences), least)
 
@@ -144,7 +139,7 @@ def _window_noise(windows: Tensor, level: float, *, max_noise_steps: int = 8) ->
     texture, limit = texture_energy(windows).double(), _limit(windows)
     for _ in range(max_noise_steps):
         flat = points[texture < limit * level**2]
-        if len(flat) < _WINDOWS_PER_ENTRY * points.shape[1]:
+        if len(flat) < WINDOWS_PER_ENTRY * points.shape[1]:
             break
         variances = torch.linalg.eigvalsh(flat.mT.cov())
         level = math.sqrt(max(0.0, float(variances[: len(variances) // 2].mean())))
@@ -246,348 +241,6 @@ def _neighbours(array: Tensor, num_dims: int) -> Tensor:
     return array
 
 
-Channels = bool | Literal["first", "last"] | None
-Noise = float | Sequence[float] | Tensor | None
-
-# Most channels of a signal; a signal has at least their square of entries in time.
-MAX_CHANNELS_OF_SIGNAL = 32
-# Most bands of an image without a word; slices of a volume have equal noise, bands differ by more than this ratio.
-MAX_BANDS, MIN_RATIO_OF_BANDS = 32, 2.0
-# Channels of a signal are related if their correlation, at some lag up to that number of entries, exceeds this one.
-# It must also exceed so many deviations of correlations by chance, but for correlations above the second.
-MIN_CORRELATION, MAX_CORRELATION, NUM_DEVIATIONS, MAX_LAG = 0.5, 0.9, 3.0, 64
-# Noise below this share of a channel's or slice's deviation is not told from a smooth one.
-MIN_SHARE_OF_NOISE = 0.01
-
-
-def channel_axis(image: Tensor, channels: Channels) -> int | None:
-    """Returns the axis of channels: the first (0), the last (-1), or none.
-
-    By default:
-
-    * two dimensions are a signal with channels if there are at most 32 of these and at least their square of entries in time;
-    * of more dimensions the last or the first, or the second of four, holds channels if it has one, three or four entries. Four
-      that vary, and are the less alike the further they are apart, are slices of a volume.
-    * up to 32 planes with noise of unlike strength are bands.
-
-    Raises ``ValueError`` for another value, a single dimension of channels, and channels without entries.
-    """
-    if not isinstance(channels, (bool, str, type(None))) or channels not in (None, True, False, "first", "last"):
-        raise ValueError(f"channels must be True or 'last', 'first', False or None; got {channels!r}")
-    if channels and image.dim() < 2:
-        raise ValueError(f"channels must be one of several dimensions; channels={channels!r} for an array of shape {tuple(image.shape)}")
-    axis = _default_axis(image) if channels is None else {True: -1, "last": -1, "first": 0, False: None}[channels]
-    if axis is not None:
-        unseen = image.movedim(axis, 0).flatten(1).isnan().all(1).nonzero().flatten().tolist()
-        if unseen:
-            raise ValueError(f"channels {unseen} have no observed entry, only NaN; leave them out")
-    return axis
-
-
-def _default_axis(image: Tensor) -> int | None:
-    if image.dim() < 2:
-        return None
-    axes = (-1, 0)
-    if image.dim() == 2:
-        few = (axis for axis in axes if image.shape[axis] <= MAX_CHANNELS_OF_SIGNAL)
-        return next((axis for axis in few if image.shape[axis] ** 2 <= image.shape[-1 - axis]), None)
-    # Movies of networks have channels beside time, and a few frames are no channels.
-    each = (-1, 1, 0) if image.dim() == 4 else axes
-    few = (axis for axis in each if image.shape[axis] in (1, 3, 4) and sorted(image.movedim(axis, 0).shape[1:])[-2] > 4)
-    first = next((axis for axis in few if image.shape[axis] < 4 or not _are_slices(image.movedim(axis, 0))), None)
-    if first is None and image.dim() == 3:
-        return next((axis for axis in axes if _are_bands(image.movedim(axis, 0))), None)
-    return first
-
-
-def _are_slices(planes: Tensor) -> bool:
-    """Whether four planes vary, and are less alike if further apart."""
-    above = planes - planes.flatten(1).nanmean(1).reshape(-1, *(1,) * (planes.dim() - 1))
-    flat = above.nan_to_num(0.0).flatten(1).double()
-    if not all(_varying_mask(planes.flatten(1))):
-        return False
-    distance = torch.cdist(flat, flat)
-    rings = [distance.diagonal(offset) for offset in range(1, len(planes))]
-    return all(bool(near.max() < far.min()) for near, far in itertools.pairwise(rings))
-
-
-def _noisy_mask(image: Tensor, levels: Tensor) -> Tensor:
-    """Returns which channels have noise, ``(C,)``."""
-    return levels > MIN_SHARE_OF_NOISE * torch.stack([deviation(plane) for plane in image.unbind(-1)])
-
-
-def _are_bands(planes: Tensor) -> bool:
-    """Whether planes have noise of unlike strength."""
-    if not 1 < len(planes) <= min(MAX_BANDS, *(size // 2 for size in planes.shape[1:])):
-        return False
-    observed = planes[~planes.isnan().flatten(1).all(1)].movedim(0, -1)
-    levels = torch.as_tensor(per_channel(noise_level, observed, 2))
-    return bool(_noisy_mask(observed, levels).all()) and float(levels.max() / levels.min()) > MIN_RATIO_OF_BANDS
-
-
-def warn_if_table(image: Tensor) -> None:
-    """Warns if columns of an image ``(N, C)`` have noise of unlike strength."""
-    columns = [column for column in image.unbind(-1) if not bool(column.isnan().all()) and bool((column != column[0]).any())]
-    # Of fewer entries the noise is not sure.
-    if not 2 <= len(columns) <= 2 * MAX_CHANNELS_OF_SIGNAL or len(image) < MAX_CHANNELS_OF_SIGNAL:
-        return
-    levels = torch.tensor([noise_level(column, 1) for column in columns])
-    is_noisy = levels > MIN_SHARE_OF_NOISE * torch.stack([deviation(column) for column in columns]).cpu()
-    if bool(is_noisy.all()) and float(levels.log().diff().abs().median()) > math.log(MIN_RATIO_OF_BANDS):
-        warnings.warn(
-            f"the columns have noise of unlike strength, from {float(levels.min()):.3g} to {float(levels.max()):.3g}, and are restored as "
-            "an image. Pass channels=True if they are signals, or channels=False.",
-            UserWarning,
-            stacklevel=4,
-        )
-
-
-def check_noise(noise: Noise, image: Tensor, *, has_channels: bool) -> float | Tensor:
-    """Returns a noise level, a number or ``(C,)``, if positive and finite."""
-    levels = torch.as_tensor(as_tensors(noise), dtype=torch.float64).flatten()
-    if isinstance(noise, bool) or not bool(((levels > 0) & levels.isfinite()).all()):
-        raise ValueError(f"noise must be a positive standard deviation, or one for each channel; got {noise}")
-    if levels.numel() == 1:
-        return float(levels)
-    if not has_channels or levels.shape != image.shape[-1:]:
-        number = f"{image.shape[-1]} channels" if has_channels else "no channels"
-        raise ValueError(f"noise must be one number or one for each channel; got {levels.numel()} for an array with {number}")
-    return levels.to(image)
-
-
-def per_channel(level: Callable[[Tensor, int], float], image: Tensor, num_dims: int) -> float | Tensor:
-    """Returns a level of an array, or ``(C,)`` of its channels."""
-    if image.dim() == num_dims:
-        return level(image, num_dims)
-    return image.new_tensor([level(plane, num_dims) for plane in image.unbind(-1)])
-
-
-def noise_levels(image: Tensor, num_dims: int) -> float | Tensor:
-    """Estimates the noise of an array, or ``(C,)`` of its channels.
-
-    It is that of :func:`.noise_level`. Noisy channels too small for the estimate by windows share their windows, each divided by its
-    first estimate.
-    """
-    levels = per_channel(noise_level, image, num_dims)
-    if not isinstance(levels, Tensor):
-        return levels
-    windows = whole_windows(image[..., 0], num_dims)
-    if len(windows) >= _WINDOWS_PER_ENTRY * windows.shape[1:].numel():
-        return levels
-    # Means of channels that lie far apart are no deviation.
-    above, is_noisy = image - image.flatten(0, -2).nanmean(0), _noisy_mask(image, levels)
-    return torch.where(is_noisy, levels * noise_level((above / levels)[..., is_noisy], num_dims), levels) if is_noisy.any() else levels
-
-
-def related_channels(image: Tensor, num_dims: int, levels: float | Tensor, *, is_noise_known: bool = True) -> list[list[int]]:
-    """Returns groups of channels that say something of each other.
-
-    Constant channels, as of an image that is opaque everywhere, are in none. Estimated noise parts channels without noise, as a
-    transparency, from noisy ones: in units of the noise they would outweigh all others. Channels of a signal, ``(N, C)``, are alone if
-    their correlations with all others are low at all small lags, or as by chance. Bands of images are not parted by correlations: edges lie
-    at the same places. Channels come last, and the noise is left out of variances.
-
-    Reference:
-        Bartlett, "Some aspects of the time-correlation problem in regard to tests of significance", Journal of the Royal Statistical
-        Society 98, 1935.
-    """
-    rows = image.flatten(0, -2).double()
-    varies = _varying_mask(rows.mT)
-    above = (rows - rows.nanmean(0)).nan_to_num(0.0)
-    is_related = torch.eye(len(varies), dtype=torch.bool)
-    both = torch.tensor(varies).unsqueeze(0) & torch.tensor(varies).unsqueeze(1)
-    if not is_noise_known:
-        is_noisy = _noisy_mask(image, torch.as_tensor(levels)).cpu()
-        both &= is_noisy.unsqueeze(0) == is_noisy.unsqueeze(1)
-    if num_dims > 1:
-        is_related |= both
-    else:
-        spectra = torch.fft.rfft(above, 2 * len(above), dim=0)
-        lagged = torch.fft.irfft(spectra.unsqueeze(1).conj() * spectra.unsqueeze(2), dim=0)[: MAX_LAG + 1].abs().amax(0)
-        noise = torch.as_tensor(levels).double().square() * (~rows.isnan()).sum(0)
-        power = (above.square().sum(0) - noise).clamp(min=torch.finfo(torch.float64).tiny)
-        # By chance (Bartlett): slow channels have few independent entries.
-        own = torch.fft.irfft(spectra.abs().square(), 2 * len(above), dim=0)
-        by_chance = (own.mT @ own).clamp(min=0.0) / (power.unsqueeze(0) * power.unsqueeze(1)) / len(above)
-        least = (NUM_DEVIATIONS * by_chance.sqrt()).clamp(MIN_CORRELATION, MAX_CORRELATION)
-        related = lagged.maximum(lagged.mT) > least * (power.unsqueeze(0) * power.unsqueeze(1)).sqrt()
-        is_related |= both & related.cpu()
-    group = connected_components(is_related.numpy(), directed=False)[1]
-    groups = [np.flatnonzero(group == one).tolist() for one in range(group.max() + 1)]
-    return [channels for channels in groups if varies[channels[0]]]
-
-
-def _varying_mask(rows: Tensor) -> list[bool]:
-    """Returns which rows have different entries."""
-    return [bool(row[~row.isnan()].diff().any()) for row in rows]
-
-
-def root_mean_square(levels: float | Tensor) -> float:
-    """Returns one level for all channels."""
-    return math.sqrt(torch.as_tensor(levels).double().square().mean())
-
-
-# The offset of Anscombe's transform, and what is below the transformed zero.
-OFFSET = 3 / 8
-# Means up to this number are inverted by a table, larger ones by the limit for many photons.
-MAX_MEAN_IN_TABLE, TABLE_SIZE = 1000.0, 4001
-# Largest relative distance of values from multiples of one number, the gain.
-GAIN_RTOL = 1e-3
-# Whole numbers of which fewer differ may be multiples of one number by chance.
-FEW_LEVELS = 5
-# Noise of stabilised counts is one; outside of these the values are no counts.
-MIN_STABLE, MAX_STABLE = 0.7, 1.5
-# Counts from which their stabilised noise is one to a few percent.
-MANY_PHOTONS = 4.0
-
-OF_CAMERAS = (
-    "Of a camera with gain g, offset o and read noise r restore z = 2 * sqrt(max((y - o) / g + 3 / 8 + (r / g)**2, 0)) with noise=1: "
-    "then y is o + g * (z**2 / 4 - 1 / 8 - (r / g)**2)"
-)
-
-# Classes of brightness between which noise is compared, and the share of all windows in each, at least that many.
-NUM_CLASSES, SHARE_OF_CLASS, MIN_WINDOWS, QUANTILE, QUANTILE_OF_TEXTURE = 4, 0.02, 150, 0.01, 0.1
-# Noise that grows by these ratios, from the first and from the second class on, follows the brightness; of clipped noise the second
-# stays near one.
-MIN_GROWTH, MIN_GROWTH_FROM_SECOND = 1.5, 1.2
-# Counts are recognised by two ratios. The brightest class has at least so many times the mean of the darkest. Their stabilised noise
-# differs by at most this ratio; equal noise would fall to 0.58.
-MIN_RATIO_OF_BRIGHTNESS, MIN_RATIO_OF_STABLE = 3.0, 0.75
-# Noise below this share of the signal's deviation is not told from fine texture.
-MIN_SHARE_OF_SIGNAL = 0.05
-
-
-class VaryingNoiseWarning(UserWarning):
-    """Noise is not equal everywhere, and one level was taken off.
-
-    Example:
-        >>> counts = torch.poisson(torch.linspace(2.0, 200.0, 64).expand(64, 64))
-        >>> with warnings.catch_warnings(record=True, action="always") as caught:
-        ...     restored = denoise(counts, rounds=1, progress=False)
-        >>> any(warning.category is VaryingNoiseWarning for warning in caught)
-        True
-    """
-
-
-def stabilise(counts: Tensor) -> Tensor:
-    r"""Returns Anscombe's transform :math:`2 \sqrt{n + 3/8}`: the noise of Poisson counts becomes one.
-
-    Reference:
-        Anscombe, "The transformation of Poisson, binomial and negative-binomial data", Biometrika 35, 1948.
-    """
-    return 2 * (counts + OFFSET).clamp(min=0.0).sqrt()
-
-
-def unbiased_inverse(values: Tensor) -> Tensor:
-    r"""Returns the exact unbiased inverse of :func:`stabilise`.
-
-    The mean count :math:`\lambda` solves :math:`\mathbb E[2 \sqrt{n + 3/8} \mid n \sim \mathrm{Poisson}(\lambda)] = v`. It is zero for
-    values below the transform of zero.
-
-    Reference:
-        Mäkitalo and Foi, "Optimal inversion of the Anscombe transformation in low-count Poisson image denoising",
-        IEEE Transactions on Image Processing 20, 2011.
-    """
-    means, expected = _table()
-    targets = values.double().cpu().numpy()
-    small = torch.from_numpy(np.asarray(np.interp(targets, expected, means))).to(values)
-    return torch.where(values < float(expected[-1]), small, values.square() / 4 - 1 / 8)
-
-
-@functools.cache
-def _table() -> tuple[np.ndarray, np.ndarray]:
-    """Means, and the expected transforms of counts with these means."""
-    means = torch.linspace(0, math.sqrt(MAX_MEAN_IN_TABLE), TABLE_SIZE, dtype=torch.float64).square()
-    counts = torch.arange(int(MAX_MEAN_IN_TABLE + 12 * math.sqrt(MAX_MEAN_IN_TABLE)), dtype=torch.float64)
-    transforms = stabilise(counts)
-    expected = [
-        torch.special.xlogy(counts, some.unsqueeze(-1)).sub(some.unsqueeze(-1)).sub(torch.lgamma(counts + 1)).exp() @ transforms
-        for some in means.split(256)
-    ]
-    return means.numpy(), torch.cat(expected).numpy()
-
-
-def estimate_gain(counts: Tensor) -> float:
-    """Returns what counts were multiplied with: the least distance, or one.
-
-    All values are its multiples. Raises ``ValueError`` for negative values.
-    """
-    values = counts[~counts.isnan()].double()
-    if float(values.min()) < 0:
-        raise ValueError(
-            f"noise='poisson' needs photon counts of at least 0; got {float(values.min()):g}: subtract no background. {OF_CAMERAS}"
-        )
-    return _gain(counts) or 1.0
-
-
-def _gain(counts: Tensor) -> float | None:
-    """Returns the least distance of values if all are multiples.
-
-    Else it is ``None``. Of other whole numbers, or of few different ones, it is one.
-    """
-    values = counts[~counts.isnan()].double()
-    is_whole = bool((values == values.round()).all())
-    levels = torch.cat([values.new_zeros(1), values]).unique()
-    if is_whole and len(levels) < FEW_LEVELS:
-        return 1.0
-    gain = float(levels.diff().min())
-    multiples = levels / gain
-    if bool(((multiples - multiples.round()).abs() <= GAIN_RTOL).all()):
-        return gain
-    return 1.0 if is_whole else None
-
-
-def check_stabilised_counts(stable: Tensor, num_dims: int, gain: float) -> None:
-    """Warns if stabilised counts have other noise than one."""
-    level = noise_level(stable, num_dims)
-    is_low = level < MIN_STABLE and float(stable.square().nanmean()) / 4 > MANY_PHOTONS
-    is_large, growth = _noise_growth(stable, num_dims, 1.0)
-    # The noise of fewer photons also grows when it is stabilised.
-    grows = is_large and growth > 0 and float(stable.nan_to_num(math.inf).min()) ** 2 / 4 > MANY_PHOTONS
-    found = f"it is about {level**2:.3g} times the mean"
-    advice = f"Divide the image by {gain * level**2:.3g} before, and multiply what is restored."
-    if is_low or grows:
-        advice = OF_CAMERAS
-    if grows:
-        found = (
-            f"it grows faster: of stabilised values, the noise is {growth:.1f} times as strong in the brightest windows as in the darkest"
-        )
-    if level > MAX_STABLE or is_low or grows:
-        warnings.warn(
-            f"noise='poisson' expects photon counts, whose variance is their mean; here {found}. {advice}",
-            VaryingNoiseWarning,
-            stacklevel=6,
-        )
-
-
-def warn_if_noise_varies(image: Tensor, num_dims: int, levels: float | Tensor) -> None:
-    """Warns if the noise grows with the brightness.
-
-    Four classes of equally many windows lie around evenly spaced brightnesses. The noise of a class has two estimates: the root of the
-    mean of the lower quarter of its principal variances, and the lowest tenth of its texture. Fine texture raises the second estimate.
-    Single edges in few windows raise the first.
-
-    It warns if both estimates are half as much again in the brightest class as in the darkest, and a fifth more than in the second. Or if
-    the values are multiples of one number, and have the noise of counts, however little that is.
-    """
-    if isinstance(levels, Tensor):
-        # Flags and drawings beside sensors have no noise that could vary.
-        is_noisy = _noisy_mask(image, levels)
-        if not bool(is_noisy.any()):
-            return
-        image, levels = image[..., is_noisy], levels[is_noisy]
-    is_large, growth = _noise_growth(image, num_dims, levels)
-    if not (is_large and growth) and not _is_poisson_noise(image, num_dims):
-        return
-    found, advice = "it is that of photon counts", "Pass noise='poisson'."
-    if growth:
-        found = f"in the brightest windows it is {growth:.1f} times that of the darkest" if growth < math.inf else "dark windows have none"
-        advice = f"For photon counts pass noise='poisson'; for noise that is a share of the numbers restore their logarithm. {OF_CAMERAS}"
-    warnings.warn(
-        f"the noise grows with the brightness: {found}, and one level is removed everywhere. {advice}", VaryingNoiseWarning, stacklevel=5
-    )
-
-
 # Impulses are so large a share of all entries, and half of those of their value, alone and this far from their neighbours in units of
 # the range. Fewer than a fifth as many have the next value, or lie within the third share of the range.
 MIN_IMPULSES, MIN_HEIGHT, GAP = 0.003, 0.25, 0.05
@@ -616,83 +269,3 @@ def warn_if_impulses(image: Tensor, num_dims: int) -> None:
             UserWarning,
             stacklevel=5,
         )
-
-
-# Given levels so far above or below what is estimated are in another unit; levels below the share of the deviation do no harm.
-MAX_RATIO_OF_LEVELS, MIN_RATIO_OF_LEVELS, HARMLESS_SHARE, MIN_ENTRIES = 3.0, 0.01, 0.05, 500
-
-
-def warn_if_unlikely(noise: float | Tensor, image: Tensor, num_dims: int) -> None:
-    """Warns if a given noise level cannot be the array's."""
-    if image.numel() < MIN_ENTRIES:
-        return
-    found = noise_levels(image, num_dims)
-    parts: list[tuple[Any, Any, Tensor, str]] = [(noise, root_mean_square(found), image, "")]
-    if isinstance(noise, Tensor) and isinstance(found, Tensor):
-        # Of channels with levels of their own each is compared.
-        parts = [(*part, f" of channel {number}") for number, part in enumerate(zip(noise, found, image.unbind(-1), strict=True))]
-    for level, shown, part, name in parts:
-        extent = float(deviation(part))
-        # Arrays without noise have none to compare with.
-        is_large = shown > MIN_SHARE_OF_NOISE * extent and level > max(MAX_RATIO_OF_LEVELS * shown, HARMLESS_SHARE * extent)
-        if is_large or level < MIN_RATIO_OF_LEVELS * shown:
-            advice = "is it a variance? Give its root" if is_large else "give it in the unit of the array"
-            warnings.warn(
-                f"noise={float(level):.3g}{name} is far {'above' if is_large else 'below'} what neighbours show, about {float(shown):.3g}: "
-                f"{advice}.",
-                UserWarning,
-                stacklevel=5,
-            )
-            return
-
-
-def _noise_growth(image: Tensor, num_dims: int, levels: float | Tensor) -> tuple[bool, float]:
-    """Returns whether bright windows have much noise, and growth beyond chance."""
-    classes = _brightness_classes(image / levels, num_dims)
-    if classes is None:
-        return False, 0.0
-    noise, texture = (torch.stack([estimate(part) for part in classes]) for estimate in (_principal_noise, _lower_texture))
-    is_large = float(noise[-1]) * root_mean_square(levels) >= MIN_SHARE_OF_SIGNAL * float(deviation(image))
-    grows = all(
-        bool(level[-1] > MIN_GROWTH * level[0]) and bool(level[-1] > MIN_GROWTH_FROM_SECOND * level[1]) for level in (noise, texture)
-    )
-    return is_large, float(noise[-1] / noise[0]) if grows else 0.0
-
-
-def _brightness_classes(image: Tensor, num_dims: int) -> list[Tensor] | None:
-    """Returns windows ``(N, *sides)`` by brightness, darkest first, or ``None``."""
-    windows = whole_windows(image, num_dims)
-    number = max(MIN_WINDOWS, round(SHARE_OF_CLASS * len(windows)))
-    if len(windows) < NUM_CLASSES * number:
-        return None
-    brightness, order = windows.flatten(1).mean(1).double().sort()
-    low, high = brightness[[round(QUANTILE * len(order)), round((1 - QUANTILE) * len(order)) - 1]].tolist()
-    middles = torch.searchsorted(brightness, torch.linspace(low, high, NUM_CLASSES).to(brightness))
-    starts = (middles - number // 2).clamp(0, len(order) - number).tolist()
-    return [windows[order[start : start + number]].double() for start in starts]
-
-
-def _principal_noise(windows: Tensor) -> Tensor:
-    """Returns the root mean of the lower quarter of principal variances."""
-    points = windows.flatten(1)
-    noise: Tensor = torch.linalg.eigvalsh(points.mT.cov())[: points.shape[1] // 4].mean().clamp(min=0.0).sqrt()
-    return noise
-
-
-def _lower_texture(windows: Tensor) -> Tensor:
-    """Returns the root of the lowest tenth of squared differences."""
-    return texture_energy(windows).quantile(QUANTILE_OF_TEXTURE).sqrt()
-
-
-def _is_poisson_noise(image: Tensor, num_dims: int) -> bool:
-    """Whether values are counts, up to a gain, with stable noise."""
-    gain = _gain(image)
-    if gain is None or float(image.nan_to_num(0.0).min()) < 0:
-        return False
-    counts = image / gain
-    classes = _brightness_classes(counts, num_dims)
-    if classes is None or not MIN_STABLE < noise_level(stabilise(counts), num_dims) < MAX_STABLE:
-        return False
-    dark, bright = classes[0], classes[-1]
-    is_wide = float(bright.mean()) > MIN_RATIO_OF_BRIGHTNESS * float(dark.mean())
-    return is_wide and bool(_principal_noise(stabilise(bright)) > MIN_RATIO_OF_STABLE * _principal_noise(stabilise(dark)))

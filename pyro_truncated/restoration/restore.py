@@ -12,29 +12,20 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
-from pyro_truncated.restoration.large_holes import fill_large_holes
-from pyro_truncated.restoration.noise import (
+from pyro_truncated.restoration.channels import (
     Channels,
     Noise,
-    as_floating,
     channel_axis,
-    check_image,
     check_noise,
-    check_stabilised_counts,
-    estimate_gain,
-    fill_missing,
-    nearly_no_noise,
     noise_levels,
     per_channel,
     related_channels,
     root_mean_square,
-    stabilise,
-    unbiased_inverse,
-    warn_if_impulses,
-    warn_if_noise_varies,
     warn_if_table,
     warn_if_unlikely,
 )
+from pyro_truncated.restoration.large_holes import fill_large_holes
+from pyro_truncated.restoration.noise import as_floating, check_image, fill_missing, nearly_no_noise, warn_if_impulses
 from pyro_truncated.restoration.nonlocal_groups import average_groups, average_low_rank_groups, predict_missing
 from pyro_truncated.restoration.patch_mixture import expected_errors, find_consensus, run_rounds
 from pyro_truncated.restoration.patch_model import (
@@ -49,6 +40,13 @@ from pyro_truncated.restoration.patch_model import (
     train,
 )
 from pyro_truncated.restoration.patch_size_stacking import restore_with_stacked_sides
+from pyro_truncated.restoration.photon_counts import (
+    check_stabilised_counts,
+    estimate_gain,
+    stabilise,
+    unbiased_inverse,
+    warn_if_noise_varies,
+)
 from pyro_truncated.restoration.windows import Patches
 from pyro_truncated.utils.arguments import check_count, check_counts, names_arguments
 from pyro_truncated.utils.arrays import ArrayResult, as_data

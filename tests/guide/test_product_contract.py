@@ -18,7 +18,7 @@ from pyro.ops.indexing import Vindex
 from pyro.optim import Adam
 from torch import nn
 
-from pyro_truncated import AutoTruncated, LearnConfig, Truncated_ELBO, check_truncation, fit, learn
+from pyro_truncated import AutoTruncated, EvolutionarySearch, LearnConfig, Truncated_ELBO, check_truncation, fit, learn
 
 NUM_STEPS, NUM_VALUES = 9, 5
 TRANSITION = (torch.eye(NUM_VALUES, dtype=torch.float64) + 0.2) / 2.0
@@ -64,6 +64,16 @@ def trained(y, steps=3, num_states=3):
 def assert_same_marginals(one, other):
     for name, value in one.items():
         torch.testing.assert_close(value, other[name], rtol=1e-12, atol=1e-12)
+
+
+def test_sets_of_a_scorer_are_searched_and_scored_as_those_of_a_batch(y):
+    guide, _ = trained(y)
+    twin, scorer = copy.deepcopy(guide), guide.make_scorer(y)
+    guide.search_(EvolutionarySearch(), scorer)
+    twin.make_batch(y).search_(EvolutionarySearch())
+    assert_same_marginals(guide.marginals(), twin.marginals())
+    for one, other in zip(guide.rescore(scorer), twin.make_batch(y).rescore(), strict=True):
+        torch.testing.assert_close(one.log_joint, other.log_joint, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.slow

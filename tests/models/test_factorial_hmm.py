@@ -92,6 +92,17 @@ def test_gradients_of_the_bound_vanish_where_em_rests() -> None:
         assert float(model.posterior(y).free_energy()) < best
 
 
+def test_the_posterior_of_a_guide_is_read_as_that_of_the_model() -> None:
+    y = torch.randn(3, 7, 2, generator=torch.Generator().manual_seed(0), dtype=DOUBLE)
+    y[1, 3:5], y[2, 5:], y[0, 2, 1] = math.nan, math.nan, math.nan
+    model = FactorialHMM(2, 3, dtype=DOUBLE).initialize(y, torch.Generator().manual_seed(0))
+    posterior = AutoTruncated(model, num_states=8).infer(y, steps=3).population()
+    for read in (model.marginals, model.reconstruct):
+        torch.testing.assert_close(read(posterior, y), read(model.posterior(y, 8), y), rtol=1e-9, atol=1e-9)
+    with pytest.raises(ValueError, match="posterior must be of the sequences y"):
+        model.reconstruct(posterior, y[:2])
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error::pyro_truncated.DisagreeingStartsWarning")
 def test_learn_finds_the_causes() -> None:

@@ -179,6 +179,17 @@ def test_gradient_of_the_free_energy_vanishes_where_the_m_step_has_converged(ord
         assert gradient.abs().max() < 0.02 * before[name].abs().max(), name
 
 
+@pytest.mark.parametrize("num_states", [4, 16])
+def test_one_object_of_which_no_density_reads_the_depth_has_whole_states(num_states: int) -> None:
+    model = make_model("depth", num_objects=1)
+    y = make_data(make_model("depth", num_objects=1), 30)
+    guide = AutoTruncated(model, num_states=num_states)
+    svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(ExhaustiveSearch()))
+    losses = torch.tensor([svi.step(y) for _ in range(4)])
+    assert bool((losses.diff() < 1e-9).all())
+    assert guide.population().states().shape == (30, num_states, 3)
+
+
 @pytest.mark.slow
 def test_svi_with_closed_form_trains_from_the_data() -> None:
     truth = make_model(num_objects=2)

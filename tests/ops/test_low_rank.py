@@ -65,6 +65,19 @@ def test_densities_and_gradients_are_those_of_dense_covariances(shared: bool) ->
     )
 
 
+@pytest.mark.parametrize("ratio", [1e2, 1e4])
+def test_long_directions_lose_no_digits_in_single_precision(ratio: float) -> None:
+    loc, factor, scale = (given.float() for given in parameters())
+    component = torch.arange(K).repeat(20)
+    y = ComponentLowRankNormal(component, loc, ratio * factor, scale).sample()
+    expected = MultivariateNormal(loc[component].double(), covariances(ratio * factor.double(), scale.double())[component]).log_prob(
+        y.double()
+    )
+    found = ComponentLowRankNormal(component, loc, ratio * factor, scale).log_prob(y)
+    # Data are rounded in units of the directions, which is so many units of the noise.
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=16 * ratio * torch.finfo(torch.float32).eps)
+
+
 def test_draws_have_the_moments_of_the_distribution() -> None:
     torch.manual_seed(0)
     loc, factor, scale = parameters()

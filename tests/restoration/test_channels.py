@@ -11,7 +11,7 @@ import torch
 from scipy.ndimage import gaussian_filter
 
 from pyro_truncated.restoration import denoise, inpaint
-from pyro_truncated.restoration.noise import channel_axis, noise_levels, related_channels
+from pyro_truncated.restoration.channels import channel_axis, noise_levels, related_channels
 
 QUICK = {"side": 4, "rounds": 1, "progress": False}
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from pyro_truncated.restoration import VaryingNoiseWarning, denoise, inpaint
-from pyro_truncated.restoration.noise import estimate_gain, noise_levels, stabilise, unbiased_inverse, warn_if_noise_varies
+from pyro_truncated.restoration.channels import noise_levels
+from pyro_truncated.restoration.photon_counts import estimate_gain, stabilise, unbiased_inverse, warn_if_noise_varies
 
 QUICK = {"side": 4, "rounds": 1, "progress": False}
 
