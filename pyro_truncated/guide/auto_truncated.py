@@ -15,14 +15,14 @@ from pyro_truncated.distributed.shards import Portion, find_part
 from pyro_truncated.guide.averaging import average_over_draws, readable, rescore_over_draws
 from pyro_truncated.guide.batch import Batch
 from pyro_truncated.guide.chain_batch import ChainBatch, ChainProgramRun, ChainReadings
-from pyro_truncated.guide.companion_guides import refuse_uncovered_latents
 from pyro_truncated.guide.given_states import Init, old_layout
+from pyro_truncated.guide.plates import plate_subsamples
 from pyro_truncated.guide.product_batch import ProductBatch
 from pyro_truncated.guide.product_posterior import NO_WHOLE_STATES, ProductPosterior, ProductProgramRun
 from pyro_truncated.guide.product_store import ProductStore, count_saved_groups
 from pyro_truncated.guide.program import ProgramRun, recorded_values
 from pyro_truncated.guide.store import PopulationStore, populations_in
-from pyro_truncated.guide.structure import describe, plate_portion, refuse_other_structure, takes_arguments
+from pyro_truncated.guide.structure import plate_portion, refuse_other_structure, takes_arguments
 from pyro_truncated.guide.truncated_posterior import TruncatedPosterior
 from pyro_truncated.guide.whole_model import WholeModelGuide
 from pyro_truncated.program.call import Call
@@ -32,10 +32,12 @@ from pyro_truncated.program.inspection import ordinary_tensors
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.product_layout import ProductLayout
 from pyro_truncated.program.product_scorer import ProductScorer
+from pyro_truncated.program.subsampling import SparseSubsamples
 from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search, check_search
 from pyro_truncated.utils.arguments import Renamed, check_count
 from pyro_truncated.utils.arrays import check_column_names
+from pyro_truncated.utils.console import readable_count
 from pyro_truncated.utils.parameter_store import PrefixStrippingModule, spare_random_numbers
 
 
@@ -84,9 +86,6 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         ValueError: on the first call, if no site is discrete, a count has no bound, or initial states do not fit or repeat.
         NotImplementedError: on the first call, for a discrete site in a subsampled sequential plate, or one that some states lack.
     """
-
-    num_draws: int = 50
-    is_conditional_exact: bool | None = None
 
     def __init__(
         self,
@@ -205,7 +204,12 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         if self.product is not None:
             lines = "".join(f"\n  {line}" for line in self.product.summary(self.num_states))
             return f"{type(self).__name__}(sets of num_states={self.num_states} for each node of the factor graph:{lines}\n)"
-        return f"{type(self).__name__}({describe(None if self.prototype_trace is None else self.layout, self.num_states)})"
+        if self.prototype_trace is None:
+            return f"{type(self).__name__}(num_states={self.num_states}, not set up yet: call it, or svi.step, with the model's arguments)"
+        layout, plates = self.layout, ", ".join(self.layout.plates)
+        data = f"{layout.num_data} data points in {plates}" if plates else "one state of all data (no data plate)"
+        states = f"{self.num_states} of {readable_count(layout.space.size)} states each"
+        return f"{type(self).__name__}(sites: {', '.join(layout.sites)}; {data}; {states})"
 
     def make_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the populations of the data points that a call selects.
@@ -214,8 +218,12 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
 
         The populations must be of these data, see :meth:`Batch.check`; plates of ``create_plates`` take fresh subsamples.
         """
-        call = Call(self.model, args, kwargs)
-        return self.batch(call, self.fresh_subsamples(call))
+        call, subsamples = Call(self.model, args, kwargs), {}
+        if self.create_plates is not None:
+            self.setup(*args, **kwargs)
+            with poutine.block(), SparseSubsamples():
+                subsamples = plate_subsamples(self._create_plates(*args, **kwargs))  # type: ignore[no-untyped-call]
+        return self.batch(call, subsamples)
 
     def batch(self, call: Call, values: Mapping[str, Any] | None = None) -> Any:
         """Returns the batch of a call of the model, see :meth:`make_batch`.
@@ -324,9 +332,11 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
             guide.setup(*call.args, **call.kwargs)
             guide.inherit(self.companions)
             values = guide.other_values(call)
-            refuse_uncovered_latents(
-                [] if self.conditional is not None else [name for name in guide.layout.other_latents if name not in values]
-            )
+            if self.conditional is None and (names := [name for name in guide.layout.other_latents if name not in values]):
+                raise ValueError(
+                    f"infer() could only draw the latents {names} from the prior: no guide covers them. Append their guide to an "
+                    "AutoGuideList before AutoTruncated, or give AutoTruncated a conditional=... that samples them given the states."
+                )
             guide.batch(call, values).search_(search, steps, is_new=True)
             # Averages over the draws of an approximate conditional replace log joints given one draw.
             if guide.conditional is not None and (population := average_over_draws(guide, call)) is not None:

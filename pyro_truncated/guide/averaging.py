@@ -19,7 +19,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_truncated.guide.batch import Batch
-from pyro_truncated.guide.truncated_guide import TruncatedGuide
+from pyro_truncated.guide.whole_model import WholeModelGuide
 from pyro_truncated.program.call import Call
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arrays import rounding_tolerance
@@ -54,7 +54,7 @@ class _GivenSubsamples(Messenger):
 
 
 @torch.no_grad()
-def average_over_draws(guide: TruncatedGuide, call: Call, subsamples: Mapping[str, Tensor] | None = None) -> Population | None:
+def average_over_draws(guide: WholeModelGuide, call: Call, subsamples: Mapping[str, Tensor] | None = None) -> Population | None:
     r"""Returns populations of the selected data points under averaged weights.
 
     The average is over ``guide.num_draws`` draws.
@@ -87,7 +87,7 @@ def average_over_draws(guide: TruncatedGuide, call: Call, subsamples: Mapping[st
         num_draws, weights, free_energy = 0, torch.zeros(()), torch.zeros(())
         while num_draws < guide.num_draws:
             batch = guide.batch(call, {**values, **(subsamples or {})})
-            population = batch.rescore()
+            population: Population = batch.rescore()
             weights = weights + population.weights().double()
             free_energy = free_energy + population.free_energy()
             num_draws, subsamples = num_draws + 1, batch.scorer.subsamples
@@ -99,7 +99,7 @@ def average_over_draws(guide: TruncatedGuide, call: Call, subsamples: Mapping[st
     return dataclasses.replace(population, log_joint=log_joint.to(population.log_joint.dtype))
 
 
-def rescore_over_draws(guide: TruncatedGuide, batch: Batch) -> Population:
+def rescore_over_draws(guide: WholeModelGuide, batch: Batch) -> Population:
     """Returns populations with log joints, averaged over a conditional's draws.
 
     One draw is enough where they do not differ.
@@ -108,7 +108,7 @@ def rescore_over_draws(guide: TruncatedGuide, batch: Batch) -> Population:
     return batch.rescore() if population is None else population
 
 
-def _average_weights(guide: TruncatedGuide, batch: Batch) -> Population | None:
+def _average_weights(guide: WholeModelGuide, batch: Batch) -> Population | None:
     """Returns populations with averaged log joints, or ``None``.
 
     ``None`` means that the draws of a conditional do not differ.
@@ -142,82 +142,52 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 
 @torch.no_grad()
-def readable(guide: TruncatedGuide, indices: Tensor | None, call: Call | None) -> Population:
+def readable(guide: WholeModelGuide, indices: Tensor | None, call: Call | None) -> Population:
     """Returns the posterior of all or the given data points.
 
-    It has their populations when last scored, see :func:`average_populations`.
+    It has their populations when last scored, with log joints averaged over draws of other guides.
 
     An ELBO that knows nothing of populations (the stock :class:`~pyro.infer.TraceEnum_ELBO`) scores them and stores nothing. Where
-    nothing is stored of any data point they are therefore scored here, under the model as it is now; nothing is stored.
-
-    Args:
-        guide: the truncated guide.
-        indices: positions of data points, ``None`` for all.
-        call: the model's last call.
+    nothing is stored of any data point they are therefore scored here, under the model as it is now; nothing is stored. Log joints are
+    NaN where the model's last call does not reach.
 
     Raises:
         RuntimeError: if some of the data points were never scored, and the model's last call does not reach them.
-    """
-    if call is None or not bool(guide.populations.log_joint.isnan().all()):
-        return average_populations(guide, guide.populations.scored_population(indices), call)
-    population = guide.populations.population(indices)
-    return average_populations(guide, population, call) if _makes_draws(guide, call) else _rescore_all(guide, population, call)
-
-
-def _rescore_all(guide: TruncatedGuide, population: Population, call: Call) -> Population:
-    """Returns populations with log joints under the current model.
-
-    They are NaN where the model's last call does not reach.
-    """
-    log_joint = guide.populations.log_joint.clone()
-    indices = torch.arange(len(log_joint), device=log_joint.device) if population.indices is None else population.indices.long()
-    with spare_random_numbers(), poutine.block():
-        for subsamples in _batches(guide, call, indices):
-            batch = guide.batch(call, subsamples).rescore()
-            # Where nothing is stored, the store does not have the type of the model's numbers yet.
-            log_joint = log_joint.to(batch.log_joint.dtype)
-            log_joint[slice(None) if batch.indices is None else batch.indices] = batch.log_joint
-    return dataclasses.replace(population, log_joint=log_joint[indices])
-
-
-@torch.no_grad()
-def average_populations(guide: TruncatedGuide, population: Population, call: Call | None) -> Population:
-    """Returns stored populations with log joints averaged over draws.
-
-    Only draws of other guides are averaged.
-
-    Args:
-        guide: the truncated guide.
-        population: stored populations of some or all of its data points.
-        call: the model's last call.
 
     Warns:
         OneDrawWarning: if some of the data points are out of reach of that call of the model.
     """
-    if not _makes_draws(guide, call):
+    store = guide.populations
+    is_new = call is not None and bool(store.log_joint.isnan().all())
+    population: Population = store.population(indices) if is_new else store.scored_population(indices)
+    has_draws = _makes_draws(guide, call)
+    is_done = store.average_mask.to(store.words.device)
+    positions = torch.arange(len(is_done), device=is_done.device) if population.indices is None else population.indices.long()
+    if not is_new and (not has_draws or bool(is_done[positions].all())):
         return population
-    is_done = guide.populations.average_mask.to(guide.populations.words.device)
-    indices = torch.arange(len(is_done), device=is_done.device) if population.indices is None else population.indices.long()
-    if bool(is_done[indices].all()):
-        return population
-    log_joint = guide.populations.log_joint.clone()
-    for batch in [] if call is None else _averaged_batches(guide, call, indices):
-        where = slice(None) if batch.indices is None else batch.indices
-        log_joint = log_joint.to(batch.log_joint.dtype)
-        log_joint[where], is_done[where] = batch.log_joint, True
-    num_missed = int((~is_done[indices]).sum())
-    if num_missed:
+    log_joint = store.log_joint.clone()
+    if call is not None:
+        with spare_random_numbers(), poutine.block():
+            for subsamples in _batches(guide, call, positions):
+                batch = average_over_draws(guide, call, subsamples) if has_draws else guide.batch(call, subsamples).rescore()
+                assert batch is not None
+                where = slice(None) if batch.indices is None else batch.indices
+                # Where nothing is stored, the store does not have the type of the model's numbers yet.
+                log_joint = log_joint.to(batch.log_joint.dtype)
+                log_joint[where], is_done[where] = batch.log_joint, True
+    num_missed = int((~is_done[positions]).sum())
+    if num_missed and has_draws:
         warnings.warn(
             f"the posteriors of {num_missed} data points are those given one draw of the latents {guide.layout.other_latents}: "
             "the last call of the model did not reach them. Call guide.refresh_(*args) with the arguments of each minibatch, which "
             "averages over draws.",
             OneDrawWarning,
-            stacklevel=5,
+            stacklevel=3,
         )
-    return dataclasses.replace(population, log_joint=log_joint[indices])
+    return dataclasses.replace(population, log_joint=log_joint[positions])
 
 
-def _makes_draws(guide: TruncatedGuide, call: Call | None) -> bool:
+def _makes_draws(guide: WholeModelGuide, call: Call | None) -> bool:
     """Whether the posterior of the states differs for every draw.
 
     Draws are those of other guides or of a conditional.
@@ -232,18 +202,7 @@ def _makes_draws(guide: TruncatedGuide, call: Call | None) -> bool:
     return guide.conditional is not None and not guide.is_conditional_exact
 
 
-def _averaged_batches(guide: TruncatedGuide, call: Call, indices: Tensor) -> Iterator[Population]:
-    """Returns averaged populations of wanted data points.
-
-    Only those that a call of the model can reach are averaged.
-    """
-    for subsamples in _batches(guide, call, indices):
-        batch = average_over_draws(guide, call, subsamples)
-        assert batch is not None
-        yield batch
-
-
-def _batches(guide: TruncatedGuide, call: Call, indices: Tensor) -> Iterator[dict[str, Tensor]]:
+def _batches(guide: WholeModelGuide, call: Call, indices: Tensor) -> Iterator[dict[str, Tensor]]:
     """Yields subsamples that together hold the wanted data points.
 
     Only those that a call of the model can reach are included.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Generic, Self, TypeVar
 
 import pyro.poutine as poutine
@@ -16,7 +16,7 @@ from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.shards import current_batch
 from pyro_truncated.guide.plates import refuse_other_size
 from pyro_truncated.guide.store import PopulationStore
-from pyro_truncated.program.log_joint import LogJoint
+from pyro_truncated.program.log_joint import LogJoint, RowScorer
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.search.base import Search, SearchBatch, check_search
 from pyro_truncated.states.population import Population
@@ -39,7 +39,8 @@ class ProgramBatch(Generic[_Scorer]):
     scorer: _Scorer
     is_idle: bool = dataclasses.field(default_factory=lambda: getattr(current_batch(), "is_idle", False), kw_only=True)
 
-    def _check_device(self, device: torch.device) -> None:
+    def _check_device(self) -> None:
+        device = self.populations.stores[0].words.device
         if self.scorer.device != device:
             raise ValueError(
                 f"the populations are on {device}, the model's states on {self.scorer.device}; call guide.to({str(self.scorer.device)!r})"
@@ -114,8 +115,6 @@ class Batch(ProgramBatch[LogJoint]):
     share holds an equal part of what is observed outside of the data plates.
 
     Attributes:
-        populations: where the populations of all data points are kept.
-        scorer: scores states of the data points of this batch.
         scored_population: the populations as this run has scored them, where it has.
     """
 
@@ -134,7 +133,7 @@ class Batch(ProgramBatch[LogJoint]):
         """
         store, scorer = self.populations, self.scorer
         refuse_other_size(len(store.words), scorer.full_size, scorer.layout.plates)
-        self._check_device(store.words.device)
+        self._check_device()
         store.check_indices(self.plate_indices)
         store.seen.compare(scorer)
 
@@ -204,13 +203,15 @@ class Batch(ProgramBatch[LogJoint]):
         store.begin_(self.indices)
         random, blocks = store.next_search_(), self.scorer.row_blocks(2 * store.num_states, search.max_proposals(store.num_states))
         is_steered = search.takes_activity and (len(blocks) > 1 or store.is_part)
-        mean_active = self._mean_active() if is_steered else None
+        activity = mean_active(self.rescore(), is_idle=self.is_idle, is_part=store.is_part) if is_steered else None
         keys: dict[str, Any] = {"is_new": is_new, "first_position": store.first_position, "is_spread": store.is_part}
         keys["is_linear"] = self.scorer.packed_model is not None and self.scorer.packed_model.is_linear
         keys["is_global"] = not self.scorer.layout.plates
         if search.learns and store.portion is not None:
             keys["is_met"] = True
-            search.meet(self._make_search_batch(observations, {**keys, "random": random.again()}))
+            own = self.rescore()
+            met = {name: value[: len(own)] for name, value in observations.items()}
+            search.meet(SearchBatch(own, self.scorer.score, met, random=random.again(), **keys))
         if self.is_idle:
             return store.take(self.indices)
         if self.holds_all_states:
@@ -222,11 +223,11 @@ class Batch(ProgramBatch[LogJoint]):
                 own_observations = {name: value[rows] for name, value in observations.items()}
                 with ops.defer_checks():
                     words = self.scorer.insert_observed_values(store.words[where])
-                    score = self.scorer.scorer(rows)
+                    score = RowScorer(self.scorer, rows)
                     log_joint, moments = score.with_moments(words) if search.takes_moments else (score(words), None)
                     current = Population(store.space, words, log_joint, self._positions(rows))
                     batch = SearchBatch(
-                        current, score, own_observations, mean_active=mean_active, random=random.again(), moments=moments, **keys
+                        current, score, own_observations, mean_active=activity, random=random.again(), moments=moments, **keys
                     )
                     population = search.improve(batch, steps)
                     store.keep_(population.log_joint, where, population.words)
@@ -243,22 +244,6 @@ class Batch(ProgramBatch[LogJoint]):
         if self.holds_all_states:
             return self
         return dataclasses.replace(self, scored_population=self.search_(search, steps))
-
-    def _make_search_batch(self, observations: Mapping[str, Tensor], keys: Mapping[str, Any]) -> SearchBatch:
-        population = self.rescore()
-        own_observations = {name: value[: len(population)] for name, value in observations.items()}
-        return SearchBatch(population, self.scorer.score, own_observations, **keys)
-
-    def _mean_active(self) -> Tensor:
-        """Returns mean probabilities ``(L,)`` that latents are active.
-
-        They are over the batch's data points of all processes, before the search.
-        """
-        population = self.rescore()
-        sums, number = population.marginals().sum(0), torch.tensor(float(len(population)))
-        if self.populations.is_part:
-            sums, number = collectives.add([sums, number])
-        return sums / number
 
     def _positions(self, rows: slice) -> Tensor | None:
         """Returns positions of a slice in the full data set.
@@ -342,6 +327,18 @@ class Batch(ProgramBatch[LogJoint]):
         with torch.no_grad(), ops.defer_checks():
             population = self._store_(log_joint, words)
             return -ops.read_number(self.scale * population.free_energy().sum() + outside)
+
+
+def mean_active(population: Population, *, is_idle: bool, is_part: bool) -> Tensor:
+    """Mean probabilities ``(L,)`` that latents are active.
+
+    They are over the data of all processes. Those of one that is idle do not count.
+    """
+    sums, number = population.marginals().sum(0), torch.tensor(float(len(population)))
+    if is_part:
+        share = 0.0 if is_idle else 1.0
+        sums, number = collectives.add([share * sums, share * number])
+    return sums / number
 
 
 def _without_negligible(population: Population, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,46 +7,36 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
 
-import pyro
-import pyro.distributions as dist
 import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
+from pyro_truncated import ops
 from pyro_truncated.distributions.linear import LinearSuperposition
+from pyro_truncated.guide.batch import mean_active
 from pyro_truncated.guide.given_states import excess_density
-from pyro_truncated.guide.plates import enter
 from pyro_truncated.guide.product_batch import SetBatch
 from pyro_truncated.guide.product_posterior import SetReadings
-from pyro_truncated.guide.program import ProgramRun, find_search_request
-from pyro_truncated.guide.set_search import mean_active
+from pyro_truncated.guide.program import ProgramRun
 from pyro_truncated.ops import binary_chains as chains
 from pyro_truncated.ops.binary_chains import Transitions
-from pyro_truncated.program.chain_scorer import ChainScorer, distinct_places
+from pyro_truncated.program.chain_scorer import ChainScorer
 from pyro_truncated.program.linear_sites import linear_steps
-from pyro_truncated.program.sites import trim
 from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search, check_search
 from pyro_truncated.sequences import BlockSearch, ChainPosterior, LinearGaussianSteps
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.arguments import check_count
 
 
 @dataclasses.dataclass(frozen=True)
 class ChainBatch(SetBatch[ChainScorer]):
     r"""The sets of all steps of the selected sequences.
 
-    A run of the model selects them, whose scorer comes with the sets.
-
-    Attributes:
-        populations: where the sets are kept, a row for each step.
-        scorer: log likelihoods of states and transitions of this run.
+    A run of the model selects them, whose scorer comes with the sets: a row for each step.
     """
 
     def check(self) -> None:
@@ -61,7 +51,7 @@ class ChainBatch(SetBatch[ChainScorer]):
             ChangedDataWarning: if the data are others than last time.
         """
         (store,) = self.populations.stores
-        self._check_place()
+        self._check_device()
         if self.scorer.full_size * self.scorer.product.num_steps != len(store.words):
             raise ValueError(
                 f"the guide has sets for {len(store.words)} steps, the model now has {self.scorer.full_size} sequences of "
@@ -115,7 +105,8 @@ class ChainBatch(SetBatch[ChainScorer]):
         if self.is_idle:
             return self.outside()
         words = self.words()
-        unary = self.scorer.log_likelihood(words).masked_fill(~distinct_places(words), -math.inf)
+        is_repeated = ops.find_duplicates(words.flatten(0, 1)).view(words.shape[:3])
+        unary = self.scorer.log_likelihood(words).masked_fill(is_repeated, -math.inf)
         return self.scorer.scale * chains.free_energy(words, unary, self.scorer.transitions()).sum() + self.outside()
 
     def backward_(self, temperature: float = 1.0, particles: int = 1) -> float:
@@ -186,7 +177,7 @@ class ChainBatch(SetBatch[ChainScorer]):
                     if self.populations.is_part:
                         keys |= {"is_spread": True, "mean_active": None}
                         if search.takes_activity:
-                            keys["mean_active"] = mean_active(posterior.population(), self.is_idle)
+                            keys["mean_active"] = mean_active(posterior.population(), is_idle=self.is_idle, is_part=True)
                     posterior.search_(search, **keys)
             self.keep_(self._populations(posterior))
         return posterior
@@ -284,9 +275,7 @@ class ChainReadings(SetReadings):
 
     def sample(self, num_samples: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Independent paths, ``(num_samples, *plates, T, M)``."""
-        number = check_count("num_samples", num_samples)
-        counts = torch.randint(len(self.batches), (number,), generator=generator).bincount(minlength=len(self.batches))
-        pairs = zip(self.posteriors, counts.tolist(), strict=True)
+        pairs = zip(self.posteriors, self._share_out(num_samples, generator), strict=True)
         paths = torch.cat([posterior.sample(count, generator) for posterior, count in pairs if count])
         return self._reshape_as_site(paths, 1)
 
@@ -304,30 +293,16 @@ class ChainProgramRun(ProgramRun):
     Since :math:`\log p(s, y) - \log q(s) = \mathcal F` for every path, any ELBO of Pyro's returns the free energy without noise.
     """
 
-    def _sample_batch(self, batch: ChainBatch, plates: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _sample_batch(self, batch: ChainBatch, plates: Mapping[str, Any], found: Any) -> dict[str, Tensor]:
         layout, scorer = self._layout, batch.scorer
         site = scorer.product.site
-        request = find_search_request(name=site.name)
         with torch.no_grad():
-            if request is not None:
-                batch.search_(request.search, request.steps)
             posterior = batch.posterior()
             path, log_prob = posterior.draw_with_log_prob()
             excess = excess_density(posterior.free_energy(), [site.name])
             log_prob = torch.where(excess > 0, excess, log_prob)
-        result: dict[str, Tensor] = {name: values[name] for name in layout.other_latents if name in values}
-        shape = layout.spread(scorer.sizes)
-        value = trim(path.to(site.dtype).reshape(*shape, *path.shape[1:]), site.event_dim, site.depth)
-        log_prob = trim(log_prob.to(site.dtype).reshape(shape), 0, site.depth)
-        infer: Any = {"is_auxiliary": True, "truncated": {"guide": weakref.ref(self._guide)}}
-        with ExitStack() as stack:
-            for frame in site.frames:
-                if frame.vectorized:
-                    enter(stack, plates[frame.name])
-            stack.enter_context(poutine.scale(scale=scorer.scale_beyond_plates))
-            # The auxiliary site says that this guide is truncated, and has the log probability of the path.
-            path_site = dist.Delta(torch.zeros_like(log_prob, dtype=torch.int64), log_density=log_prob)
-            pyro.sample(self._guide.index_name, path_site, infer=infer)
-            zero = torch.zeros_like(log_prob)
-            result[site.name] = pyro.sample(site.name, dist.Delta(value, log_density=zero, event_dim=site.event_dim))
-        return result
+        shape, scale = layout.spread(scorer.sizes), scorer.scale_beyond_subsamples(site.name)
+        value, log_prob = path.to(site.dtype).reshape(*shape, *path.shape[1:]), log_prob.to(site.dtype).reshape(shape)
+        # The auxiliary site has the log probability of the path.
+        self._sample_index(layout, torch.zeros_like(log_prob, dtype=torch.int64), log_prob, plates, scorer)
+        return {site.name: self._sample_site(site, value, plates, log_prob.new_zeros(()), scale=scale)}

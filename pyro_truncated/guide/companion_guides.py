@@ -16,7 +16,7 @@ from pyro.infer.autoguide import AutoContinuous, AutoGuide, AutoGuideList
 from pyro.infer.autoguide.guides import AutoCallable
 from torch import Tensor
 
-from pyro_truncated.guide.plates import SharedPlates, model_plates, plate_subsamples, recreate_plates, with_subsamples
+from pyro_truncated.guide.plates import SharedPlates, model_plates, plate_subsamples, recreate_plates
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.sites import latent_nodes, sample_nodes
@@ -56,11 +56,8 @@ class Companions:
             return model_plates(call, self.frames)
         if self.guide_list.prototype_trace is None:
             self.guide_list._setup_prototype(*call.args, **call.kwargs)
-        list_plates = getattr(self.guide_list, "plates", {})
-        try:
+        with self._enter_plates({}):
             return dict(self.guide_list._create_plates(*call.args, **call.kwargs))
-        finally:
-            self.guide_list.plates = list_plates
 
     def run(self, plates: Mapping[str, Any], call: Call) -> None:
         """Runs the earlier parts in the given plates."""
@@ -88,9 +85,10 @@ class Companions:
             ValueError: if some of the latents belong to parts after the truncated guide.
         """
         with poutine.block(), SparseSubsamples():
-            plates = with_subsamples(self.plates(call), subsamples or {})
+            plates = self.plates(call)
         values: dict[str, Any] = {}
         with poutine.block(), torch.no_grad():
+            plates = recreate_plates(plates, subsamples)
             if median:
                 with self._enter_plates(recreate_plates(plates)):
                     for part in self.earlier:
@@ -114,10 +112,6 @@ class Companions:
 
     def refuse_unknown_latents(self, layout: Layout, prototype: Any) -> None:
         """Checks that the companions know the latents of new data.
-
-        Args:
-            layout: where the model has its latents.
-            prototype: a run of the model on the new data.
 
         Raises:
             ValueError: if a part has parameters for each data point it was trained on.
@@ -177,19 +171,6 @@ def refuse_subsampled_latents(guide_list: AutoGuideList, plates: Mapping[str, An
                     f"{type(part).__name__} holds one vector for all latents and cannot take the latent '{name}' for a subsample of plate "
                     f"'{min(inside)}'. Cover it by AutoNormal, AutoDelta or an amortised guide, or train without minibatches."
                 )
-
-
-def refuse_uncovered_latents(names: Sequence[str]) -> None:
-    """Refuses new data of which no guide says anything about some latents.
-
-    Raises:
-        ValueError: naming them, if there are any.
-    """
-    if names:
-        raise ValueError(
-            f"infer() could only draw the latents {list(names)} from the prior: no guide covers them. Append their guide to an "
-            "AutoGuideList before AutoTruncated, or give AutoTruncated a conditional=... that samples them given the states."
-        )
 
 
 def flatten_guides(guide_list: Any) -> Iterator[Any]:

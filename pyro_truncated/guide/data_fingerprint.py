@@ -103,7 +103,13 @@ class SeenData:
             hashes[where] = new
         if names:
             self._computed_sites |= self._find_computed_sites(names, log_joint)
-        self._warn([name for name in names if name not in self._computed_sites])
+        if changed := [name for name in names if name not in self._computed_sites]:
+            warnings.warn(
+                f"the data observed at {changed} are not those that the populations were found for, so the bound may be loose. For new "
+                "data use guide.infer(new_data, search, steps); for minibatches pass pyro.plate(name, num_data, subsample=positions).",
+                ChangedDataWarning,
+                stacklevel=4,
+            )
 
     def _find_computed_sites(self, names: list[str], log_joint: Probe) -> set[str]:
         """Returns which observed values change between runs with equal arguments."""
@@ -111,15 +117,6 @@ class SeenData:
             again = _hash_data(log_joint, sample_nodes(log_joint.run(log_joint.subsamples)))
         first = _hash_data(log_joint, log_joint.nodes)
         return {name for name in names if name not in again or not torch.equal(again[name], first[name])}
-
-    def _warn(self, names: list[str]) -> None:
-        if names:
-            warnings.warn(
-                f"the data observed at {names} are not those that the populations were found for, so the bound may be loose. For new "
-                "data use guide.infer(new_data, search, steps); for minibatches pass pyro.plate(name, num_data, subsample=positions).",
-                ChangedDataWarning,
-                stacklevel=5,
-            )
 
 
 def _identities(call: Call) -> list[Any] | None:

@@ -52,15 +52,6 @@ def _check_within(words: Tensor, space: StateSpace) -> None:
             )
 
 
-def hold_all(words: Tensor, cardinalities: Tensor | None, num_states: int) -> bool:
-    """Whether saved populations hold every state there is.
-
-    A guide that was asked for more states has such populations.
-    """
-    size = words.shape[1]
-    return cardinalities is not None and size == math.prod(cardinalities.tolist()) and size < num_states
-
-
 def given_levels(layout: Layout, init: States | Callable[[], States], num_states: int) -> Tensor:
     """Returns unpacked states ``(N, S, L)`` given by the user.
 
@@ -162,19 +153,3 @@ def _refuse_impossible(log_joint: Tensor, sites: Sequence[str]) -> None:
         f"(first: {int(impossible[0])} of the batch) of {shorten_names(sites)}. Search first, keep more states (num_states), start from "
         "parameters under which the data are possible, or give the likelihood a floor (a leak, a noise term)."
     )
-
-
-def check_positions(indices: Tensor | None, number: int) -> None:
-    """Checks positions of some of so many data points.
-
-    Raises:
-        TypeError: if they are no integers.
-        ValueError: if they are out of range.
-    """
-    if indices is None:
-        return
-    if not isinstance(indices, Tensor) or indices.dim() != 1 or indices.dtype not in (torch.int64, torch.int32):
-        kind = f"{indices.dtype} of shape {tuple(indices.shape)}" if isinstance(indices, Tensor) else type(indices).__name__
-        raise TypeError(f"indices of data points must be a tensor (n,) of integers; got {kind}")
-    if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < number:
-        raise ValueError(f"subsample indices must lie in 0 .. {number - 1}; got {int(indices.min())} .. {int(indices.max())}")

@@ -112,10 +112,6 @@ def model_plates(call: Call, frames: Mapping[str, Any]) -> dict[str, Any]:
     They have the given subsample, or a fresh one of the model's size.
 
     The model runs only until it has opened the last of them.
-
-    Args:
-        call: the model and its arguments.
-        frames: plates of an earlier run, by name.
     """
     recorder = _OpenedPlates(frames)
     if not frames:
@@ -125,19 +121,13 @@ def model_plates(call: Call, frames: Mapping[str, Any]) -> dict[str, Any]:
     return {name: pyro.plate(name, dim=frames[name].dim, **request) for name, request in recorder.requests.items()}
 
 
-def recreate_plates(plates: Mapping[str, Any]) -> dict[str, Any]:
-    """Creates the same plates again, for the recording trace."""
-    return {name: pyro.plate(name, plate.size, subsample=plate.indices, dim=plate.dim) for name, plate in plates.items()}
+def recreate_plates(plates: Mapping[str, Any], subsamples: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+    """Creates the same plates again, for the recording trace.
 
-
-def with_subsamples(plates: Mapping[str, Any], subsamples: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The plates, some of them with other subsamples."""
-    new_plates = {
-        name: pyro.plate(name, plate.size, subsample=subsamples[name], dim=plate.dim)
-        for name, plate in plates.items()
-        if name in subsamples
-    }
-    return {**plates, **new_plates}
+    Some may have other subsamples.
+    """
+    indices = plate_subsamples(plates) | dict(subsamples or {})
+    return {name: pyro.plate(name, plate.size, subsample=indices[name], dim=plate.dim) for name, plate in plates.items()}
 
 
 def plate_subsamples(plates: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,11 +137,6 @@ def plate_subsamples(plates: Mapping[str, Any]) -> dict[str, Any]:
 
 def refuse_other_size(num_populations: int, size: int, plates: Iterable[str]) -> None:
     """Checks that data are as many as those that populations are of.
-
-    Args:
-        num_populations: number of data points that the populations are of.
-        size: number of data points that the model has now.
-        plates: names of its data plates.
 
     Raises:
         ValueError: if they are not.

@@ -32,10 +32,6 @@ class SetBatch(ProgramBatch[_Scorer]):
     """Sets of states that a run of the model selects.
 
     They come with the scorer of this run.
-
-    Attributes:
-        populations: where the sets are kept.
-        scorer: densities of states of this run.
     """
 
     populations: ProductStore
@@ -51,14 +47,6 @@ class SetBatch(ProgramBatch[_Scorer]):
     def evidence(self) -> Tensor:
         """The evidence of each data point in this run, ``(N,)``."""
         raise NotImplementedError
-
-    def _check_place(self) -> None:
-        """Checks that the sets can serve the model where it is.
-
-        Raises:
-            ValueError: if they are on another device.
-        """
-        self._check_device(self.populations.stores[0].words.device)
 
     def keep_(self, populations: list[Population]) -> None:
         """Keeps sets with their log joints.
@@ -100,10 +88,6 @@ class ProductBatch(SetBatch[ProductScorer]):
 
     .. math:: \mathcal F = \log \sum_{s_1 \in K_1} \cdots \sum_{s_V \in K_V} p(s, y), \qquad
               \nabla \mathcal F = \sum_f \sum_{s} q_f(s) \nabla \log \psi_f(s).
-
-    Attributes:
-        populations: where the sets of all nodes are kept.
-        scorer: densities of this run as tables over sets.
     """
 
     def check(self) -> None:
@@ -117,7 +101,7 @@ class ProductBatch(SetBatch[ProductScorer]):
         Warns:
             ChangedDataWarning: if the data are others than last time.
         """
-        self._check_place()
+        self._check_device()
         for number, (group, own) in enumerate(zip(self.scorer.product.groups, self.populations.stores, strict=True)):
             sizes = [self.scorer.plate_size(name) for name in group.plates]
             if len(group.nodes) * math.prod(sizes) != len(own.words):
@@ -125,7 +109,7 @@ class ProductBatch(SetBatch[ProductScorer]):
                     f"the populations of {group.sites[:4]} have {len(own.words)} rows, the model's plates {list(group.plates)} now the "
                     f"sizes {sizes}. Make a guide for these data: guide.infer(...), or a new AutoTruncated."
                 )
-            own.check_indices(self.scorer.population_rows(number))
+            own.check_indices(self.scorer.population_rows[number])
         seen, scorer = self.populations.seen, self.scorer
         if scorer.first_sets is None or seen.knows(scorer.call):
             seen.compare(scorer)
@@ -141,7 +125,7 @@ class ProductBatch(SetBatch[ProductScorer]):
         return [self.scorer.insert_known_values(population.words, number) for number, population in enumerate(populations)]
 
     def _take_populations(self) -> list[Population]:
-        return [store.take(self.scorer.population_rows(number)) for number, store in enumerate(self.populations.stores)]
+        return [store.take(rows) for store, rows in zip(self.populations.stores, self.scorer.population_rows, strict=True)]
 
     # --- reading ---
 
@@ -181,10 +165,7 @@ class ProductBatch(SetBatch[ProductScorer]):
         scorer = self.scorer
         total = torch.zeros(scorer.sizes, dtype=torch.float64, device=scorer.device)
         for root, rows in zip(scorer.product.roots, scorer.evidence(scorer.messages(self.sets() if sets is None else sets)), strict=True):
-            dims = scorer.product.node_layouts[root].dims
-            beyond = [place for place, dim in enumerate(dims) if dim not in scorer.layout.dims]
-            own = rows.reshape(scorer.plate_sizes(root))
-            total = total + (own.sum(beyond) if beyond else own)
+            total = total + scorer.sum_by_data(root, rows)
         return total.flatten()
 
     def free_energy(self) -> Tensor:
@@ -252,6 +233,5 @@ class ProductBatch(SetBatch[ProductScorer]):
         if not self.populations.is_part:
             return SetSearch(self.scorer, random, is_new)
         every = [store.global_rows(torch.arange(len(store.words), device=self.scorer.device)) for store in self.populations.stores]
-        selections = [self.scorer.population_rows(number) for number in range(len(every))]
-        positions = [rows if own is None else rows[own] for rows, own in zip(every, selections, strict=True)]
+        positions = [rows if own is None else rows[own] for rows, own in zip(every, self.scorer.population_rows, strict=True)]
         return SetSearch(self.scorer, random, is_new, positions, self.is_idle)

@@ -8,27 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-import pyro
-import pyro.distributions as dist
-import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
 from pyro_truncated.guide.given_states import excess_density
-from pyro_truncated.guide.plates import enter
 from pyro_truncated.guide.product_batch import ProductBatch
-from pyro_truncated.guide.program import ProgramRun, find_search_request
+from pyro_truncated.guide.program import ProgramRun, spread_draws
 from pyro_truncated.guide.truncated_posterior import check_quantiles, product_pairs, quantile_levels
 from pyro_truncated.ops.elimination import Messages
-from pyro_truncated.program import inspection
-from pyro_truncated.program.product_scorer import ProductScorer
-from pyro_truncated.program.sites import trim
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import check_count
 
@@ -41,6 +32,8 @@ NO_WHOLE_STATES = (
 class SetReadings:
     """Readings from sets of states, which list no whole states."""
 
+    batches: Sequence[Any]
+
     @property
     def words(self) -> Tensor:
         """Refused by name: there are no whole states."""
@@ -50,6 +43,12 @@ class SetReadings:
     def log_joint(self) -> Tensor:
         """Refused by name: there are no whole states."""
         raise AttributeError(NO_WHOLE_STATES)
+
+    def _share_out(self, num_samples: int, generator: torch.Generator | None) -> list[int]:
+        """How many of so many draws are from each batch."""
+        number = check_count("num_samples", num_samples)
+        counts = torch.randint(len(self.batches), (number,), generator=generator).bincount(minlength=len(self.batches))
+        return counts.tolist()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +85,7 @@ class ProductPosterior(SetReadings):
         At Boolean sites it is that of 1, ``(N, *site shape)``, at others that of each value, ``(N, *site shape, V)``.
         """
         marginals = {}
-        for name, site, table in self._read_by_site(lambda population: population.value_probabilities()):
+        for name, site, table in self._probabilities_by_site():
             own = table[..., : max(site.cardinalities)]
             marginals[name] = self._flatten_data(name, own[..., 1] if site.kind == "boolean" else own)
         return self.batch.scorer.product.join_steps(marginals, is_by_value=True)
@@ -118,13 +117,8 @@ class ProductPosterior(SetReadings):
 
     def sample(self, num_samples: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Independent draws, ``(num_samples, N, *site shape)``."""
-        number = check_count("num_samples", num_samples)
-        counts = torch.randint(len(self.batches), (number,), generator=generator).bincount(minlength=len(self.batches))
-        parts = [
-            self._states(_messages(batch).draw(count, generator))
-            for batch, count in zip(self.batches, counts.tolist(), strict=True)
-            if count
-        ]
+        pairs = zip(self.batches, self._share_out(num_samples, generator), strict=True)
+        parts = [self._states(_messages(batch).draw(count, generator)) for batch, count in pairs if count]
         return self._join_steps({name: self._flatten_data(name, torch.cat([states[name] for states in parts]), 1) for name in parts[0]})
 
     def quantiles(self, quantiles: Sequence[float] | Tensor) -> dict[str, Tensor]:
@@ -138,7 +132,7 @@ class ProductPosterior(SetReadings):
         """
         shares = check_quantiles(quantiles)
         quantile_values: dict[str, list[Tensor]] = {}
-        for name, site, table in self._read_by_site(lambda population: population.value_probabilities()):
+        for name, site, table in self._probabilities_by_site():
             if site.kind == "one_hot":
                 raise NotImplementedError(f"the values of the one-hot site '{name}' have no order; use mode(), median() or marginals()")
             levels = quantile_levels(table, shares, max(site.cardinalities))
@@ -150,16 +144,15 @@ class ProductPosterior(SetReadings):
     def _join_steps(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return self.batch.scorer.product.join_steps(values)
 
-    def _read_by_site(self, read: Callable[[Population], Tensor]) -> list[tuple[str, Any, Tensor]]:
-        """What is read from populations, ``(rows, L, ...)``, by site: ``(*plates, *event, ...)``."""
+    def _probabilities_by_site(self) -> list[tuple[str, Any, Tensor]]:
+        """Probabilities of values by site, ``(*plates, *event, V)``."""
         product, scorer = self.batch.scorer.product, self.batch.scorer
         tables: dict[str, tuple[str, Any, Tensor]] = {}
         for number, (group, population) in enumerate(zip(product.groups, self.populations, strict=True)):
-            for node, rows in zip(group.nodes, scorer.split_nodes(read(population), number), strict=True):
-                own, start = product.node_layouts[node], 0
+            for node, rows in zip(group.nodes, scorer.split_nodes(population.value_probabilities(), number), strict=True):
+                own = product.node_layouts[node]
                 for name, site in own.sites.items():
-                    part = rows[:, start : start + site.num_latents]
-                    start += site.num_latents
+                    part = rows[:, own.slices[name]]
                     table = part.reshape(*scorer.plate_sizes(node), *site.shape, *part.shape[2:])
                     tables[name] = name, site, _in_order(table, own.dims, [dim for dim, _ in site.plates])
         return [tables[name] for name in self.batch.scorer.layout.sites]
@@ -244,92 +237,40 @@ class ProductProgramRun(ProgramRun):
     without noise, and an unbiased gradient.
     """
 
-    def _sample_batch(self, batch: ProductBatch, plates: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _sample_batch(self, batch: ProductBatch, plates: Mapping[str, Any], found: Any) -> dict[str, Tensor]:
         layout, scorer, product = self._layout, batch.scorer, batch.scorer.product
-        request = find_search_request(name=next(iter(layout.sites)))
         with torch.no_grad():
-            if request is not None:
-                batch.search_(request.search, request.steps)
             sets = batch.sets()
-            particles = [f for f in inspection.plates_around(self._guide.frames, self._guide.index_name) if f.size > 1]
-            count = math.prod(frame.size for frame in particles)
+            particles = {frame.dim: frame.size for frame in self._draw_frames()}
             tables = scorer.tables(sets)
             messages = product.tree.collect(tables, scorer.weights(sets))
-            draws = messages.draw(count)
+            draws = messages.draw(math.prod(particles.values()))
             if messages.may_be_impossible:
                 for root, evidence in zip(product.roots, scorer.evidence(messages), strict=True):
                     excess = excess_density(evidence.unsqueeze(-1), list(layout.sites))
                     position, log_prob = draws[root]
                     draws[root] = position, log_prob + product.spread(root, excess, scorer.plate_sizes(root))
             dtype = tables.dtype
-        result: dict[str, Tensor] = {name: values[name] for name in layout.other_latents if name in values}
+        result: dict[str, Tensor] = {}
         states: dict[str, Tensor] = {}
         for number, group in enumerate(product.groups):
             for node, words in zip(group.nodes, scorer.split_nodes(sets[number], number), strict=True):
                 own, sizes = product.node_layouts[node], scorer.plate_sizes(node)
                 position, log_prob = (torch.stack([product.rows(node, draw, sizes).squeeze(-1) for draw in table]) for table in draws[node])
                 levels = own.space.unpack(pick(words, position))
-                shape = _draw_shape(particles, layout.depth)
-                batch_shape = (*shape, *own.spread(sizes, layout.depth))
+                batch_shape = spread_draws(list(particles), list(particles.values()), own.spread(sizes, layout.depth))
                 states |= own.decode(levels.reshape(*batch_shape, -1), len(batch_shape) - 1, scorer.dtypes)
-                self._sample_position(own, position.reshape(batch_shape), log_prob.to(dtype).reshape(batch_shape), plates, scorer)
+                self._sample_index(own, position.reshape(batch_shape), log_prob.to(dtype).reshape(batch_shape), plates, scorer)
         hidden = scorer.hidden_log_probs(states)
         none, all_steps = torch.zeros((), dtype=dtype), product.all_steps
         for own in product.node_layouts:
             for name, site in own.sites.items():
                 if name not in scorer.observed_sites:
-                    is_step = name in all_steps
-                    result[name] = self._sample_delta(site, states[name], plates, scorer, hidden.get(name, none), is_auxiliary=is_step)
+                    # The guide's density gives back what a mask takes away from the model's.
+                    density, scale = -hidden.get(name, none), scorer.scale_beyond_subsamples(name)
+                    result[name] = self._sample_site(site, states[name], plates, density, scale=scale, is_auxiliary=name in all_steps)
         result = product.join_steps(result)
         for name, steps in product.steps.items():
             site = dataclasses.replace(layout.sites[steps[0]], name=name, event_shape=tuple(result[name].shape[-2:]))
-            result[name] = self._sample_delta(site, result[name], plates, scorer, none)
+            result[name] = self._sample_site(site, result[name], plates, none, scale=scorer.scale_beyond_subsamples(name))
         return result
-
-    def _sample_position(self, own: Any, position: Tensor, log_prob: Tensor, plates: Mapping[str, Any], scorer: ProductScorer) -> None:
-        infer: Any = {"is_auxiliary": True, "truncated": {"guide": weakref.ref(self._guide)}}
-        with ExitStack() as stack:
-            for name in own.plates:
-                enter(stack, plates[name])
-            stack.enter_context(poutine.scale(scale=scorer.scale_beyond_subsamples(next(iter(own.sites)))))
-            depth = max((-dim for dim in own.dims), default=0)
-            position, log_prob = (trim(value, 0, depth) for value in (position, log_prob))
-            pyro.sample(self._guide.name_index(own.sites), dist.Delta(position, log_density=log_prob), infer=infer)
-
-    def _sample_delta(
-        self,
-        site: Any,
-        value: Tensor,
-        plates: Mapping[str, Any],
-        scorer: ProductScorer,
-        hidden: Tensor,
-        *,
-        is_auxiliary: bool = False,
-    ) -> Tensor:
-        """Samples a site as a point mass.
-
-        The guide's density gives back what a mask takes away from the model's. Auxiliary ones are none of the model's.
-        """
-        with ExitStack() as stack:
-            for frame in site.frames:
-                if frame.vectorized:
-                    enter(stack, plates[frame.name])
-            stack.enter_context(poutine.scale(scale=scorer.scale_beyond_subsamples(site.name)))
-            value = trim(value, site.event_dim, site.depth)
-            density = -hidden.to(value.device).expand(value.shape[: value.dim() - site.event_dim])
-            stack.enter_context(self._layout.extra_plates_for(site, density.dim()))
-            infer: Any = {"is_auxiliary": True} if is_auxiliary else {}
-            return pyro.sample(site.name, dist.Delta(value, log_density=density, event_dim=site.event_dim), infer=infer)
-
-
-def _draw_shape(particles: list[Any], depth: int) -> tuple[int, ...]:
-    """Returns the shape of the plates of parallel draws.
-
-    They lie left of all plates of the model.
-    """
-    if not particles:
-        return ()
-    shape = [1] * (max(-frame.dim for frame in particles) - depth)
-    for frame in particles:
-        shape[-(-frame.dim - depth)] = frame.size
-    return tuple(shape)

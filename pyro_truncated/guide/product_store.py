@@ -112,14 +112,6 @@ class ProductStore(torch.nn.Module):
             own = None if portion is None else portion.times(product.count_inner(number))
             store.start_(group, first_words[number], device, own)
 
-    def populations(self) -> list[Population]:
-        """The populations of all groups, which must have been scored.
-
-        Raises:
-            RuntimeError: if some of them never were.
-        """
-        return [store.scored_population() for store in self.stores]
-
     def store_(self, populations: list[Population]) -> None:
         """Keeps populations with their log joints."""
         for store, population in zip(self.stores, populations, strict=True):

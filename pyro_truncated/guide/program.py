@@ -17,19 +17,21 @@ import torch
 from pyro.ops.indexing import Vindex
 from pyro.ops.provenance import get_provenance, track_provenance
 from pyro.poutine.messenger import Messenger
-from pyro.poutine.runtime import effectful
+from pyro.poutine.runtime import _PYRO_STACK, effectful
+from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
 
 from pyro_truncated.guide.batch import Batch
 from pyro_truncated.guide.companion_guides import Companions
 from pyro_truncated.guide.given_states import excess_density
 from pyro_truncated.guide.plates import SharedPlates, enter, model_plates, open_plates, plate_subsamples, recorded_subsamples
-from pyro_truncated.guide.truncated_guide import TruncatedGuide
+from pyro_truncated.guide.whole_model import WholeModelGuide
 from pyro_truncated.program import inspection
 from pyro_truncated.program.call import Call
+from pyro_truncated.program.layout import SiteLayout
 from pyro_truncated.program.log_joint import LogJoint
-from pyro_truncated.program.probe import AllObservedError
-from pyro_truncated.program.sites import trim
+from pyro_truncated.program.probe import AllObservedError, Probe
+from pyro_truncated.program.sites import DiscreteSite, trim
 from pyro_truncated.search.base import Search
 from pyro_truncated.states.population import Population
 
@@ -58,14 +60,36 @@ def find_search_request() -> SearchRequest | None:
     return None
 
 
-def recorded_values(guide: TruncatedGuide) -> dict[str, Any]:
+def recorded_values(guide: WholeModelGuide) -> dict[str, Any]:
     """Draws of other latents in the recording traces.
 
-    They come with the subsamples of plates that they are for.
+    They come with the subsamples of plates that they are for. Plates around the guide that take dimensions of the model's are moved to
+    the left of all: a guide may have fewer plates than the model.
     """
-    names = guide.layout.other_latents
-    values = inspection.recorded_values(names, guide.frames, guide.layout.depth) if names else {}
+    names, depth = guide.layout.other_latents, guide.layout.depth
+    if not names:
+        return {}
+    outer = [plate.dim for plate in inspection.plates_around(guide.frames, names[0]) if plate.dim >= -depth]
+    values: dict[str, Any] = {}
+    # Traces record in silence: no message asks them for what they hold, so that Pyro's private stack of handlers has to.
+    for handler in _PYRO_STACK:
+        if isinstance(handler, TraceMessenger):
+            nodes: dict[str, Any] = {name: handler.trace.nodes[name] for name in names if name in handler.trace.nodes}
+            values.update({name: _move_left(node["value"], node["fn"].event_dim, outer, depth) for name, node in nodes.items()})
     return values | recorded_subsamples(guide.frames) if values else {}
+
+
+def _move_left(value: Any, event_dim: int, dims: Sequence[int], depth: int) -> Any:
+    """Moves given batch dimensions left of ``depth`` others, if present.
+
+    The dimensions are negative.
+    """
+    for target, dim in enumerate(sorted(dims, reverse=True), start=depth + 1):
+        if value.dim() - event_dim < -dim:
+            continue
+        padding = max(0, target - (value.dim() - event_dim))
+        value = value[(None,) * padding].transpose(dim - event_dim, -target - event_dim)
+    return value
 
 
 class ProgramRun:
@@ -78,7 +102,7 @@ class ProgramRun:
         call: the model and the arguments of both.
     """
 
-    def __init__(self, guide: TruncatedGuide, call: Call) -> None:
+    def __init__(self, guide: WholeModelGuide, call: Call) -> None:
         self._guide, self._call, self._layout = guide, call, guide.layout
 
     def sample(self) -> dict[str, Tensor]:
@@ -86,50 +110,43 @@ class ProgramRun:
 
         Those of the latents that the states were scored with are included.
         """
-        guide, values, plates = self._guide, recorded_values(self._guide), None
+        guide, layout, values, plates = self._guide, self._layout, recorded_values(self._guide), None
         # A guide around this one may have sampled the other latents already.
         if not values and guide.master is None and guide.companions is not None:
             values, plates = self._run_companions(guide.companions)
         elif not values:
             subsamples = {} if guide.master is None else plate_subsamples(getattr(guide.master(), "plates", {}))
             values = guide.other_values(self._call, subsamples=subsamples)
+        # The draws that the states were scored with go with them: outside of a trace they are not the ones the list has just made.
+        others: dict[str, Tensor] = {name: values[name] for name in layout.other_latents if name in values}
         with torch.no_grad():
             try:
                 plates, batch = self._open(values, plates)
             except AllObservedError:
-                return self._sample_given_states(values)
-        return self._sample_batch(batch, plates, values)
+                return others | self._sample_given_states(values)
+            # Under the name of a site, the message passes whatever lets that site pass.
+            request = find_search_request(name=next(iter(layout.sites)))
+            found = None if request is None else batch.search_(request.search, request.steps)
+        return others | self._sample_batch(batch, plates, found)
 
-    def _sample_batch(self, batch: Any, plates: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Samples the states of a batch in the given plates."""
+    def _sample_batch(self, batch: Any, plates: Mapping[str, Any], found: Any) -> dict[str, Tensor]:
+        """Samples the states of a batch in the given plates.
+
+        They are scored already where a search has just found them.
+        """
         with torch.no_grad():
-            full_population = self._improve(batch)
+            full_population = batch.rescore() if found is None or batch.scorer.is_vectorized else found
             population, excess = full_population.without_impossible(), None
             if population is not full_population or full_population.log_joint.dim() != 2:
                 excess = excess_density(full_population.log_joint.amax(-1), list(self._layout.sites))
         scorer = batch.scorer
-        hidden = scorer.hidden_log_probs(population.words)
-        # The draws that the states were scored with go with them: outside of a trace they are not the ones the list has just made.
-        result: dict[str, Tensor] = {name: values[name] for name in self._layout.other_latents if name in values}
+        hidden = scorer.runs.hidden_log_probs(population.words)
         with ExitStack() as stack:
             for name in self._layout.plates:
                 enter(stack, plates[name])
             states = self._sample_states(population, excess, hidden, scorer, plates)
             labels = {name: scorer.nodes[name]["value"] for name in scorer.observed_sites}
-            return result | states | self._sample_conditional(labels | states)
-
-    def _improve(self, batch: Batch) -> Population:
-        """Returns the populations with log joints.
-
-        They are improved first where an ELBO asks for it.
-        """
-        # Under the name of a site, the message passes whatever lets that site pass.
-        request = find_search_request(name=next(iter(self._layout.sites)))
-        if request is not None:
-            population = batch.search_(request.search, request.steps)
-            if not batch.scorer.is_vectorized:
-                return population
-        return batch.rescore()
+            return states | self._sample_conditional(labels | states)
 
     def _sample_conditional(self, states: dict[str, Any]) -> dict[str, Tensor]:
         conditional = self._guide.conditional
@@ -151,9 +168,8 @@ class ProgramRun:
 
         Nothing is left to sample but what ``conditional`` does.
         """
-        result: dict[str, Tensor] = {name: values[name] for name in self._layout.other_latents if name in values}
         if self._guide.conditional is None:
-            return result
+            return {}
         with SharedPlates(), ExitStack() as stack:
             plates = self._guide.created_plates(self._call)
             plates = model_plates(self._call, self._guide.frames) if plates is None else plates
@@ -163,8 +179,8 @@ class ProgramRun:
                 self._guide.batch(self._call, {**values, **plate_subsamples(plates)})
             except AllObservedError as observed:
                 with torch.enable_grad():
-                    result.update(self._sample_conditional(observed.values))
-        return result
+                    return self._sample_conditional(observed.values)
+        return {}
 
     # --- plates ---
 
@@ -207,13 +223,16 @@ class ProgramRun:
         layout, words, log_joint = self._layout, population.words, population.log_joint
         logits = (log_joint if excess is None else log_joint.masked_fill(excess.unsqueeze(-1) > 0, 0.0)).log_softmax(-1)
         batch = layout.spread(scorer.sizes)
-        shape = self._spread_draws(logits.shape[:-2], batch, scorer.depth)
+        draws, dims = logits.shape[:-2], [frame.dim for frame in self._draw_frames()] if logits.dim() > 2 else []
+        # Where they are not those of plates, they are left-most.
+        dims = dims if len(dims) == len(draws) else list(range(-scorer.depth, -scorer.depth + len(draws)))
+        shape = spread_draws(dims, draws, batch)
         logits = logits.reshape(*shape, logits.shape[-1])
         # What does not take many states at once can be enumerated one by one, by Pyro's ELBOs too.
         enumerate_ = "parallel" if self._guide.is_enumerable else "sequential"
         infer: Any = {"enumerate": enumerate_, "is_auxiliary": True, "truncated": {"guide": weakref.ref(self._guide)}}
         # A scale that the model puts on its discrete sites, beyond that of subsampling, must weigh the guide's sites as well.
-        with poutine.scale(scale=scorer.scale_beyond_plates):
+        with poutine.scale(scale=scorer.scale_beyond_subsamples(next(iter(layout.sites)))):
             index = pyro.sample(self._guide.index_name, dist.Categorical(logits=logits), infer=infer)
             rows = torch.arange(len(words), device=words.device).reshape(batch)
             # Unpacking forgets that the states come from the index, which pictures of the guide should show.
@@ -226,33 +245,59 @@ class ProgramRun:
             if excess is not None:
                 first = next(iter(latent))
                 densities[first] = densities.get(first, zero) + excess.reshape(shape)
-            return {name: self._sample_site(name, value, plates, densities.get(name, zero)) for name, value in latent.items()}
+            return {name: self._sample_site(layout.sites[name], value, plates, densities.get(name, zero)) for name, value in latent.items()}
 
-    def _spread_draws(self, draws: Sequence[int], batch: Sequence[int], depth: int) -> tuple[int, ...]:
-        """Returns the batch shape with draws of other latents.
+    def _draw_frames(self) -> list[Any]:
+        """The plates of parallel draws around the guide, from left to right."""
+        frames = inspection.plates_around(self._guide.frames, self._guide.index_name)
+        return sorted((frame for frame in frames if frame.size > 1), key=lambda frame: frame.dim)
 
-        Such draws (vectorised particles) stand at their plates, else left-most.
+    def _sample_index(self, own: SiteLayout, position: Tensor, log_prob: Tensor, plates: Mapping[str, Any], scorer: Probe) -> None:
+        """Samples an auxiliary site of some sites' states.
+
+        It has their log probability, and says that this guide is truncated.
         """
-        if not draws:
-            return tuple(batch)
-        dims = [frame.dim for frame in inspection.plates_around(self._guide.frames, self._guide.index_name) if frame.size > 1]
-        if len(dims) != len(draws):
-            dims = list(range(-depth, -depth + len(draws)))
-        shape = [1] * (max(-min(dims), len(batch)) - len(batch)) + list(batch)
-        for dim, size in zip(sorted(dims), draws, strict=True):
-            shape[dim] = size
-        return tuple(shape)
+        infer: Any = {"is_auxiliary": True, "truncated": {"guide": weakref.ref(self._guide)}}
+        with ExitStack() as stack:
+            for name in own.plates:
+                enter(stack, plates[name])
+            stack.enter_context(poutine.scale(scale=scorer.scale_beyond_subsamples(next(iter(own.sites)))))
+            depth = max((-dim for dim in own.dims), default=0)
+            position, log_prob = (trim(value, 0, depth) for value in (position, log_prob))
+            pyro.sample(self._guide.name_index(own.sites), dist.Delta(position, log_density=log_prob), infer=infer)
 
-    def _sample_site(self, name: str, value: Tensor, plates: Mapping[str, Any], log_density: Tensor) -> Tensor:
-        site = self._layout.sites[name]
+    def _sample_site(
+        self,
+        site: DiscreteSite,
+        value: Tensor,
+        plates: Mapping[str, Any],
+        log_density: Tensor,
+        *,
+        scale: float | Tensor = 1.0,
+        is_auxiliary: bool = False,
+    ) -> Tensor:
+        """Samples a site as a point mass of some density.
+
+        Auxiliary ones are none of the model's.
+        """
         with ExitStack() as stack:
             for frame in site.frames:
-                if frame.vectorized and frame.name not in self._layout.plates:
+                if frame.vectorized:
                     enter(stack, plates[frame.name])
+            stack.enter_context(poutine.scale(scale=scale))
             value = trim(value, site.event_dim, site.depth)
             shape = value.shape[: value.dim() - site.event_dim]
             # Given always: with integer values the default would bring a float32 density into a float64 model.
-            log_density = log_density.expand(torch.broadcast_shapes(shape, log_density.shape))
+            log_density = log_density.to(value.device).expand(torch.broadcast_shapes(shape, log_density.shape))
             value = value.expand((*log_density.shape, *value.shape[len(shape) :]))
             stack.enter_context(self._layout.extra_plates_for(site, log_density.dim()))
-            return pyro.sample(name, dist.Delta(value, log_density=log_density, event_dim=site.event_dim))
+            infer: Any = {"is_auxiliary": True} if is_auxiliary else {}
+            return pyro.sample(site.name, dist.Delta(value, log_density=log_density, event_dim=site.event_dim), infer=infer)
+
+
+def spread_draws(dims: Sequence[int], draws: Sequence[int], batch: Sequence[int]) -> tuple[int, ...]:
+    """Returns a batch shape with parallel draws at some dimensions."""
+    shape = [1] * (max([-dim for dim in dims], default=0) - len(batch)) + list(batch)
+    for dim, size in zip(dims, draws, strict=True):
+        shape[dim] = size
+    return tuple(shape)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import ops
-from pyro_truncated.distributed import collectives
+from pyro_truncated.guide.batch import mean_active
 from pyro_truncated.ops.elimination import IMPOSSIBLE, LogTables, Messages
 from pyro_truncated.program.factor_graph import CLIQUE_LIMIT
 from pyro_truncated.program.product_scorer import ProductScorer
@@ -24,8 +24,6 @@ from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 
-# Evidence (relative) that a component may lose by rounding where sets are exchanged.
-_ROUNDING = 1e-9
 # The most joint values of a block of latents, which are proposed for all nodes at once.
 _BLOCK_STATES = 16
 
@@ -179,11 +177,14 @@ class SetSearch:
         beliefs = messages.beliefs()
         # What is impossible adds nothing.
         adds = current.rows({node: beliefs[node] + messages.weights[node] for node in scorer.product.groups[number].nodes}, number)
-        rows = scorer.population_rows(number) if self.positions is None else self.positions[number]
+        rows = scorer.population_rows[number] if self.positions is None else self.positions[number]
         population = Population(scorer.product.groups[number].space, current.sets[number], adds, rows)
         scores, keys = NodeScores(current, number), dict[str, Any](is_new=self.is_new, random=self.random)
         if self.positions is not None:
-            keys |= {"is_spread": True, "mean_active": mean_active(population, self.is_idle) if search.takes_activity else None}
+            keys |= {
+                "is_spread": True,
+                "mean_active": mean_active(population, is_idle=self.is_idle, is_part=True) if search.takes_activity else None,
+            }
         proposals = search.propose(SearchBatch(population, scores, {}, **keys))
         places, is_free = _select_new(population, proposals)
         if not bool(is_free.any()):
@@ -287,7 +288,8 @@ class SetSearch:
         """
         product, result = self.scorer.product, union.take(positions)
         old, new = product.evidence_by_node(current.messages), product.evidence_by_node(result.messages)
-        falls = {node: (new[node] < old[node] - _ROUNDING * old[node].abs().clamp(min=1.0)).double() for node in product.tree.order}
+        # A billionth may be lost by rounding.
+        falls = {node: (new[node] < old[node] - 1e-9 * old[node].abs().clamp(min=1.0)).double() for node in product.tree.order}
         is_worse = False
         for number, own in positions.items():
             is_worse_row = current.rows({node: falls[node] for node in product.groups[number].nodes}, number) > 0
@@ -368,13 +370,6 @@ class NodeScores:
         sets = list(self._current.sets)
         sets[self._number] = words
         return ScoredSets.from_scorer(self._current.scorer, sets)
-
-
-def mean_active(population: Population, is_idle: bool) -> Tensor:
-    """Mean probabilities ``(L,)`` that latents are active, over all processes."""
-    share = 0.0 if is_idle else 1.0
-    sums, number = collectives.add([share * population.marginals().sum(0), torch.tensor(share * len(population))])
-    return sums / number
 
 
 def _select_new(population: Population, proposals: Population) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from pyro_truncated import ops
 from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.shards import Portion, release
 from pyro_truncated.guide.data_fingerprint import SeenData
-from pyro_truncated.guide.given_states import Init, check_positions, check_possible, flaw, given_population, hold_all
+from pyro_truncated.guide.given_states import Init, check_possible, flaw, given_population
 from pyro_truncated.program.inspection import ordinary_tensors
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.product_layout import NodeGroup
@@ -32,14 +32,8 @@ from pyro_truncated.utils.console import note_once
 PORTION = "portion"
 
 
-def save_portion(portion: Portion | None, destination: Any, prefix: str) -> None:
-    """Stores the data points in a state dict, if not all."""
-    if portion is not None and portion.is_part:
-        destination[prefix + PORTION] = torch.tensor([portion.first, portion.size, portion.total], device="cpu")
-
-
 def load_portion(state_dict: Mapping[str, Any], prefix: str) -> Portion | None:
-    """What :func:`save_portion` has noted."""
+    """The data points that saved populations are of, if not all."""
     numbers = state_dict.get(prefix + PORTION)
     return None if numbers is None else Portion(*numbers.tolist())
 
@@ -222,7 +216,9 @@ class PopulationStore(torch.nn.Module):
         if self.is_filled:
             self.seed_()
             destination[prefix + _STREAM] = torch.tensor([self.seed, self.num_searches, *[1] * self.seen.is_new], device="cpu")
-            save_portion(self.portion, destination, prefix)
+            if self.portion is not None and self.portion.is_part:
+                numbers = self.portion.first, self.portion.size, self.portion.total
+                destination[prefix + PORTION] = torch.tensor(numbers, device="cpu")
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         tensors = {name: state_dict.get(prefix + name) for name in self.STORED}
@@ -261,7 +257,9 @@ class PopulationStore(torch.nn.Module):
         return other or self._problem(state_dict.get(prefix + "words"), state_dict.get(prefix + "cardinalities"), self._space)
 
     def _problem(self, words: Tensor | None, cardinalities: Tensor | None, space: StateSpace | None) -> str | None:
-        if words is not None and words.shape[1] != self.num_states and not hold_all(words, cardinalities, self.num_states):
+        # A guide that was asked for more states than there are has all of them.
+        size = math.inf if cardinalities is None else math.prod(cardinalities.tolist())
+        if words is not None and words.shape[1] != self.num_states and not words.shape[1] == size < self.num_states:
             return f"the saved populations hold {words.shape[1]} states per data point, this guide num_states={self.num_states}"
         if cardinalities is not None and space is not None and tuple(cardinalities.tolist()) != space.cardinalities:
             return (
@@ -286,7 +284,14 @@ class PopulationStore(torch.nn.Module):
             TypeError: if they are no integers.
             ValueError: if they are out of range.
         """
-        check_positions(indices, len(self.words))
+        number = len(self.words)
+        if indices is None:
+            return
+        if not isinstance(indices, Tensor) or indices.dim() != 1 or indices.dtype not in (torch.int64, torch.int32):
+            kind = f"{indices.dtype} of shape {tuple(indices.shape)}" if isinstance(indices, Tensor) else type(indices).__name__
+            raise TypeError(f"indices of data points must be a tensor (n,) of integers; got {kind}")
+        if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < number:
+            raise ValueError(f"subsample indices must lie in 0 .. {number - 1}; got {int(indices.min())} .. {int(indices.max())}")
 
     def population(self, indices: Tensor | None = None) -> Population:
         """Returns the stored populations of all or the given data points.

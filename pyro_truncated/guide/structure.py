@@ -31,7 +31,7 @@ from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.discovery import refuse_partial_plates
 from pyro_truncated.program.entries import Entries
 from pyro_truncated.program.entry_search import MOST_ENTRIES, find_entries
-from pyro_truncated.program.factor_graph import CLIQUE_LIMIT, DENSITY_LIMIT, FactorGraph, Node, build_graph
+from pyro_truncated.program.factor_graph import CLIQUE_LIMIT, DENSITY_LIMIT, FactorGraph, build_graph
 from pyro_truncated.program.inspection import refuse_hidden_latents, warn_about_running_statistics
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.operations import BROADCASTS
@@ -41,8 +41,8 @@ from pyro_truncated.program.sites import is_subsampled, sample_nodes, unwrap
 from pyro_truncated.program.structures import warn_of_shared_subsamples
 from pyro_truncated.utils.arguments import naming_empty_plates
 from pyro_truncated.utils.arrays import is_array
-from pyro_truncated.utils.console import note_once, readable_count
-from pyro_truncated.utils.parameter_store import ShadowWatch, empty_store, isolate, refuse_shadowed_parameters, spare_random_numbers
+from pyro_truncated.utils.console import note_once
+from pyro_truncated.utils.parameter_store import ShadowWatch, empty_store, refuse_shadowed_parameters, spare_random_numbers
 
 
 def first_run(call: Call, conditional: Conditional | None) -> poutine.Trace:
@@ -67,7 +67,7 @@ def find_layout(
     """
     dependencies = Dependencies(call, max_count)
     refuse_changing_sites(call, trace, dependencies)
-    layout = Layout(trace, max_count, dependencies)
+    layout = Layout(trace, dependencies, max_count)
     # Where all states are kept the prior of what is masked adds up to one.
     layout.idle_sites = frozenset() if layout.space.size <= num_states else frozenset(layout.sites)
     layout.note_readers(dependencies)
@@ -145,18 +145,19 @@ def _split_graph(
     if not entries:
         return None
     split = build_graph(trace, dependencies.scopes, layout.sites, num_states, entries)
-    sizes = [min(num_states, layout.part(node.sites, [name for name, _, _ in node.plates]).space.size) for node in split.nodes]
+    sizes = _set_sizes(layout, split, num_states)
     largest = max(sizes[node] * math.prod(sizes[other] for other in others) for node, others in enumerate(split.separators))
-    is_finer = (len(split.nodes), sum(map(_count_members, split.nodes))) > (len(graph.nodes), sum(map(_count_members, graph.nodes)))
+    finer, coarser = ((len(one.nodes), sum(node.num_members for node in one.nodes)) for one in (split, graph))
     # Densities of all entries on all states of their nodes, before they are split.
     entries_of = {name: {split.colours[node]: sizes[node] for node in split.factors[name]} for name in entries}
     nodes = sample_nodes(trace)
     most = max(count_entries(nodes[name]) * math.prod(own.values()) for name, own in entries_of.items())
-    return split if is_finer and largest <= max(num_states**2, DENSITY_LIMIT) and most <= MOST_ENTRIES else None
+    return split if finer > coarser and largest <= max(num_states**2, DENSITY_LIMIT) and most <= MOST_ENTRIES else None
 
 
-def _count_members(node: Node) -> int:
-    return math.prod(size for _, _, size in node.plates)
+def _set_sizes(layout: Layout, graph: FactorGraph, num_states: int) -> list[int]:
+    """How many states the set of each node holds."""
+    return [min(num_states, layout.part(node.sites, node.plate_names).space.size) for node in graph.nodes]
 
 
 def _take_sets(call: Call, layout: Layout, graph: FactorGraph, num_states: int) -> ProductLayout | None:
@@ -166,8 +167,7 @@ def _take_sets(call: Call, layout: Layout, graph: FactorGraph, num_states: int) 
     """
     # Where nodes that no density joins are added up, as for a recorded total, each needs a dimension of its own.
     apart = dataclasses.replace(graph, colours=tuple(range(len(graph.nodes))))
-    whole = math.prod(min(num_states, layout.part(node.sites, [name for name, _, _ in node.plates]).space.size) for node in graph.nodes)
-    for coloured in [graph, apart] if whole <= CLIQUE_LIMIT else [graph]:
+    for coloured in [graph, apart] if math.prod(_set_sizes(layout, graph, num_states)) <= CLIQUE_LIMIT else [graph]:
         product = ProductLayout(coloured, layout)
         for own in product.node_layouts:
             refuse_partial_plates(own.sites.values(), own.plates)
@@ -179,7 +179,7 @@ def _take_sets(call: Call, layout: Layout, graph: FactorGraph, num_states: int) 
                     layout.idle_sites -= exact
                     # Where nodes are in no plate there is nothing to share.
                     product.shares_sets = any(own.dims for own in product.node_layouts)
-                    product.shares_sets = product.shares_sets and scorer.agrees_on_sets()
+                    product.shares_sets = product.shares_sets and scorer.takes_sets(is_reduction_known=True)
                     warn_of_shared_subsamples(scorer)
                     return product
             layout.broadcasts_parts = ""
@@ -222,19 +222,6 @@ def note_whole_states(trace: poutine.Trace, layout: Layout, dependencies: Depend
         )
 
 
-def without_states(trace: Any, layout: Layout) -> torch.device:
-    """Drops states from a guide's trace, except shape and type.
-
-    It returns the device that they were on.
-    """
-    every = sample_nodes(trace).items()
-    nodes = [node for name, node in every if name in layout.sites or isinstance(unwrap(node["fn"])[0], MarkovChains)]
-    for node in nodes:
-        node["value"] = node["value"].new_zeros(()).expand(node["value"].shape)
-    device: torch.device = nodes[0]["value"].device
-    return device
-
-
 def plate_portion(layout: Layout, arguments: Any) -> Portion | None:
     """Returns which data points a call with shards has.
 
@@ -270,13 +257,6 @@ def refuse_other_structure(product: ProductLayout | ChainLayout | None) -> None:
         )
 
 
-def observes_all(call: Call, layout: Layout) -> bool:
-    """Whether the model observes all discrete sites in a call."""
-    with spare_random_numbers(), torch.no_grad(), isolate():
-        nodes = sample_nodes(call.trace())
-    return all(name in nodes and nodes[name]["is_observed"] for name in layout.sites)
-
-
 def takes_arguments(model: Callable[..., Any], *, otherwise: bool) -> bool:
     """Whether a model cannot be called without arguments.
 
@@ -288,15 +268,6 @@ def takes_arguments(model: Callable[..., Any], *, otherwise: bool) -> bool:
     if all(parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in parameters):
         return len(parameters) > 0 and otherwise
     return True
-
-
-def describe(layout: Layout | None, num_states: int) -> str:
-    """What populations are of, in one line."""
-    if layout is None:
-        return f"num_states={num_states}, not set up yet: call it, or svi.step, with the model's arguments"
-    sites, plates = ", ".join(layout.sites), ", ".join(layout.plates)
-    data = f"{layout.num_data} data points in {plates}" if plates else "one state of all data (no data plate)"
-    return f"sites: {sites}; {data}; {num_states} of {readable_count(layout.space.size)} states each"
 
 
 @contextmanager

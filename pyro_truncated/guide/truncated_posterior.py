@@ -40,10 +40,9 @@ class TruncatedPosterior:
         ``(N, *site shape, V)``.
         """
         probabilities = self.population.value_probabilities()
-        result, start = {}, 0
+        result = {}
         for name, site in self.layout.sites.items():
-            own = probabilities[:, start : start + site.num_latents, : max(site.cardinalities)]
-            start += site.num_latents
+            own = probabilities[:, self.layout.slices[name], : max(site.cardinalities)]
             result[name] = own[..., 1].reshape(-1, *site.shape) if site.kind == "boolean" else own.reshape(-1, *site.shape, own.shape[-1])
         return result
 
@@ -187,12 +186,7 @@ def _indicators(layout: SiteLayout, name: str, words: Tensor) -> Tensor:
 
     The result is ``(rows, S, *plates, E, V)``, with the ``E`` entries of an event, and ones where the site has no further plate.
     """
-    start = 0
-    for site in layout.sites.values():
-        if site.name == name:
-            break
-        start += site.num_latents
-    levels = layout.space.unpack(words, torch.int64)[..., start : start + site.num_latents]
+    site, levels = layout.sites[name], layout.space.unpack(words, torch.int64)[..., layout.slices[name]]
     slots = [1] * layout.depth
     for dim, size in site.plates:
         slots[dim] = size

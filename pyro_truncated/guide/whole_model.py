@@ -18,18 +18,16 @@ import torch
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 
-from pyro_truncated.distributions.chains import run_by_steps, step_names
+from pyro_truncated.distributions.chains import MarkovChains, run_by_steps, step_names
 from pyro_truncated.guide.companion_guides import Companions, refuse_subsampled_latents, share_plates
-from pyro_truncated.guide.plates import SharedPlates, model_plates, plate_subsamples, refuse_other_size
+from pyro_truncated.guide.plates import SharedPlates, model_plates, refuse_other_size
 from pyro_truncated.guide.structure import (
     chains_by_steps,
     find_layout,
     find_product,
     first_run,
     note_whole_states,
-    observes_all,
     refuse_steps,
-    without_states,
 )
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import RUN_MODES, Conditional, RunMode
@@ -43,11 +41,10 @@ from pyro_truncated.program.product_layout import ProductLayout
 from pyro_truncated.program.product_scorer import ProductScorer
 from pyro_truncated.program.sites import sample_nodes, unwrap
 from pyro_truncated.program.structures import KnownStructures, refuse_other_structure, warn_of_shared_subsamples
-from pyro_truncated.program.subsampling import SparseSubsamples
 from pyro_truncated.program.vectorization import run_mode_for
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import check_count, check_kinds
-from pyro_truncated.utils.parameter_store import free_plate_dims, spare_random_numbers
+from pyro_truncated.utils.parameter_store import free_plate_dims, isolate, spare_random_numbers
 
 
 class WholeModelGuide(AutoGuide):
@@ -61,6 +58,9 @@ class WholeModelGuide(AutoGuide):
         whole_states: whether populations hold whole states even where the factor graph has several nodes.
         num_states: the states that are kept; one where nobody keeps any.
         is_enumerable: whether Pyro's ELBOs can run the model on many states. Otherwise they enumerate them one after the other.
+        populations: where states are kept, if anywhere.
+        num_draws: draws of other latents, or of a conditional that is not exact, that are averaged over.
+        is_conditional_exact: whether log joints are the same for every draw of the conditional; ``None`` if nobody has looked.
 
     Args:
         model: a Pyro model, whole.
@@ -74,6 +74,9 @@ class WholeModelGuide(AutoGuide):
     whole_states: bool = True
     num_states: int = 1
     holds_whole_states: bool = False
+    populations: Any
+    num_draws: int = 50
+    is_conditional_exact: bool | None = None
 
     def __init__(
         self,
@@ -231,11 +234,6 @@ class WholeModelGuide(AutoGuide):
         if names:
             self._product = find_product(call, trace, self._layout, dependencies, self.num_states)
 
-    def _as_scored(self, call: Call) -> Call:
-        """The call whose densities are scored, chains step by step perhaps."""
-        has_steps = isinstance(self._product, ProductLayout) and bool(self._product.steps)
-        return call.with_program(functools.partial(run_by_steps, call.model)) if has_steps else call
-
     def _keep_prototype(self, trace: poutine.Trace) -> None:
         """Keeps the latents of a run, as Pyro's guides do."""
         for name in [name for name, node in trace.nodes.items() if self._prototype_hide_fn(node)]:
@@ -245,7 +243,12 @@ class WholeModelGuide(AutoGuide):
             self.master()._check_prototype(trace)
         frames = [frame for _, site in trace.iter_stochastic_nodes() for frame in site["cond_indep_stack"]]
         self._prototype_frames = {frame.name: frame for frame in frames if frame.vectorized}
-        self._device = without_states(trace, self.layout)
+        # Of states shape and type are kept.
+        every = sample_nodes(trace).items()
+        nodes = [node for name, node in every if name in self.layout.sites or isinstance(unwrap(node["fn"])[0], MarkovChains)]
+        for node in nodes:
+            node["value"] = node["value"].new_zeros(()).expand(node["value"].shape)
+        self._device: torch.device = nodes[0]["value"].device
 
     def _forget_model(self) -> None:
         """Forgets the model, so that the next call sets the guide up."""
@@ -278,7 +281,8 @@ class WholeModelGuide(AutoGuide):
                 "AutoTruncated cannot be traced by torch.jit: its states change while it trains. Use TraceEnum_ELBO, not JitTraceEnum_ELBO."
             )
         self.setup(*call.args, **call.kwargs)
-        call = self._as_scored(call)
+        if isinstance(self._product, ProductLayout) and self._product.steps:
+            call = call.with_program(functools.partial(run_by_steps, call.model))
         names = [name for name in self.layout.other_latents if name not in (values or {})]
         if names and self.conditional is None:
             warnings.warn(
@@ -296,6 +300,10 @@ class WholeModelGuide(AutoGuide):
             self._look_again(self._scorer(call, values))
             self._structures.add(call, scorer.nodes)
             return scorer if self._run_state() == before else self._scorer(call, values)
+
+    def batch(self, call: Call, values: Mapping[str, Any] | None = None) -> Any:
+        """Returns the populations of data points that a call selects."""
+        raise NotImplementedError
 
     def _look_at_entries(self, scorer: LogJoint | ProductScorer | ChainScorer) -> None:
         """Looks whether entries depend on other latents, at calls 2, 4, 8 and so on.
@@ -417,17 +425,6 @@ class WholeModelGuide(AutoGuide):
             refuse_subsampled_latents(self.master(), {name: plates[name] for name in self.layout.plates})
         return plates
 
-    def fresh_subsamples(self, call: Call) -> dict[str, Tensor]:
-        """Returns fresh subsamples of the plates that ``create_plates`` makes.
-
-        They are by name; without it there are none.
-        """
-        if self.create_plates is None:
-            return {}
-        self.setup(*call.args, **call.kwargs)
-        with poutine.block(), SparseSubsamples():
-            return plate_subsamples(self._create_plates(*call.args, **call.kwargs))  # type: ignore[no-untyped-call]
-
     def _refuse_another(self) -> None:
         parts = [] if self.master is None else self.master()
         if any(isinstance(part, WholeModelGuide) and part is not self for part in parts):
@@ -457,8 +454,12 @@ class WholeModelGuide(AutoGuide):
         plates = model_plates(call, guide_list._prototype_frames)
         if self._layout is not None:
             size = math.prod(plates[name].size for name in self.layout.plates if name in plates)
-            if size != self.layout.num_data and not observes_all(call, self._layout):
-                refuse_other_size(self.layout.num_data, size, self.layout.plates)
+            if size != self.layout.num_data:
+                with spare_random_numbers(), torch.no_grad(), isolate():
+                    nodes = sample_nodes(call.trace())
+                # What is observed altogether has no populations.
+                if not all(name in nodes and nodes[name]["is_observed"] for name in self.layout.sites):
+                    refuse_other_size(self.layout.num_data, size, self.layout.plates)
             refuse_subsampled_latents(guide_list, {name: plates[name] for name in self.layout.plates if name in plates})
         return list(plates.values())
 

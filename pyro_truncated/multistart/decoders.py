@@ -22,7 +22,7 @@ from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.multistart.model_parameters import draw_noise
 from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.program.layout import Layout
-from pyro_truncated.program.sites import is_masked
+from pyro_truncated.program.sites import unwrap
 from pyro_truncated.program.supports import get_support
 from pyro_truncated.utils.devices import generator_device
 from pyro_truncated.utils.parameter_store import load_snapshot, snapshot, spare_random_numbers
@@ -45,7 +45,7 @@ def observed_numbers(model: Any, y: Tensor, layout: Layout) -> tuple[Any, dict[s
     support = get_support(fn)
     while hasattr(support, "base_constraint"):
         support = support.base_constraint
-    if not (mask is None or mask is True) or is_masked(fn) or support is not constraints.real:
+    if not (mask is None or mask is True) or unwrap(fn)[1] or support is not constraints.real:
         return None
     return (trace.nodes, observed[0]) if value.dim() > 1 and len(value) == len(y) and bool(value.isfinite().all()) else None
 

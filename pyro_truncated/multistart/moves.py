@@ -117,10 +117,9 @@ def exchangeable_latents(medians: Medians, state: dict[str, Tensor]) -> list[Exc
     first; populations stay as they are.
     """
     # Vectors of one cardinality, and values of single latents.
-    start, alike = 0, []
-    for site in medians.guide.layout.sites.values():
-        latents = slice(start, start + site.num_latents)
-        start = latents.stop
+    layout, alike = medians.guide.layout, []
+    for name, site in layout.sites.items():
+        latents = layout.slices[name]
         if len(site.shape) == 1 and site.num_latents > 1 and len(set(site.cardinalities)) == 1:
             alike.append((latents, 0))
         if site.num_latents == 1 and site.cardinalities[0] > 2:

@@ -22,14 +22,18 @@ from pyro_truncated.utils.arguments import naming_empty_plates
 from pyro_truncated.utils.parameter_store import Assign, isolate
 
 
-class _ObservesTensors(Messenger):
+class _CheckedSites(Messenger):
     """Effect handler that refuses observed values that are no dense real tensors.
 
-    Pyro fails on them without naming the site.
+    Pyro fails on them without naming the site. Masks of discrete latents become those of their sites, so that what
+    they switch off has one value, as under ``poutine.mask``.
     """
 
     def _pyro_sample(self, msg: Any) -> None:
-        value = msg["value"]
+        value, fn = msg["value"], msg["fn"]
+        if not msg["is_observed"] and type(fn) is MaskedDistribution and is_discrete(fn):
+            msg["mask"] = fn._mask if msg["mask"] is None else msg["mask"] & fn._mask
+            msg["fn"] = fn.base_dist
         if not msg["is_observed"] or value is None:
             return
         if not isinstance(value, torch.Tensor):
@@ -44,21 +48,8 @@ class _ObservesTensors(Messenger):
         if value.layout != torch.strided:
             raise TypeError(f"site '{msg['name']}' observes a tensor of layout {value.layout}: call its to_dense()")
         # None of torch's or Pyro's own densities is of complex numbers.
-        if value.is_complex() and has_stock_density(unwrap(msg["fn"])[0]):
+        if value.is_complex() and has_stock_density(unwrap(fn)[0]):
             raise TypeError(f"site '{msg['name']}' must observe real numbers, as its distribution says; got {value.dtype}")
-
-
-class _HidesMasked(Messenger):
-    """Effect handler that gives masks of discrete latents to their sites.
-
-    So what it switches off has one value, as under ``poutine.mask``.
-    """
-
-    def _pyro_sample(self, msg: Any) -> None:
-        fn = msg["fn"]
-        if not msg["is_observed"] and type(fn) is MaskedDistribution and is_discrete(fn):
-            msg["mask"] = fn._mask if msg["mask"] is None else msg["mask"] & fn._mask
-            msg["fn"] = fn.base_dist
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,7 +83,7 @@ class Call:
         Raises:
             TypeError: naming the site, if the program observes an array or a list.
         """
-        with _ObservesTensors(), _HidesMasked():
+        with _CheckedSites():
             return poutine.trace(in_minibatch(self.model)).get_trace(*self.args, **self.kwargs)
 
     def run(self, values: Mapping[str, Any]) -> poutine.Trace:

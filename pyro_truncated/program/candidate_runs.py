@@ -22,7 +22,7 @@ from pyro_truncated.program.changing_sites import ChangingSitesError
 from pyro_truncated.program.densities import site_log_density
 from pyro_truncated.program.operations import Operations
 from pyro_truncated.program.probe import Probe
-from pyro_truncated.program.sites import is_masked, latent_nodes, sample_nodes
+from pyro_truncated.program.sites import latent_nodes, sample_nodes, unwrap
 from pyro_truncated.program.supports import log_prob_on_support
 from pyro_truncated.program.zero_probabilities import exact_log_prob, impossible_entries, without_impossible
 from pyro_truncated.states.population import Moments
@@ -166,8 +166,9 @@ class CandidateRuns:
                 values[node["name"]] = node["value"]
                 terms[f"conditional of {node['name']}"] = -self._reduce(node)
         nodes = sample_nodes(self._trace(values))
-        if self.run_mode == "singly":
-            self._check_sites(nodes)
+        sites = sorted(set(nodes) ^ set(self.probe.nodes)) if self.run_mode == "singly" else []
+        if sites:
+            raise ChangingSitesError(sites, [name for name in self.probe.layout.sites if name not in sites])
         return self._add_sites(terms, nodes)
 
     def _add_sites(self, terms: dict[str, Tensor], nodes: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -214,11 +215,6 @@ class CandidateRuns:
                 if "duplicate plate" in str(error):
                     error.add_note(f"A conditional runs inside of the data plates {list(self.probe.layout.plates)}: it opens none of them.")
                 raise
-
-    def _check_sites(self, nodes: Mapping[str, Any]) -> None:
-        sites = sorted(set(nodes) ^ set(self.probe.nodes))
-        if sites:
-            raise ChangingSitesError(sites, [name for name in self.probe.layout.sites if name not in sites])
 
     # --- one site ---
 
@@ -316,20 +312,11 @@ def _site_moments(node: Mapping[str, Any], value: Tensor, probe: Probe, words: T
     if not is_alone or node["mask"] is not None or bool((torch.as_tensor(node["scale"]) != torch.as_tensor(probe.scale)).any()):
         return None
     fn = node["fn"]
-    if is_masked(fn) or value.is_complex() or bool(value.isnan().any()):
-        return None
-    try:
-        moments = fn.mean, fn.variance
-    except Exception:  # of a distribution of the user: whatever it is, the model can be scored without
+    if unwrap(fn)[1] or value.is_complex() or bool(value.isnan().any()):
         return None
     shape = words.shape[1], *value.shape
-    if not all(isinstance(moment, Tensor) and _fits(moment, shape) for moment in moments):
+    try:
+        moments = [moment.detach().expand(shape)[:, rows].reshape(-1, math.prod(value.shape[1:])) for moment in (fn.mean, fn.variance)]
+    except Exception:  # of a distribution of the user: whatever it is, the model can be scored without
         return None
-    mean, variance = (moment.detach().expand(shape)[:, rows].reshape(-1, math.prod(value.shape[1:])) for moment in moments)
-    return mean, variance
-
-
-def _fits(moment: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether it can be expanded to the shape."""
-    sizes = zip(reversed(moment.shape), reversed(shape), strict=False)
-    return not moment.is_complex() and moment.dim() <= len(shape) and all(own in (1, size) for own, size in sizes)
+    return None if any(moment.is_complex() for moment in moments) else (moments[0], moments[1])

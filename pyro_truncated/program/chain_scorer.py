@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyro
 import pyro.poutine as poutine
@@ -15,13 +15,12 @@ import torch
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
-from pyro_truncated import ops
 from pyro_truncated.distributions.chains import BinaryChains
 from pyro_truncated.ops.binary_chains import Transitions
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.probe import Probe
-from pyro_truncated.program.sites import sample_nodes
+from pyro_truncated.program.sites import sample_nodes, strip_events
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.budget import rows_per_block
 
@@ -48,7 +47,7 @@ class ChainLayout:
         (self.site,) = layout.sites.values()
         self.num_steps, num_chains = chains.num_steps, chains.num_chains
         self.node_layouts = (layout,)
-        self.groups = (_Steps(self.site.name, StateSpace([2] * num_chains), layout.num_data * self.num_steps),)
+        self.groups = (_Steps([self.site.name], StateSpace([2] * num_chains), layout.num_data * self.num_steps),)
 
     @classmethod
     def from_trace(cls, trace: poutine.Trace, layout: Layout) -> ChainLayout | None:
@@ -86,17 +85,12 @@ class ChainLayout:
         return [f"{self.site.name}: {number}, {kind} {steps.space.readable_size} states of each step{exact}"]
 
 
-class _Steps:
-    """Rows of a population: the steps of all sequences.
+class _Steps(NamedTuple):
+    """Rows of a population: the steps of all sequences."""
 
-    Args:
-        name: name of the site.
-        space: the states of a step.
-        num_data: number of rows.
-    """
-
-    def __init__(self, name: str, space: StateSpace, num_data: int) -> None:
-        self.sites, self.space, self.num_data = [name], space, num_data
+    sites: list[str]
+    space: StateSpace
+    num_data: int
 
 
 class CoupledStepsError(NotImplementedError):
@@ -170,9 +164,7 @@ class ChainScorer(Probe):
 
     def _step_log_prob(self, node: Any, num_candidates: int) -> Tensor:
         """The log density of a site, ``(C, N, T)``."""
-        fn, num_event, plates = node["fn"], 0, self.layout.spread(self.sizes)
-        while isinstance(fn, torch.distributions.Independent):
-            num_event, fn = num_event + fn.reinterpreted_batch_ndims, fn.base_dist
+        (fn, num_event), plates = strip_events(node["fn"]), self.layout.spread(self.sizes)
         log_prob = fn.log_prob(node["value"], *node["args"], **node["kwargs"])
         shape = log_prob.shape[log_prob.dim() - num_event :]
         if not num_event or shape[0] != self.product.num_steps:
@@ -218,11 +210,3 @@ class ChainScorer(Probe):
                 f"the densities of {names} at a step depend on other steps of '{self.product.site.name}' too. Make the previous step "
                 "a part of the state, or use AutoTruncated(..., whole_states=True)"
             )
-
-
-def distinct_places(words: Tensor) -> Tensor:
-    """Returns which places ``(N, T, S)`` hold a new state.
-
-    No earlier place of a set holds the same state.
-    """
-    return ~ops.find_duplicates(words.flatten(0, 1)).view(words.shape[:3])

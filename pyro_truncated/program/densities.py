@@ -14,11 +14,11 @@ from torch.distributions.utils import clamp_probs, probs_to_logits
 from torch.nn.functional import logsigmoid
 
 from pyro_truncated.program.operations import tensors_in
+from pyro_truncated.program.sites import strip_events
 from pyro_truncated.utils.arrays import once
 
 # Entries up to which sites are computed together: a stack of larger ones takes memory.
 MAX_STACKED = 2**12
-_HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 # Families whose parameters can be stacked, and those of them whose parameters have one dimension more.
 _STACKED, _OF_VECTORS = {dist.Normal, dist.Poisson, dist.Bernoulli, dist.Categorical}, {dist.Categorical}
 # Terms with their factors.
@@ -48,9 +48,7 @@ def log_density(fn: Any, value: Tensor) -> Tensor:
     Returns:
         The log density, one number for each entry of the batch.
     """
-    base, event_dim = fn, 0
-    while type(base) in (dist.Independent, torch.distributions.Independent):
-        base, event_dim = base.base_dist, event_dim + base.reinterpreted_batch_ndims
+    base, event_dim = strip_events(fn)
     formula = _TERMS.get(type(base))
     terms = None if formula is None or value.device.type != "cpu" else formula(base, once(value))
     if terms is None:
@@ -90,9 +88,7 @@ class _Site(NamedTuple):
     @classmethod
     def from_node(cls, node: Any) -> _Site | None:
         """Returns a site whose parameters can be stacked, or ``None``."""
-        base, event_dim = node["fn"], 0
-        while type(base) in (dist.Independent, torch.distributions.Independent):
-            base, event_dim = base.base_dist, event_dim + base.reinterpreted_batch_ndims
+        base, event_dim = strip_events(node["fn"])
         if type(base) not in _STACKED or node["args"] or node["kwargs"]:
             return None
         names = [name for name in base.arg_constraints if name in vars(base)]
@@ -134,10 +130,6 @@ def site_log_densities(nodes: Sequence[Any], formula: Callable[[Any, Tensor], Te
     """Returns the log densities of sample sites at their values.
 
     Small sites of one family and shape are computed together, as one distribution with stacked parameters.
-
-    Args:
-        nodes: the sites.
-        formula: computes the log density of a distribution at a value.
     """
     tables: list[Tensor | None] = [None] * len(nodes)
     alike: dict[tuple[Any, ...], list[tuple[int, _Site]]] = {}
@@ -173,7 +165,7 @@ def _stack_log_densities(sites: Sequence[_Site], formula: Callable[[Any, Tensor]
 
 def _normal(fn: Any, value: Tensor) -> _Terms:
     scale = once(fn.scale)
-    return [(-0.5, ((_real(value, scale) - once(fn.loc)) / scale).square_()), (-1.0, scale.log() + _HALF_LOG_TWO_PI)]
+    return [(-0.5, ((_real(value, scale) - once(fn.loc)) / scale).square_()), (-1.0, scale.log() + 0.5 * math.log(2 * math.pi))]
 
 
 def _poisson(fn: Any, value: Tensor) -> _Terms | None:

@@ -17,7 +17,7 @@ from torch.distributions import constraints
 
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.provenance import PythonReads
-from pyro_truncated.program.sites import family, unwrap
+from pyro_truncated.program.sites import family, latent_nodes, sample_nodes, unwrap
 from pyro_truncated.program.supports import HUGE, Bounds, elementwise, get_support, is_discrete, value_bounds
 from pyro_truncated.utils.parameter_store import Assign, isolate, spare_random_numbers
 
@@ -60,8 +60,7 @@ class Dependencies:
             _LOG.debug("dependencies of the model cannot be followed, so runs are compared", exc_info=True)
             self._compare_runs()
             return
-        sites = {name: node for name, node in trace.nodes.items() if node["type"] == "sample" and not site_is_subsample(node)}
-        latents = {name for name, node in sites.items() if not node["is_observed"]}
+        latents = {node["name"] for node in latent_nodes(trace)}
         self.read = reader.read & latents
         scopes = {name: scope & latents for name, scope in scopes.items()}
         self.scopes = scopes if self._are_complete(scopes, trace) else None
@@ -82,10 +81,6 @@ class Dependencies:
         reads values. So runs are compared in which some latents differ: all, those outside of the scopes of some sites, random halves,
         and those that were read. Of latents with many values the lowest and the highest are among them, as functions may differ there only.
         Long programs, whose sites are alike, are run less often.
-
-        Args:
-            scopes: by site, the latents that its density shows.
-            trace: a run.
         """
         nodes = {name: node for name, node in trace.nodes.items() if node["type"] == "sample" and not node["is_observed"]}
         values = {name: detach_provenance(node["value"]) for name, node in nodes.items()}
@@ -98,7 +93,7 @@ class Dependencies:
         with torch.no_grad(), pyro.validation_enabled(False), spare_random_numbers():
             # All sites have values, so that a model draws its own random numbers alike, as those of dropout.
             first = self._run(values)
-            shifts = [0, _LOWEST, _HIGHEST] if any(_largest_shift(first[name], self._limit(name)) >= _MANY for name in latents) else [0]
+            shifts = [0, _LOWEST, _HIGHEST] if any(_spans_many(first[name], self._limit(name)) for name in latents) else [0]
             for changed, shift in _changes(sorted(latents), own, self.read, generator, shifts):
                 try:
                     other = {name: _another_value(first[name], shift, generator, self._limit(name)) for name in sorted(changed)}
@@ -182,16 +177,10 @@ def _scopes(trace: Any, reader: PythonReads) -> dict[str, frozenset[str]]:
     """Returns the sites that each sample site's log density depends on.
 
     For a point mass they are those that its value depends on.
-
-    Args:
-        trace: a run of the model.
-        reader: what was read and written in it.
     """
     scopes: dict[str, frozenset[str]] = {}
     places: dict[str, frozenset[str]] = {}
-    for name, node in trace.nodes.items():
-        if node["type"] != "sample" or site_is_subsample(node):
-            continue
+    for name, node in sample_nodes(trace).items():
         if family(node["fn"]) == "Delta" and not node["is_observed"]:
             places[name] = _resolve_points(reader.sources(_point(node["fn"])), places)
         with PythonReads(reader.written) as density:
@@ -222,7 +211,6 @@ def _changes(
 
 # Instead of a shift: the ends of a support.
 _LOWEST, _HIGHEST = -1, -2
-_MANY = 8
 
 
 def _kept_bounds(fn: Any, limit: int | None) -> Bounds:
@@ -231,15 +219,12 @@ def _kept_bounds(fn: Any, limit: int | None) -> Bounds:
     return low, high if limit is None else torch.maximum(low, high.clamp(max=limit))
 
 
-def _largest_shift(node: Mapping[str, Any], limit: int | None) -> int:
-    """How far values of a latent are apart.
-
-    It is zero for those without an order or a bound.
-    """
+def _spans_many(node: Mapping[str, Any], limit: int | None) -> bool:
+    """Whether a latent has an order, bounds, and values eight apart."""
     if not is_discrete(node["fn"]) or elementwise(get_support(node["fn"])) is constraints.one_hot:
-        return 0
+        return False
     low, high = _kept_bounds(node["fn"], limit)
-    return int((high - low).max()) if bool((high < HUGE).all()) else 0
+    return bool((high < HUGE).all()) and int((high - low).max()) >= 8
 
 
 def _another_value(node: Mapping[str, Any], shift: int, generator: torch.Generator, limit: int | None) -> torch.Tensor:
@@ -255,13 +240,13 @@ def _another_value(node: Mapping[str, Any], shift: int, generator: torch.Generat
     if is_discrete(fn):
         low, high = _kept_bounds(fn, limit)
         if bool((high < HUGE).all()):
-            if shift < 0 and _largest_shift(node, limit) >= _MANY:
+            if shift < 0 and _spans_many(node, limit):
                 return (low if shift == _LOWEST else high).to(value).expand(value.shape)
             steps: Any = torch.randint(2**31, value.shape, generator=generator).to(value.device) % (high - low + 1)
             # One entry at least.
             steps = shift if shift > 0 else steps if bool(steps.any()) else 1
             other: torch.Tensor = (low + (value - low + steps) % (high - low + 1)).to(value.dtype)
-            if shift == 0 and _largest_shift(node, limit) >= _MANY:
+            if shift == 0 and _spans_many(node, limit):
                 is_drawn = torch.rand(value.shape, generator=generator).to(value.device) < 0.5
                 other = torch.where(is_drawn, torch.minimum(_draw(fn, generator), high.to(value)), other)
             return other

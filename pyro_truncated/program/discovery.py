@@ -5,7 +5,6 @@ A site has a kind of values, their number, and plates. Where a support depends o
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -44,8 +43,10 @@ def refuse_unknown_values(nodes: Iterable[Mapping[str, Any]]) -> None:
             )
 
 
-def refuse_partial_sequence(node: Mapping[str, Any]) -> None:
-    """Checks that a discrete site is in no subsampled sequential plate.
+def refuse_plates(node: Mapping[str, Any], names: Collection[str]) -> None:
+    """Checks the plates of a discrete site.
+
+    None is a subsampled sequential plate, and subsamples have the names of their plates.
 
     Raises:
         NotImplementedError: naming the site and the plate.
@@ -58,18 +59,6 @@ def refuse_partial_sequence(node: Mapping[str, Any]) -> None:
                 f"`with pyro.plate('{frame.name}', ...):` instead of `for i in pyro.plate('{frame.name}', ...):`."
             )
 
-
-def refuse_renamed_plates(node: Mapping[str, Any], names: Collection[str]) -> None:
-    """Checks that subsamples of plates have the names of the plates.
-
-    Args:
-        node: a discrete site.
-        names: those of all sites of the run.
-
-    Raises:
-        NotImplementedError: naming the site and the plate.
-    """
-    for frame in node["cond_indep_stack"]:
         if frame.vectorized and frame.name not in names and any(name.endswith(f"/{frame.name}") for name in names):
             raise NotImplementedError(
                 f"discrete latent site '{node['name']}' lies in the plate '{frame.name}', whose subsample has another name. A handler "
@@ -94,9 +83,7 @@ def refuse_partial_plates(sites: Iterable[DiscreteSite], data_plates: Collection
                 )
 
 
-def refuse_unplated_dims(
-    nodes: Iterable[Mapping[str, Any]], names: set[str], dependencies: Dependencies | None, plates: Collection[str]
-) -> None:
+def refuse_unplated_dims(nodes: Iterable[Mapping[str, Any]], names: set[str], dependencies: Dependencies, plates: Collection[str]) -> None:
     """Checks that batch dimensions are those of plates.
 
     It concerns latent sites and all that depends on discrete latents.
@@ -123,7 +110,7 @@ def refuse_unplated_dims(
         if dim is None and observed_dim is None:
             continue
         if node["is_observed"] and not {frame.name for frame in node["cond_indep_stack"]}.issuperset(plates):
-            below = (dependencies.dependents(names) if dependencies is not None else set()) if below is None else below
+            below = dependencies.dependents(names) if below is None else below
             if node["name"] not in below:
                 continue
         if dim is None:
@@ -214,10 +201,6 @@ def _kind(node: Any) -> str:
 def refuse_other_plates(node: Mapping[str, Any], site: DiscreteSite) -> None:
     """Checks that inner plates have as many members as in the set-up.
 
-    Args:
-        node: the site in a run of the model.
-        site: the same site when the guide was set up.
-
     Raises:
         ValueError: naming the site and the plate.
     """
@@ -288,13 +271,6 @@ def refuse_wider_support(
 ) -> None:
     """Checks a support that depends on latents, over all their values.
 
-    Args:
-        nodes: the sample sites of a run.
-        sites: the discrete sites when the guide was set up.
-        name: that of the site.
-        limit: largest value that is kept; ``None`` keeps all.
-        dependencies: those of this run.
-
     Raises:
         ValueError: naming the site, its values then and now.
     """
@@ -310,7 +286,7 @@ def reachable_bounds(
     nodes: Mapping[str, Any],
     sites: Mapping[str, DiscreteSite],
     limit: int | None,
-    dependencies: Dependencies | None,
+    dependencies: Dependencies,
 ) -> tuple[Tensor, Tensor, bool]:
     """Returns a discrete site's lowest and highest values.
 
@@ -321,7 +297,7 @@ def reachable_bounds(
         nodes: the sample sites of that run.
         sites: the discrete sites before it.
         limit: largest value that is kept; ``None`` keeps all.
-        dependencies: which supports depend on which latents; none are taken to do so without it.
+        dependencies: which supports depend on which latents.
 
     Raises:
         ValueError: if there is no bound.
@@ -329,8 +305,7 @@ def reachable_bounds(
     """
     name, kind = node["name"], _kind(node)
     low, high = value_bounds(node["fn"])
-    upstream = dependencies.upstream(name) if dependencies is not None else set()
-    if dependencies is not None and upstream:
+    if upstream := dependencies.upstream(name):
         parents: dict[DiscreteSite, Any] = {site: nodes[site.name]["value"] for site in sites.values() if site.name in upstream}
         widest = widest_support(node, parents, dependencies) if len(parents) == len(upstream) or not dependencies.parents[name] else None
         if widest is not None:
@@ -376,38 +351,46 @@ def widest_support(node: Mapping[str, Any], parents: Mapping[DiscreteSite, Tenso
     Raises:
         NotImplementedError: if for some of them the site is not sampled, or has another shape.
     """
-    joint = _JointValues(node, parents)
-    if joint.number > 4096:  # runs of the model, at most
+    runs = _JointRuns(dependencies.call, node, parents)
+    if runs.number > 4096:  # runs of the model, at most
         return None
-    runs = _Runs(dependencies.call, node, joint)
     leaked = dependencies.leaked[node["name"]] & {site.name for site in parents}
     with torch.no_grad(), spare_random_numbers(), isolate(), pyro.validation_enabled(False):
         # Few values are run singly; the runs of many at once are verified by eight single ones.
-        at_once = runs.joint_bounds() if joint.number > 64 and not leaked else None
-        low, high = at_once or runs.singly(range(joint.number))
+        at_once = runs.joint_bounds() if runs.number > 64 and not leaked else None
+        low, high = at_once or runs.singly(range(runs.number))
     dims = len(node["fn"].batch_shape) + len(node["fn"].event_shape)
     return _drop_leading_ones(low, dims), _drop_leading_ones(high, dims)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Runs:
-    """Runs of a model up to a site, under joint values."""
+class _JointRuns:
+    """Runs of a model up to a site, under joint values.
 
-    call: Call
-    node: Mapping[str, Any]
-    joint: _JointValues
+    They are those of the sites that its support depends on. Members of a plate that holds both a site and the other one are independent,
+    so that all get the same value.
+    """
+
+    def __init__(self, call: Call, node: Mapping[str, Any], parents: Mapping[DiscreteSite, Tensor]) -> None:
+        self._call, self._node, self._parents = call, node, parents
+        shared = {frame.dim for frame in node["cond_indep_stack"] if frame.vectorized}
+        self._own = {site: torch.tensor(site.cardinalities).reshape(site.shape) for site in parents}
+        self._sizes = {}
+        for site, cardinality in self._own.items():
+            same = [position for position, (dim, _) in enumerate(site.plates) if dim in shared]
+            self._sizes[site] = cardinality.amax(same, keepdim=True) if same else cardinality
+        self.number = math.prod(int(size) for sizes in self._sizes.values() for size in sizes.flatten())
+        self._depth = max([-dim for dim in shared] + [site.depth for site in parents], default=0)
 
     def joint_bounds(self) -> Bounds | None:
         """Returns bounds over all joint values at once, or ``None``.
 
         They use a new left-most dimension. ``None`` means that single runs disagree.
         """
-        joint = self.joint
         try:
-            bounds = self._run_to_node(joint.select(torch.arange(joint.number))).bounds(joint.depth)
+            bounds = self._run_to_node(self._select(torch.arange(self.number))).bounds(self._depth)
         except (RuntimeError, IndexError, ValueError):
             return None
-        for number in range(0, joint.number, math.ceil(joint.number / 8)):
+        for number in range(0, self.number, math.ceil(self.number / 8)):
             single = self.singly([number])
             for one, many in zip(single, bounds, strict=True):
                 if not torch.equal(*torch.broadcast_tensors(one, many[min(number, len(many) - 1)])):
@@ -418,56 +401,33 @@ class _Runs:
         """Bounds over the chosen joint values, one after the other."""
         low, high = torch.tensor(HUGE), torch.tensor(-HUGE)
         for number in numbers:
-            bounds = self._run_to_node(self.joint.single(number)).bounds()
+            values = self._select(torch.tensor([number]))
+            # In the shapes of the model's own values.
+            own = self._parents.items()
+            bounds = self._run_to_node({s.name: _drop_leading_ones(values[s.name], v.dim()).expand(v.shape) for s, v in own}).bounds()
             low, high = torch.minimum(low, bounds[0]), torch.maximum(high, bounds[1])
         return low, high
 
     def _run_to_node(self, values: Mapping[str, Tensor]) -> _StopAt:
-        stop = _StopAt(self.node, values)
+        stop = _StopAt(self._node, values)
         try:
             with stop, Assign(values):
-                self.call()
+                self._call()
         except _ReachedError:
             return stop
-        raise ChangingSitesError([self.node["name"]], sorted(values))
+        raise ChangingSitesError([self._node["name"]], sorted(values))
 
-
-class _JointValues:
-    """The joint values of sites that another site's support depends on.
-
-    Members of a plate that holds both a site and the other one are independent, so that all get the same value.
-    """
-
-    def __init__(self, node: Mapping[str, Any], parents: Mapping[DiscreteSite, Tensor]) -> None:
-        self.parents = parents
-        shared = {frame.dim for frame in node["cond_indep_stack"] if frame.vectorized}
-        self.own = {site: torch.tensor(site.cardinalities).reshape(site.shape) for site in parents}
-        self.sizes = {}
-        for site, cardinality in self.own.items():
-            same = [position for position, (dim, _) in enumerate(site.plates) if dim in shared]
-            self.sizes[site] = cardinality.amax(same, keepdim=True) if same else cardinality
-        self.flat: list[int] = [int(size) for sizes in self.sizes.values() for size in sizes.flatten()]
-        self.number = math.prod(self.flat)
-        self.depth = max(
-            [-frame.dim for frame in node["cond_indep_stack"] if frame.vectorized] + [site.depth for site in parents], default=0
-        )
-
-    def single(self, number: int) -> dict[str, Tensor]:
-        """One of them, in the shapes of the model's own values."""
-        values = self.select(torch.tensor([number]))
-        return {site.name: _drop_leading_ones(values[site.name], own.dim()).expand(own.shape) for site, own in self.parents.items()}
-
-    def select(self, numbers: Tensor) -> dict[str, Tensor]:
-        """Some of them, in the dimension left of all plates."""
+    def _select(self, numbers: Tensor) -> dict[str, Tensor]:
+        """Some joint values, in the dimension left of all plates."""
         values, rest = {}, numbers
-        for site, sizes in self.sizes.items():
+        for site, sizes in self._sizes.items():
             levels = []
             for size in sizes.flatten().tolist():
                 levels.append(rest % size)
                 rest = rest // size
             own = torch.stack(levels, -1).reshape(len(numbers), *sizes.shape)
-            own = torch.minimum(own, self.own[site] - 1).to(next(iter(self.parents.values())).device)
-            values[site.name] = site.decode(own, (len(numbers),) + (1,) * self.depth)
+            own = torch.minimum(own, self._own[site] - 1).to(next(iter(self._parents.values())).device)
+            values[site.name] = site.decode(own, (len(numbers),) + (1,) * self._depth)
         return values
 
 

@@ -15,7 +15,6 @@ from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from pyro_truncated.ops.elimination import IMPOSSIBLE
-from pyro_truncated.program.sites import has_stock_density
 from pyro_truncated.utils.arrays import rounding_tolerance
 
 
@@ -98,14 +97,6 @@ class Entries:
                 raise ValueError("has entries that depend on other latents than they did")
 
 
-def count_event_dims(fn: Any) -> int:
-    """How many event dimensions of a distribution have densities of their own."""
-    number = 0
-    while isinstance(fn, torch.distributions.Independent) and has_stock_density(fn):
-        number, fn = number + fn.reinterpreted_batch_ndims, fn.base_dist
-    return number
-
-
 def with_entries(node: Any, event_dim: int) -> dict[str, Any]:
     """A sample site without event dimensions: its density is by entry."""
     fn, number = node["fn"], event_dim
@@ -114,11 +105,12 @@ def with_entries(node: Any, event_dim: int) -> dict[str, Any]:
     return {**node, "fn": fn}
 
 
-def weigh(node: Any, log_prob: Tensor, scale: Any, event_dim: int) -> Tensor:
+def weigh(log_prob: Tensor, scale: Any, mask: Any, event_dim: int) -> Tensor:
     """The log densities of entries, scaled and masked as their site."""
-    scale, mask = (
-        part.reshape(*part.shape, *(1,) * event_dim) if isinstance(part, Tensor) and part.dim() else part for part in (scale, node["mask"])
-    )
+    if event_dim:
+        scale, mask = (
+            part.reshape(*part.shape, *(1,) * event_dim) if isinstance(part, Tensor) and part.dim() else part for part in (scale, mask)
+        )
     weighed: Tensor = scale_and_mask(log_prob, scale, mask)
     return weighed
 

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from pyro_truncated.ops.elimination import IMPOSSIBLE
 from pyro_truncated.program.densities import coarsest_dtype
-from pyro_truncated.program.entries import Entries, count_event_dims, flatten, with_entries
+from pyro_truncated.program.entries import Entries, flatten, with_entries
 from pyro_truncated.program.generic_parameters import generic_parameters
 from pyro_truncated.program.layout import SiteLayout
 from pyro_truncated.program.product_scorer import ProductScorer
-from pyro_truncated.program.sites import is_subsampled
+from pyro_truncated.program.sites import is_subsampled, strip_events
 from pyro_truncated.utils.arrays import rounding_tolerance
 
 # Densities of one site on states of all its nodes up to which its entries are told apart.
@@ -43,10 +43,6 @@ class Pattern(NamedTuple):
     plate: tuple[str, int, int] | None = None
     bit: int = 0
     is_set: bool = True
-
-    def choose(self, size: int) -> Tensor:
-        """Which members of the plate change, ``(size,)``."""
-        return ((torch.arange(size) >> self.bit) & 1 == 1) == self.is_set
 
 
 def find_entries(scorer: ProductScorer, scopes: Mapping[str, frozenset[str]]) -> dict[str, Entries]:
@@ -97,7 +93,7 @@ class _EntrySearch:
         frames = [frame for frame in self._node["cond_indep_stack"] if frame.vectorized]
         latent_frames = {frame.name: frame for site in self._sites for frame in scorer.layout.sites[site].frames if frame.vectorized}
         self._dims = tuple(sorted(frame.dim for frame in frames if frame.name not in latent_frames))
-        self._event_dim = count_event_dims(self._node["fn"])
+        self._event_dim = strip_events(self._node["fn"])[1]
         own = {frame.name for frame in frames}
         self._plates = {(f.name, f.dim, f.size) for f in latent_frames.values() if f.name not in own}
         scales = [scorer.nodes[site]["scale"] for site in self._sites]
@@ -260,14 +256,11 @@ class _Changes:
 
 def _positions(layout: SiteLayout, pattern: Pattern) -> tuple[slice, Tensor]:
     """Where the latents of a pattern's site are, and which change."""
-    start = 0
-    for name, site in layout.sites.items():
-        if name == pattern.site:
-            break
-        start += site.num_latents
+    site = layout.sites[pattern.site]
     is_changed = torch.ones(site.shape, dtype=torch.bool)
     if pattern.plate is not None:
         _, dim, size = pattern.plate
         place = [own for own, _ in site.plates].index(dim)
-        is_changed &= pattern.choose(size).view(*(-1 if at == place else 1 for at in range(len(site.shape))))
-    return slice(start, start + site.num_latents), is_changed.flatten()
+        is_chosen = ((torch.arange(size) >> pattern.bit) & 1 == 1) == pattern.is_set
+        is_changed &= is_chosen.view(*(-1 if at == place else 1 for at in range(len(site.shape))))
+    return layout.slices[pattern.site], is_changed.flatten()

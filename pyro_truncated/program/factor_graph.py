@@ -39,6 +39,16 @@ class Node:
     sites: tuple[str, ...]
     plates: tuple[Plate, ...]
 
+    @property
+    def plate_names(self) -> set[str]:
+        """Names of the plates."""
+        return {name for name, _, _ in self.plates}
+
+    @property
+    def num_members(self) -> int:
+        """The number of joint members of the plates."""
+        return math.prod(size for _, _, size in self.plates)
+
 
 @dataclasses.dataclass(frozen=True)
 class FactorGraph:
@@ -88,18 +98,6 @@ class FactorGraph:
         place = {site: number for number, node in enumerate(self.nodes) for site in node.sites}
         return [tuple(sorted({place[site] for site in scope})) for scope in entries.scopes]
 
-    def parent(self, node: int) -> int | None:
-        """Returns the node that takes up this one's message.
-
-        It is ``None`` of the last node of a component.
-        """
-        return min(self.separators[node], key=self.position.__getitem__, default=None)
-
-    @property
-    def position(self) -> Mapping[int, int]:
-        """When each node is eliminated."""
-        return {node: place for place, node in enumerate(self.order)}
-
 
 def build_graph(
     trace: Any,
@@ -122,7 +120,10 @@ def build_graph(
         entries: by observed site, what its entries depend on, where that is known.
     """
     # What follows from other sites has no density of its own.
-    plates: dict[Any, set[Plate]] = {name: _node_plates(node) for name, node in density_nodes(sample_nodes(trace)).items()}
+    plates: dict[Any, set[Plate]] = {
+        name: {(frame.name, frame.dim, frame.size) for frame in node["cond_indep_stack"] if frame.vectorized}
+        for name, node in density_nodes(sample_nodes(trace)).items()
+    }
     factors: dict[Any, frozenset[str]] = {
         name: frozenset(scope & sites.keys()) | ({name} & sites.keys()) for name, scope in scopes.items() if name in plates
     }
@@ -154,7 +155,7 @@ def build_graph(
         own_sites, size = frozenset(node.sites), math.prod(sizes[name] for name in node.sites)
         if size <= num_states:
             continue
-        number = math.prod(size for _, _, size in node.plates)
+        number = node.num_members
         divisible = [name for name, scope in observed.items() if scope & own_sites and trace.nodes[name]["fn"].shape().numel() > number]
         coupling_sites += [name for name in divisible if len(observed[name] & own_sites) > 1]
         # Sites that take entries of one stack all seem to depend on all of it.
@@ -173,10 +174,6 @@ def build_graph(
     alike = [(kind[0], f" The same holds of {len(kind) - 1} more." if len(kind) > 1 else "") for kind in (joined, stacked) if kind]
     sentences = graph.whole or tuple(sentence + more for sentence, more in alike)
     return dataclasses.replace(graph, entries=entries, coupling_sites=tuple(dict.fromkeys(coupling_sites)), whole=sentences)
-
-
-def _node_plates(node: Mapping[str, Any]) -> set[Plate]:
-    return {(frame.name, frame.dim, frame.size) for frame in node["cond_indep_stack"] if frame.vectorized}
 
 
 class _Builder:
@@ -283,7 +280,8 @@ class _Builder:
 
     def _eliminate(self, component: frozenset[str]) -> dict[Any, set[Any]] | None:
         members = self._current(component)
-        return eliminate(members, self._cliques(members), self._plates, self._node_limit)
+        every, cliques = set(members), ({self._nodes[site] for site in scope} for scope in self._scopes.values())
+        return eliminate(members, [clique for clique in cliques if clique <= every], self._plates, self._node_limit)
 
     def _merge_at_one_place(self, scope: Collection[str]) -> bool:
         """Merges the nodes of a density that lie at one place.
@@ -359,11 +357,6 @@ class _Builder:
 
     def _current(self, component: Collection[str]) -> list[frozenset[str]]:
         return list(dict.fromkeys(self._nodes[site] for site in sorted(component, key=self._order.__getitem__)))
-
-    def _cliques(self, nodes: Collection[frozenset[str]]) -> list[set[frozenset[str]]]:
-        node_set = set(nodes)
-        cliques = ({self._nodes[site] for site in scope} for scope in self._scopes.values())
-        return [clique for clique in cliques if clique <= node_set]
 
     def _graph(self) -> FactorGraph:
         nodes = self._current(self._sizes)

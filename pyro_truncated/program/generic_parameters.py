@@ -20,17 +20,11 @@ from pyro_truncated.utils.parameter_store import load_snapshot, snapshot, spare_
 
 @contextlib.contextmanager
 def generic_parameters(scorer: Probe, names: Iterable[str], generator: torch.Generator) -> Iterator[None]:
-    """Moves the parameters of some sites' densities a little, for a while.
-
-    Args:
-        scorer: of a call.
-        names: the sites.
-        generator: of random numbers.
-    """
+    """Moves the parameters of some sites' densities a little, for a while."""
     names = list(names)
     with torch.enable_grad():
         log_probs = _log_probs(scorer, names)
-    tensors = [leaf.data for leaf in _leaves(log_probs) if _is_writable(leaf)]
+    tensors = [leaf.data for leaf in _leaves(log_probs)]
     values = snapshot(tensors)
     try:
         for tensor, value in zip(tensors, values, strict=True):
@@ -49,11 +43,6 @@ def generic_parameters(scorer: Probe, names: Iterable[str], generator: torch.Gen
         load_snapshot(tensors, values)
 
 
-def _is_writable(tensor: Tensor) -> bool:
-    """Whether each element has a place of its own, unlike expanded ones."""
-    return tensor.layout == torch.strided and all(stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
 def _log_probs(scorer: Probe, names: Iterable[str]) -> list[Tensor]:
     with pyro.validation_enabled(False), spare_random_numbers():
         nodes = sample_nodes(scorer.run(scorer.values))
@@ -63,7 +52,10 @@ def _log_probs(scorer: Probe, names: Iterable[str]) -> list[Tensor]:
 
 
 def _leaves(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The parameters that tensors are computed from."""
+    """The parameters that tensors are computed from.
+
+    Those are left out whose elements have no places of their own, as expanded ones.
+    """
     leaves: dict[int, Tensor] = {}
     functions, seen = [tensor.grad_fn for tensor in tensors], set[Any]()
     while functions:
@@ -74,4 +66,5 @@ def _leaves(tensors: Iterable[Tensor]) -> list[Tensor]:
         if (variable := getattr(function, "variable", None)) is not None:
             leaves[id(variable)] = variable
         functions += [after for after, _ in function.next_functions]
-    return list(leaves.values())
+    dense = [leaf for leaf in leaves.values() if leaf.layout == torch.strided]
+    return [leaf for leaf in dense if all(stride or size < 2 for size, stride in zip(leaf.shape, leaf.stride(), strict=True))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Collection, Container, Iterator, Sequence
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,8 +12,7 @@ import pyro.poutine as poutine
 import torch
 from pyro.poutine.block_messenger import BlockMessenger
 from pyro.poutine.messenger import Messenger
-from pyro.poutine.runtime import _PYRO_STACK, effectful
-from pyro.poutine.trace_messenger import TraceMessenger
+from pyro.poutine.runtime import effectful
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from pyro_truncated.program.call import Call
@@ -80,38 +79,6 @@ def plates_around(own: Container[str], site: str | None = None) -> list[Any]:
     with _OpenPlates():
         frames: tuple[Any, ...] = _open_plates(name=site)
     return [frame for frame in frames if frame.vectorized and frame.name not in own]
-
-
-def recorded_values(names: Collection[str], own: Container[str], depth: int) -> dict[str, Any]:
-    """Values of the named sites in the traces that are being recorded.
-
-    Args:
-        names: the sites.
-        own: names of the model's plates.
-        depth: number of their dimensions. Plates around the guide that take one of these are moved
-            to the left of all. A guide may have fewer plates than the model.
-    """
-    values: dict[str, Any] = {}
-    outer = [plate.dim for plate in plates_around(own, next(iter(names), None)) if plate.dim >= -depth]
-    # Traces record in silence: no message asks them for what they hold, so that Pyro's private stack of handlers has to.
-    for handler in _PYRO_STACK:
-        if isinstance(handler, TraceMessenger):
-            nodes: dict[str, Any] = {name: handler.trace.nodes[name] for name in names if name in handler.trace.nodes}
-            values.update({name: _move_left(node["value"], node["fn"].event_dim, outer, depth) for name, node in nodes.items()})
-    return values
-
-
-def _move_left(value: Any, event_dim: int, dims: Sequence[int], depth: int) -> Any:
-    """Moves given batch dimensions left of ``depth`` others, if present.
-
-    The dimensions are negative.
-    """
-    for target, dim in enumerate(sorted(dims, reverse=True), start=depth + 1):
-        if value.dim() - event_dim < -dim:
-            continue
-        padding = max(0, target - (value.dim() - event_dim))
-        value = value[(None,) * padding].transpose(dim - event_dim, -target - event_dim)
-    return value
 
 
 @contextmanager

@@ -77,11 +77,6 @@ def find_idle(nodes: Mapping[str, Any], masks: Mapping[str, Tensor], layout: Lay
     """Returns, by discrete site, the entries that masks switch off.
 
     Sites are left out where such entries change another density: missing entries and ends of sequences do not.
-
-    Args:
-        nodes: the sample sites of a run.
-        masks: of latent discrete sites, in the order of the program.
-        layout: the discrete sites, and which densities depend on them.
     """
     idle: dict[str, Tensor] = {}
     densities = density_nodes(nodes)

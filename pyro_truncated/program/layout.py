@@ -5,6 +5,7 @@ The joint values of the sites inside data plates are a data point's states. Plat
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -21,8 +22,7 @@ from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.discovery import (
     discrete_site,
     reachable_bounds,
-    refuse_partial_sequence,
-    refuse_renamed_plates,
+    refuse_plates,
     refuse_unknown_values,
     refuse_unplated_dims,
 )
@@ -49,6 +49,7 @@ class SiteLayout:
         full_sizes: their sizes.
         num_data: number of data points: product of the data plates' full sizes.
         space: the joint state space of one data point.
+        slices: where the latents of each site are in a state.
         depth: number of plate dimensions in the model.
     """
 
@@ -59,6 +60,8 @@ class SiteLayout:
         self.full_sizes: tuple[int, ...] = tuple(frame.full_size or frame.size for frame in frames)
         self.num_data: int = math.prod(self.full_sizes)
         self.space = StateSpace([v for site in self.sites.values() for v in site.cardinalities])
+        ends = itertools.accumulate(site.num_latents for site in self.sites.values())
+        self.slices = {name: slice(end - site.num_latents, end) for (name, site), end in zip(self.sites.items(), ends, strict=True)}
         self.depth = depth
 
     def part(self, names: Sequence[str], plates: Collection[str]) -> SiteLayout:
@@ -91,13 +94,11 @@ class SiteLayout:
         Returns:
             Values ``(*batch with inner plates filled in, *event_shape)`` by site name.
         """
-        values, start = {}, 0
         batch = (1,) * (depth + 1 - levels.dim()) + tuple(levels.shape[:-1])
-        for site in self.sites.values():
-            part = levels[..., start : start + site.num_latents]
-            start += site.num_latents
-            values[site.name] = site.decode(part, batch, None if dtypes is None else dtypes[site.name])
-        return values
+        return {
+            name: site.decode(levels[..., self.slices[name]], batch, None if dtypes is None else dtypes[name])
+            for name, site in self.sites.items()
+        }
 
     def site_values(self, levels: Tensor, sizes: Sequence[int], dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, Tensor]:
         """Returns site values of one unpacked state ``(N, L)`` per data point.
@@ -112,12 +113,8 @@ class SiteLayout:
 
         They have the prototype's types, with plates before the event.
         """
-        values, start = {}, 0
-        for site in self.sites.values():
-            part = levels[..., start : start + site.num_latents].reshape(*levels.shape[:-1], *site.shape)
-            values[site.name] = site.to_values(part)
-            start += site.num_latents
-        return values
+        parts = {name: levels[..., own].reshape(*levels.shape[:-1], *self.sites[name].shape) for name, own in self.slices.items()}
+        return {name: self.sites[name].to_values(part) for name, part in parts.items()}
 
     def encode_values(self, values: Mapping[str, Tensor], sizes: Sequence[int]) -> Tensor:
         """Inverse of :meth:`site_values`: returns unpacked states ``(N, L)``.
@@ -177,18 +174,11 @@ class Layout(SiteLayout):
 
     Args:
         trace: a trace of the model (one value per site).
+        dependencies: which densities and supports depend on which latents.
         max_count: upper bound of counts with infinite support, for all such sites or by site name.
-        dependencies: which densities and supports depend on which latents. Default: none.
 
     Attributes:
-        sites: the discrete sites by name.
-        plates: names of the data plates, by dimension from left to right.
-        dims: their dimensions (negative).
-        full_sizes: their sizes.
-        num_data: product of the data plates' full sizes.
-        space: the joint state space of one data point.
         other_latents: names of the model's other latent sites, without ``Delta`` sites.
-        depth: number of plate dimensions in the model.
         nesting: number of plate dimensions that Pyro must count to compare model and guide.
         names: the names that the model gives to sites, plates and parameters.
         limits: by site name, the largest count that is kept (``max_count``).
@@ -213,12 +203,7 @@ class Layout(SiteLayout):
             depend on each other by its support.
     """
 
-    def __init__(
-        self,
-        trace: poutine.Trace,
-        max_count: int | Mapping[str, int] | None = None,
-        dependencies: Dependencies | None = None,
-    ) -> None:
+    def __init__(self, trace: poutine.Trace, dependencies: Dependencies, max_count: int | Mapping[str, int] | None = None) -> None:
         nodes = [node for node in latent_nodes(trace) if node["fn"].support.is_discrete]
         if not nodes:
             refuse_unknown_values(latent_nodes(trace))
@@ -231,8 +216,7 @@ class Layout(SiteLayout):
         plates = [frame.name for frame in frames]
         refuse_unplated_dims(sample_nodes(trace).values(), {node["name"] for node in nodes}, dependencies, plates)
         for node in nodes:
-            refuse_partial_sequence(node)
-            refuse_renamed_plates(node, trace.nodes)
+            refuse_plates(node, trace.nodes)
         _check_bounds(max_count, [node["name"] for node in nodes])
         sites: dict[str, DiscreteSite] = {}
         limits: dict[str, int] = {}
@@ -254,10 +238,10 @@ class Layout(SiteLayout):
         self.names = frozenset(trace.nodes)
         self.limits: Mapping[str, int] = limits
         self.cut_sites: Sequence[str] = cut_sites
-        self.conditional_sites = frozenset(dependencies.conditional(set(self.sites)) if dependencies is not None else ())
+        self.conditional_sites = frozenset(dependencies.conditional(set(self.sites)))
         self.sites_to_check = self.conditional_sites | sites_to_check
-        self.dependents = frozenset(dependencies.dependents(set(self.sites)) if dependencies is not None else ())
-        self.read = frozenset(self.sites) & (dependencies.read if dependencies is not None else frozenset())
+        self.dependents = frozenset(dependencies.dependents(set(self.sites)))
+        self.read = frozenset(self.sites) & dependencies.read
         rest = (node for node in latent_nodes(trace) if node["name"] not in self.sites)
         self.other_latents = [node["name"] for node in rest if family(node["fn"]) != "Delta"]
         self.idle_sites: frozenset[str] = frozenset()
@@ -313,7 +297,7 @@ class Layout(SiteLayout):
         for name in self.cut_sites:
             mass = marginals[name][..., -1].nan_to_num(0.0).reshape(len(marginals[name]), -1).amax(1)
             worst = int(mass.argmax())
-            if float(mass[worst]) > _MOST_ON_LIMIT:
+            if float(mass[worst]) > 0.01:
                 limit, place = self.limits[name], f" (data point {worst if indices is None else int(indices[worst])})"
                 problem = f"Of the posterior of '{name}', {float(mass[worst]):.2g} lies on {limit}, the largest count that is kept"
                 problem += f"{place if self.plates else ''}: larger counts are left out."
@@ -350,9 +334,6 @@ class Layout(SiteLayout):
         return nullcontext() if is_enumerated or self.nesting in plate_depths else IndepMessenger(_NAME, -1, dim=-self.nesting)
 
 
-_MOST_ON_LIMIT = 0.01
-
-
 def _check_bounds(max_count: int | Mapping[str, int] | None, names: Sequence[str]) -> None:
     bounds = max_count if isinstance(max_count, Mapping) else {"": max_count}
     unknown = set(bounds) - {"", *names}
@@ -363,7 +344,7 @@ def _check_bounds(max_count: int | Mapping[str, int] | None, names: Sequence[str
             check_count("max_count, or each of its entries by site,", bound)
 
 
-def _data_plates(trace: poutine.Trace, nodes: Sequence[Mapping[str, Any]], dependencies: Dependencies | None) -> list[Any]:
+def _data_plates(trace: poutine.Trace, nodes: Sequence[Mapping[str, Any]], dependencies: Dependencies) -> list[Any]:
     """Returns plates around all discrete sites and their dependents.
 
     They are ordered by dimension from left to right.
@@ -374,7 +355,7 @@ def _data_plates(trace: poutine.Trace, nodes: Sequence[Mapping[str, Any]], depen
     shared = {name for name, _, _ in same}
     names, sites = {node["name"] for node in nodes}, sample_nodes(trace)
     others = {name: {frame.name for frame in sites[name]["cond_indep_stack"]} for name in sites.keys() - names - recorded_names(sites)}
-    if dependencies is not None and any(not shared <= plates for plates in others.values()):
+    if any(not shared <= plates for plates in others.values()):
         below = dependencies.dependents(names)
         others = {name: plates for name, plates in others.items() if name in below}
         shared = shared.intersection(*others.values())

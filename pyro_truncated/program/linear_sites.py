@@ -30,8 +30,6 @@ _QUOTIENTS = {"div", "__truediv__"}
 # What tells the shape or type of a tensor; transposes.
 _SHAPES = {"size", "dim", "__len__", "numel", "stride", "ndimension", "is_floating_point", "is_complex"}
 _TRANSPOSES = {"T", "mT", "H", "mH"}
-# So many data points of each run show whether a program is still what it was.
-_CHECKED_ROWS = 64
 
 
 def vector_of_bits(probe: Probe) -> DiscreteSite | None:
@@ -61,7 +59,9 @@ def linear_superpositions(probe: Probe, is_first: bool = False) -> list[tuple[An
     site = vector_of_bits(probe)
     if site is None or probe.is_vectorized or probe.layout.read:
         return None
-    states = _basis(probe, site)
+    # No active latent, and each alone: (H + 1, 1, H).
+    number = probe.layout.space.num_latents
+    states = torch.eye(number + 1, number, dtype=probe.dtypes[site.name], device=probe.device).roll(1, 0).unsqueeze(1)
     try:
         with pyro.validation_enabled(False), Operations([states]) if is_first else nullcontext() as operations:
             functions = _LinearFunctions(states, operations)
@@ -140,13 +140,6 @@ def _agree(means: Tensor, states: Tensor, weight: Tensor, bias: Tensor) -> bool:
     return bool(((means - bias - states.to(weight.dtype) @ weight.mT).abs() <= rounding).all())
 
 
-def _basis(probe: Probe, site: DiscreteSite) -> Tensor:
-    """States ``(H + 1, 1, H)``: no active latent, and each alone."""
-    number = probe.layout.space.num_latents
-    states = torch.eye(number + 1, number, dtype=probe.dtypes[site.name], device=probe.device)
-    return states.roll(1, 0).unsqueeze(1)
-
-
 def _normal(node: Mapping[str, Any]) -> Any:
     """Returns a site's normal distribution, ``None`` for masked or other ones."""
     fn, masks = unwrap(node["fn"])
@@ -159,7 +152,7 @@ def _superposition(normal: Any, states: Tensor) -> LinearSuperposition | None:
 
     Args:
         normal: the distribution of states, one after the other and of data points behind them.
-        states: the states of :func:`_basis`, ``(H + 1, H)``.
+        states: no active latent, and each alone, ``(H + 1, H)``.
     """
     loc, scale = once(normal.loc, 1), once(normal.scale)
     if loc.shape[0] != len(states) or loc.shape[1] != 1 or scale.shape[:2] != (1, 1):
@@ -174,12 +167,12 @@ def _superposition(normal: Any, states: Tensor) -> LinearSuperposition | None:
 def _tells_means(likelihood: LinearSuperposition, probe: Probe, site: DiscreteSite, name: str) -> bool:
     """Whether the means are those of the probe, and observations finite.
 
-    So many rows are looked at as tell, in each step, that the program is still what it was.
+    In each step 64 rows tell whether the program is still what it was.
     """
     value, normal = probe.nodes[name]["value"], _normal(probe.nodes[name])
     if normal is None:
         return False
-    step = -(-len(value) // _CHECKED_ROWS)
+    step = -(-len(value) // 64)
     states, means = probe.nodes[site.name]["value"][::step].to(likelihood.weight.dtype), normal.loc[::step]
     weight, bias = likelihood.weight, likelihood.bias
     means = means.reshape(len(means), -1)

@@ -25,6 +25,8 @@ from pyro_truncated.utils.budget import budget_on, memory_budget
 class RowScorer:
     """Scores states of some data points.
 
+    Under several draws of other latents at once scores are means.
+
     Attributes:
         log_joint: the scorer of all.
         rows: which data points.
@@ -144,20 +146,13 @@ class LogJoint(Probe):
         blocks, scores, moments = words.split(self.candidates_per_run(), 1), [], []
         with memory_budget(self.memory_budget):
             for first, block in enumerate(blocks):
-                terms, block_moments = self._runs().log_probs_and_moments(block, slice(first, None, len(blocks)))
+                terms, block_moments = self.runs.log_probs_and_moments(block, slice(first, None, len(blocks)))
                 scores.append(self._sum_up(terms))
                 moments.append(block_moments)
         log_joint = torch.cat(scores, 1)
         self._check_finite(log_joint, words)
         known = [block_moments for block_moments in moments if block_moments is not None]
         return log_joint, Moments.concatenate(known) if len(known) == len(moments) else None
-
-    def scorer(self, rows: slice) -> RowScorer:
-        """Returns scores ``(N, C)`` of some data points' states.
-
-        Under several draws of other latents at once they are means.
-        """
-        return RowScorer(self, rows)
 
     @cached_property
     def packed_model(self) -> PackedModel | None:
@@ -170,21 +165,9 @@ class LogJoint(Probe):
         with torch.set_grad_enabled(self.takes_gradients):
             return None if self.conditional is not None else PackedModel.from_probe(self)
 
-    def site_log_probs(self, words: Tensor) -> dict[str, Tensor]:
-        """Returns each site's log probability inside the data plates, ``(C, ..., N)``.
-
-        Candidates are ``(N, C, num_words)``.
-        """
-        return self._runs().log_probs(words)
-
-    def hidden_log_probs(self, words: Tensor) -> dict[str, Tensor]:
-        """Returns log probabilities of discrete sites that masks hide.
-
-        They are ``(C, *batch)`` by name of the masked, for ``(N, C, num_words)``.
-        """
-        return self._runs().hidden_log_probs(words)
-
-    def _runs(self) -> CandidateRuns:
+    @property
+    def runs(self) -> CandidateRuns:
+        """Runs of the model on candidate states of all data points."""
         return CandidateRuns(self, self.conditional, self.run_mode, self.uncovered_latents)
 
     def _score_dense(self, words: Tensor) -> Tensor:
@@ -208,7 +191,7 @@ class LogJoint(Probe):
         return scores.masked_fill(impossible, -math.inf)
 
     def _score_block(self, words: Tensor) -> Tensor:
-        return self._sum_up(self.site_log_probs(words))
+        return self._sum_up(self.runs.log_probs(words))
 
     def _sum_up(self, terms: Mapping[str, Tensor]) -> Tensor:
         """Log joints ``(N, C)`` from the log probabilities of sites."""
@@ -232,7 +215,7 @@ class LogJoint(Probe):
         culprits = ""
         if words.shape[0] == self.num_data:
             with torch.no_grad():
-                terms = self.site_log_probs(words[:, flat[1] : flat[1] + 1])
+                terms = self.runs.log_probs(words[:, flat[1] : flat[1] + 1])
             bad = [name for name, term in terms.items() if not bool((term < math.inf).all())]
             culprits = f" at site {', '.join(repr(name) for name in bad)}" if bad else ""
         raise ValueError(
@@ -279,15 +262,9 @@ class LogJoint(Probe):
 
         Each allocates a few copies of its largest site: 32 bytes a number.
         """
-        largest: int = max(math.prod(node["fn"].batch_shape) * _numbers_per_state(node["fn"]) for node in self.nodes.values())
-        return max(1, self.memory_budget // (32 * max(largest, self.num_data * self.layout.space.num_latents)))
-
-
-def _numbers_per_state(distribution: Any) -> int:
-    """Returns how many intermediate numbers the density of one state takes.
-
-    A value has as many, unless the distribution says fewer.
-    """
-    size = math.prod(distribution.event_shape)
-    number: int = min(size, getattr(distribution, "numbers_per_state", size))
-    return number
+        largest = self.num_data * self.layout.space.num_latents
+        for fn in (node["fn"] for node in self.nodes.values()):
+            # As many as a value has, unless the distribution says fewer.
+            size = math.prod(fn.event_shape)
+            largest = max(largest, math.prod(fn.batch_shape) * min(size, getattr(fn, "numbers_per_state", size)))
+        return max(1, self.memory_budget // (32 * largest))

@@ -102,17 +102,12 @@ def check_observable(model: Module, y: Tensor, support: Any) -> None:
         possible = support.check(block) & ~block.isinf()
         impossible = (~possible.flatten(1).all(1)).nonzero().squeeze(-1)[:1]
         if len(impossible):
-            _refuse(model, y, impossible + rows.start)
+            # Refused in the words of training. The model is run only now: one that has been run can become part of no other.
+            with torch.no_grad(), spare_random_numbers(), poutine.block(), pyro.get_param_store().scope():
+                call = Call(model, (y, 1))
+                layout = Layout(call.trace(), Dependencies(call))
+                ObservedValues().check(Probe(call, layout, {layout.plates[0]: impossible + rows.start}))
         release_pages(y)
-
-
-def _refuse(model: Module, y: Tensor, rows: Tensor) -> None:
-    """Refuses a data point in the words of training."""
-    # The model is run only now: one that has been run can become part of no other.
-    with torch.no_grad(), spare_random_numbers(), poutine.block(), pyro.get_param_store().scope():
-        call = Call(model, (y, 1))
-        layout = Layout(call.trace())
-        ObservedValues().check(Probe(call, layout, {layout.plates[0]: rows}))
 
 
 def _invalid(node: Mapping[str, Any]) -> Tensor | None:

@@ -73,12 +73,7 @@ class Operations(TorchDispatchMode):
         return result
 
     def reduced_site(self, nodes: Mapping[str, Any], number: int) -> str | None:
-        """Returns a sample site that depends on what has lost a dimension.
-
-        Args:
-            nodes: the sample sites of the run by name.
-            number: which of the dimensions.
-        """
+        """Returns a sample site that depends on what has lost a dimension."""
         recorded = recorded_names(nodes)
         for name, node in nodes.items():
             parts = [node["fn"], node["mask"], node["scale"], *([node["value"]] if node["is_observed"] else [])]

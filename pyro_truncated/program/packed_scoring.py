@@ -101,10 +101,12 @@ class PackedModel:
         if logits is None or likelihoods is None:
             return None
         is_looked_at = probe.device.type == "cpu" or site.name in layout.clamped_sites
-        normalizers, certain = torch.nn.functional.softplus(logits), _certain(state["fn"], logits.shape) if is_looked_at else None
+        normalizers, certain = torch.nn.functional.softplus(logits), certain_values(state["fn"]) if is_looked_at else None
         if certain is not None:
-            logits, normalizers = (values.masked_fill(certain[0] | certain[1], 0.0) for values in (logits, normalizers))
-            certain = layout.space.pack(certain[0]), layout.space.pack(certain[1])
+            # Where all data points share the logits, both flags have one row at most.
+            never, always = ((flags.flatten() if logits.dim() == 1 else flags).expand(logits.shape) for flags in certain)
+            logits, normalizers = (values.masked_fill(never | always, 0.0) for values in (logits, normalizers))
+            certain = layout.space.pack(never), layout.space.pack(always)
         is_linear = all(getattr(fn, "is_linear", False) for fn, _ in likelihoods)
         return cls(layout.space, logits, -normalizers.sum(-1), certain, likelihoods, is_linear)
 
@@ -185,19 +187,6 @@ def _flip_gains_method(distribution: Any) -> Callable[..., Tensor | None]:
     if own is None or "packed_flip_gains" not in vars(own):
         return lambda *args: None
     return distribution.packed_flip_gains  # type: ignore[no-any-return]
-
-
-def _certain(fn: Any, shape: torch.Size) -> tuple[Tensor, Tensor] | None:
-    """Returns which latents cannot be on and which cannot be off.
-
-    They have the shape of the logits, or are ``None`` if there are none.
-    """
-    certain = certain_values(fn)
-    if certain is None:
-        return None
-    # Where all data points share the logits, both have one row at most.
-    never, always = (flags.flatten() if len(shape) == 1 else flags for flags in certain)
-    return never.expand(shape), always.expand(shape)
 
 
 def _bernoulli_logits(fn: Any, num_data: int, num_latents: int) -> Tensor | None:

@@ -88,8 +88,7 @@ class Probe:
         self.values: dict[str, Any] = values | self.subsamples | latents
         self.uncovered_latents = set(layout.other_latents) - values.keys() - observed
         first = self.nodes[next(iter(layout.sites))]
-        self._stack = first["cond_indep_stack"]
-        self.frames: list[Any] = sorted((f for f in self._stack if f.name in layout.plates), key=lambda frame: frame.dim)
+        self.frames: list[Any] = sorted((f for f in first["cond_indep_stack"] if f.name in layout.plates), key=lambda frame: frame.dim)
         self.dtypes: dict[str, torch.dtype] = {name: self.nodes[name]["value"].dtype for name in layout.sites}
         self.device: torch.device = first["value"].device
         self.scale: float | Tensor = first["scale"]
@@ -141,21 +140,16 @@ class Probe:
 
     def _check_structure(self) -> None:
         missing = [name for name in self.layout.sites if name not in self.nodes]
-        if missing and self._changing_sites():
-            raise ChangingSitesError(self._changing_sites(), [])
+        expected = {*self.layout.sites, *self.layout.other_latents}
+        latents = {name: node for name, node in self.nodes.items() if not node["is_observed"] and name not in expected}
+        new = [name for name, node in latents.items() if family(node["fn"]) != "Delta"]
+        if (missing or new) and (sites := changing_sites(self.call, self.run(self.subsamples))):
+            raise ChangingSitesError(sites, [])
         if missing:
             raise ValueError(
                 f"the model must sample the discrete sites {missing}, as when the guide was set up. For data of another shape take "
                 "guide.infer(data), for another model a new guide."
             )
-        expected_names = {*self.layout.sites, *self.layout.other_latents}
-        new = [
-            name
-            for name, node in self.nodes.items()
-            if not node["is_observed"] and name not in expected_names and family(node["fn"]) != "Delta"
-        ]
-        if new and self._changing_sites():
-            raise ChangingSitesError(self._changing_sites(), [])
         if new:
             raise ValueError(
                 f"the model now has the latents {new}, which it had not (or observed) when the guide was set up. First call "
@@ -178,10 +172,6 @@ class Probe:
         masks = {name: self.nodes[name]["mask"] for name in self.layout.sites if name not in self.observed_sites}
         tensors = {name: torch.as_tensor(mask, device=self.nodes[name]["value"].device) for name, mask in masks.items() if mask is not None}
         return {name: mask for name, mask in tensors.items() if not bool(mask.all())}
-
-    def _changing_sites(self) -> set[str]:
-        """The sites that are not sampled in every run with these arguments."""
-        return changing_sites(self.call, self.run(self.subsamples))
 
     def is_inside(self, node: Any) -> bool:
         """Whether a site is :attr:`inside`, or lies in all data plates."""
@@ -234,11 +224,11 @@ class Probe:
         """Number of data points in the full data set."""
         return math.prod(int(frame.full_size or frame.size) for frame in self.frames)
 
-    @property
-    def scale_beyond_plates(self) -> float | Tensor:
-        """The part of :attr:`scale` that does not come from subsampled plates."""
-        share: float = math.prod(frame.size / (frame.full_size or frame.size) for frame in self._stack)
-        return self.scale * share
+    def scale_beyond_subsamples(self, site: str) -> float | Tensor:
+        """The part of a site's scale that comes from no subsampling."""
+        node = self.nodes[site]
+        share: float = math.prod(frame.size / (frame.full_size or frame.size) for frame in node["cond_indep_stack"])
+        return node["scale"] * share  # type: ignore[no-any-return]
 
     # --- what is observed ---
 

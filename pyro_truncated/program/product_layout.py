@@ -30,8 +30,6 @@ class NodeGroup:
     Attributes:
         nodes: positions of the nodes in the graph.
         layouts: their sites, as seen from one member of their plates.
-        plates: names of the plates, by dimension from left to right.
-        full_sizes: sizes of the plates.
     """
 
     nodes: tuple[int, ...]
@@ -81,7 +79,7 @@ class ProductLayout:
 
     def __init__(self, graph: FactorGraph, layout: Layout) -> None:
         self.graph, self.layout = graph, layout
-        self.node_layouts = tuple(layout.part(node.sites, [name for name, _, _ in node.plates]) for node in graph.nodes)
+        self.node_layouts = tuple(layout.part(node.sites, node.plate_names) for node in graph.nodes)
         groups: dict[Any, list[int]] = defaultdict(list)
         for position, (node, own) in enumerate(zip(graph.nodes, self.node_layouts, strict=True)):
             groups[graph.colours[position], own.space.cardinalities, node.plates].append(position)
@@ -118,26 +116,18 @@ class ProductLayout:
         """By node, its group and its position there."""
         return {node: (number, at) for number, group in enumerate(self.groups) for at, node in enumerate(group.nodes)}
 
-    def root(self, component: Sequence[int]) -> int:
-        """Returns the node of a component that is eliminated last.
+    @cached_property
+    def roots(self) -> list[int]:
+        """The node of each component that is eliminated last.
 
         It lies in the plates that all of the component lies in.
         """
-        return max(component, key=self.tree.place.__getitem__)
-
-    @cached_property
-    def roots(self) -> list[int]:
-        """The last node of each component."""
-        return [self.root(component) for component in self.graph.components]
+        return [max(component, key=self.tree.place.__getitem__) for component in self.graph.components]
 
     @cached_property
     def scopes(self) -> Mapping[str, Sequence[tuple[int, ...]]]:
         """By site, the nodes of its factors, as the graph has them."""
         return {name: self.graph.scopes(name) for name in self.graph.factors}
-
-    def plates_of(self, scope: Sequence[int]) -> frozenset[int]:
-        """The plate dimensions that some of these nodes lie in."""
-        return frozenset().union(*(self.tree.plates[node] for node in scope))
 
     def evidence_by_node(self, messages: Messages) -> dict[int, Tensor]:
         """Returns, by node, the evidence of its component.

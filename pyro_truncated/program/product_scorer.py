@@ -16,7 +16,6 @@ from typing import Any
 import pyro
 import pyro.poutine as poutine
 import torch
-from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -76,11 +75,6 @@ class _GivenGradient(torch.autograd.Function):
 
 def _log_densities_by_name(nodes: Sequence[Any], formula: Callable[[Any, Tensor], Tensor]) -> dict[str, Tensor]:
     return dict(zip((node["name"] for node in nodes), site_log_densities(nodes, formula), strict=True))
-
-
-def with_gradient(value: Tensor, entries: Tensor, gradient: Tensor) -> Tensor:
-    """A number as a function of table entries, by its gradient."""
-    return _GivenGradient.apply(entries, value, gradient) if entries.requires_grad else value  # type: ignore[no-untyped-call]
 
 
 class ProductScorer(Probe):
@@ -155,7 +149,7 @@ class ProductScorer(Probe):
     def _selects(self, sets: Sets) -> bool:
         """Whether the first run is one of these sets, in all rows."""
         return not self.uncovered_latents and all(
-            self.population_rows(number) is None and torch.equal(self.insert_known_values(words, number), words)
+            self.population_rows[number] is None and torch.equal(self.insert_known_values(words, number), words)
             for number, words in enumerate(sets)
         )
 
@@ -182,22 +176,18 @@ class ProductScorer(Probe):
         frame = self._frames[plate]
         return int(frame.full_size or frame.size)
 
-    def population_rows(self, group: int) -> Tensor | None:
-        """Returns which rows of a group's population this run selects.
+    @cached_property
+    def population_rows(self) -> list[Tensor | None]:
+        """By group, which rows of its population this run selects.
 
         It is ``None`` for all in order.
         """
-        return self._population_rows[group]
-
-    @cached_property
-    def _population_rows(self) -> list[Tensor | None]:
         return [self._find_rows(group) for group in self.product.groups]
 
     def _find_rows(self, group: NodeGroup) -> Tensor | None:
         positions, is_whole = torch.zeros(1, dtype=torch.int64), True
         for name in group.plates:
-            frame = self._frames[name]
-            size = int(frame.full_size or frame.size)
+            size = self.plate_size(name)
             every = torch.arange(size)
             members = torch.as_tensor(self.values[name]).cpu() if name in self.values else every
             is_whole &= members is every or torch.equal(members, every)
@@ -211,6 +201,12 @@ class ProductScorer(Probe):
         """How many rows of a group's population this run selects."""
         nodes = self.product.groups[group].nodes
         return len(nodes) * math.prod(self.plate_sizes(nodes[0]))
+
+    def sum_by_data(self, node: int, rows: Tensor) -> Tensor:
+        """Sums over a node's rows, for each member of shared plates."""
+        beyond = [place for place, dim in enumerate(self.product.node_layouts[node].dims) if dim not in self.layout.dims]
+        own = rows.reshape(self.plate_sizes(node))
+        return own.sum(beyond) if beyond else own
 
     def split_nodes(self, rows: Tensor, group: int) -> list[Tensor]:
         """Rows of a group, cut into those of its nodes."""
@@ -359,44 +355,39 @@ class ProductScorer(Probe):
             "Check the model's parameters and data (missing values need a distribution that allows them)."
         )
 
-    def _table(self, node: Any, log_prob: Any) -> Tensor:
-        product, scope = self.product, self.product.graph.factors[node["name"]]
-        is_summed_out = node["name"] in product.layout.sites and not node["is_observed"] and node["name"] not in self.idle
-        scale = node["scale"] / self.evidence_scale(scope[0])
-        log_prob = scale_and_mask(log_prob, scale, None if is_summed_out else node["mask"])
-        if product.layout.sites_to_check:
-            # What depends on an impossible value may be anything.
-            log_prob = torch.where(log_prob.isnan(), -math.inf, log_prob)
-        table: Tensor = log_prob.reshape((1,) * (product.tree.num_dims - log_prob.dim()) + tuple(log_prob.shape))
-        others = set(range(-product.tree.num_dims, -product.tree.depth)) - {product.tree.dim(node) for node in scope}
-        if any(table.shape[dim] > 1 for dim in others):
-            raise ValueError(other_structure(f"the sites ['{node['name']}'] depend on other discrete latents"))
-        return self._sum_inner(node, table, scope)
-
     def _sum_inner(self, node: Any, table: Tensor, scope: tuple[int, ...], dims: Collection[int] = ()) -> Tensor:
         """Sums over plates of a site that no node lies in.
 
         Further dimensions may be given.
         """
-        tree, plates = self.product.tree, self.product.plates_of(scope)
-        inner = {frame.dim for frame in node["cond_indep_stack"] if frame.vectorized}.union(dims) - plates
+        tree = self.product.tree
+        inner = {frame.dim for frame in node["cond_indep_stack"] if frame.vectorized}.union(dims)
+        inner = inner.difference(*(tree.plates[member] for member in scope))
         # Where all members of a plate have the same density it is held once.
         return once(table.sum(sorted(inner), keepdim=True) if inner else table, start=tree.num_dims - tree.depth)
 
     def _tables(self, node: Any, log_prob: Tensor) -> list[Tensor]:
         """A table for each part of a site's entries, or one."""
-        tree, scopes = self.product.tree, self.product.scopes[node["name"]]
-        if (entries := self.product.graph.entries.get(node["name"])) is None:
-            return [self._table(node, log_prob)]
-        log_prob = weigh(node, log_prob, node["scale"] / self.evidence_scale(scopes[0][0]), entries.event_dim)
+        name, tree, sites = node["name"], self.product.tree, self.product.layout.sites
+        scopes, entries = self.product.scopes[name], self.product.graph.entries.get(name)
+        is_summed_out = name in sites and not node["is_observed"] and name not in self.idle
+        scale, mask = node["scale"] / self.evidence_scale(scopes[0][0]), None if is_summed_out else node["mask"]
+        log_prob = weigh(log_prob, scale, mask, 0 if entries is None else entries.event_dim)
         if self.product.layout.sites_to_check:
+            # What depends on an impossible value may be anything.
             log_prob = torch.where(log_prob.isnan(), -math.inf, log_prob)
+        if entries is None:
+            table = log_prob.reshape((1,) * (tree.num_dims - log_prob.dim()) + tuple(log_prob.shape))
+            others = set(range(-tree.num_dims, -tree.depth)).difference(map(tree.dim, scopes[0]))
+            if any(table.shape[dim] > 1 for dim in others):
+                raise ValueError(other_structure(f"the sites ['{name}'] depend on other discrete latents"))
+            return [self._sum_inner(node, table, scopes[0])]
         table = flatten(log_prob, entries.dims, entries.event_dim, tree.num_dims)
         plates = range(-tree.depth, 0)
         try:
             tables = list(entries.split(table, [(*map(tree.dim, scope), *plates) for scope in scopes]))
         except ValueError as error:
-            raise ValueError(other_structure(f"the site '{node['name']}' {error}")) from error
+            raise ValueError(other_structure(f"the site '{name}' {error}")) from error
         looked_up = [dim for _, dim, _ in entries.plates]
         return [self._sum_inner(node, own, scope, looked_up) for own, scope in zip(tables, scopes, strict=True)]
 
@@ -416,15 +407,6 @@ class ProductScorer(Probe):
         """What the evidence of a node's component is scaled by."""
         scale: float | Tensor = self.nodes[self.product.graph.nodes[node].sites[0]]["scale"]
         return scale
-
-    def scale_beyond_subsamples(self, site: str) -> float | Tensor:
-        """Returns the part of a site's scale without subsampling.
-
-        It does not come from subsampled plates.
-        """
-        node = self.nodes[site]
-        share: float = math.prod(frame.size / (frame.full_size or frame.size) for frame in node["cond_indep_stack"])
-        return node["scale"] * share  # type: ignore[no-any-return]
 
     def weights(self, sets: Sets) -> dict[int, Tensor]:
         """Returns, by node, the log weights of its states.
@@ -486,7 +468,7 @@ class ProductScorer(Probe):
                 gradient = gradient * torch.stack([torch.as_tensor(scale) for scale in scales]).to(gradient).repeat_interleave(sizes)
             else:
                 gradient = scales[0] * gradient
-        return with_gradient(value, tables.entries, gradient), messages
+        return _GivenGradient.apply(tables.entries, value, gradient), messages  # type: ignore[no-untyped-call]
 
     def sum_evidence(self, evidence: Sequence[Tensor]) -> Tensor:
         """Returns the scaled sum of the evidence of all components.
@@ -509,27 +491,19 @@ class ProductScorer(Probe):
             raise ValueError(other_structure(f"entries of the sites {names} depend on other discrete latents"))
 
     @torch.no_grad()
-    def takes_sets(self) -> bool:
-        """Whether a run on sets of states agrees with a single one.
+    def takes_sets(self, *, is_reduction_known: bool = False) -> bool:
+        """Whether runs on random sets of states agree with single ones.
 
-        Then the model takes many states at once. Parameters that are zero, as weights at first, do not tell.
+        Then the model takes many states at once. Parameters that are zero, as weights at first, do not tell. All members of a plate share
+        a set if the product says so.
+
+        Args:
+            is_reduction_known: whether it is known that no density depends on several states of a set.
         """
         generator = torch.Generator().manual_seed(0)
-        with contextlib.suppress(RuntimeError, IndexError, ValueError), self._generic_parameters(generator):
-            return self._reduced_site(generator) is None and self._agrees()
-        return False
-
-    def _generic_parameters(self, generator: torch.Generator) -> contextlib.AbstractContextManager[None]:
-        return generic_parameters(self, self.product.graph.factors, generator)
-
-    @torch.no_grad()
-    def agrees_on_sets(self) -> bool:
-        """Whether runs on random sets agree with single ones.
-
-        All members of a plate share a set if the product says so.
-        """
-        with contextlib.suppress(RuntimeError, IndexError, ValueError), self._generic_parameters(torch.Generator().manual_seed(0)):
-            return self._agrees()
+        parameters = generic_parameters(self, self.product.graph.factors, generator)
+        with contextlib.suppress(RuntimeError, IndexError, ValueError), parameters:
+            return (is_reduction_known or self._reduced_site(generator) is None) and self._agrees()
         return False
 
     def _agrees(self, seed: int = 1) -> bool:

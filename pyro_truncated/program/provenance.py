@@ -38,8 +38,6 @@ _KEEP_OWN_VALUES = {"broadcast_tensors", "type_as", "expand_as", "view_as", "res
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _WRITES = {"__setitem__"} | {f"__i{name}__" for name in _OPERATORS}
 _OVERWRITES = {"__setitem__", "copy_", "fill_", "zero_"}
-# Of larger tensors all names of their memory count.
-_MOST_ENTRIES = 10**6
 
 
 class WrittenMemory:
@@ -56,13 +54,7 @@ class WrittenMemory:
         return bool(self._memory)
 
     def write(self, target: Tensor, index: Any, names: frozenset[str]) -> None:
-        """Notes that values of these latents were written into a tensor.
-
-        Args:
-            target: the tensor.
-            index: to which entries; ``...`` for all.
-            names: the latents.
-        """
+        """Notes that values of these latents were written into a tensor."""
         entries = self._entries(target, is_new=bool(names))
         if entries is None:
             return
@@ -80,7 +72,8 @@ class WrittenMemory:
         entries = self._entries(tensor, is_new=False) if self._memory else None
         if entries is None:
             return frozenset()
-        numbers = entries.unique().tolist() if entries.numel() <= _MOST_ENTRIES else range(len(self._names))
+        # Of larger tensors all names of their memory count.
+        numbers = entries.unique().tolist() if entries.numel() <= 10**6 else range(len(self._names))
         return frozenset().union(*(self._names[number] for number in numbers))
 
     def shares(self, tensor: Tensor) -> bool:

@@ -191,14 +191,20 @@ def is_subsampled(frame: Any) -> bool:
     return bool(frame.full_size is not None and frame.full_size != frame.size)
 
 
-def is_masked(fn: Any) -> bool:
-    """Whether there is a mask inside a distribution."""
-    return fn is not None and (isinstance(fn, MaskedDistribution) or is_masked(getattr(fn, "base_dist", None)))
-
-
 def has_stock_density(fn: Any) -> bool:
     """Whether the density is torch's or Pyro's, not of a user's class."""
     return str(type(fn).log_prob.__module__).startswith(("torch.", "pyro."))
+
+
+def strip_events(fn: Any) -> tuple[Any, int]:
+    """Returns a distribution without ``to_event``, and how many dimensions that took.
+
+    A user's wrapper with a density of its own stays.
+    """
+    number = 0
+    while isinstance(fn, Independent) and has_stock_density(fn):
+        number, fn = number + fn.reinterpreted_batch_ndims, fn.base_dist
+    return fn, number
 
 
 def unwrap(fn: Any) -> tuple[Any, list[tuple[Any, int]]]:

@@ -59,12 +59,7 @@ class KnownStructures:
         return nodes.keys() <= self._sites and _match_any(_numbers(leaves, nodes), self._numbers.get(_kinds(leaves), set()))
 
     def add(self, call: Call, nodes: Mapping[str, Any]) -> None:
-        """Notes that the structure of a call is known.
-
-        Args:
-            call: the program and its arguments.
-            nodes: the sample sites of a run.
-        """
+        """Notes that the structure of a call is known."""
         leaves = _leaves(call)
         self._numbers.setdefault(_kinds(leaves), set()).add(_numbers(leaves, nodes))
         self._sites |= nodes.keys()
@@ -99,10 +94,6 @@ def refuse_other_structure(scorer: LogJoint | ProductScorer | ChainScorer, max_c
     """Checks that densities and supports depend on no other latents.
 
     They may depend on those that they did depend on when the guide was set up.
-
-    Args:
-        scorer: of a call.
-        max_count: largest value of counts, for all or by site name.
 
     Raises:
         ValueError: naming the sites.
@@ -149,7 +140,7 @@ def warn_of_shared_subsamples(scorer: LogJoint | ProductScorer | ChainScorer) ->
     layout = scorer.layout
     plates = {name: set(layout.plates) for name in layout.dependents}
     if isinstance(scorer, ProductScorer):
-        own = [{plate for plate, _, _ in node.plates} for node in scorer.product.graph.nodes]
+        own = [node.plate_names for node in scorer.product.graph.nodes]
         plates = {name: set.intersection(*(own[number] for number in nodes)) for name, nodes in scorer.product.graph.factors.items()}
     for name in sorted(plates.keys() & scorer.nodes.keys()):
         for frame in scorer.nodes[name]["cond_indep_stack"]:
@@ -186,7 +177,7 @@ def _crossing_sites(scorer: LogJoint | ProductScorer | ChainScorer, dependencies
             for name in nodes
             for number, node in enumerate(graph.nodes)
             if latents & dependencies.scopes.get(name, frozenset()) & set(node.sites)
-            and (number not in graph.factors.get(name, ()) or not {plate for plate, _, _ in node.plates} <= plates[name])
+            and (number not in graph.factors.get(name, ()) or not node.plate_names <= plates[name])
         }
     )
 

@@ -75,13 +75,9 @@ def random_subset(size: int, number: int, device: torch.device | str | None = No
     """
     positions = torch.empty(0, dtype=torch.int64, device=device)
     while len(positions) < number:
-        positions = _drop_repetitions(torch.cat([positions, torch.randint(size, (number + number // 8 + 8,), device=device)]))
+        positions = torch.cat([positions, torch.randint(size, (number + number // 8 + 8,), device=device)])
+        in_order, order = positions.sort(stable=True)
+        is_first = torch.ones_like(in_order, dtype=torch.bool)
+        is_first[1:] = in_order[1:] != in_order[:-1]
+        positions = positions[order[is_first].sort().values]
     return positions[:number].clone()
-
-
-def _drop_repetitions(values: Tensor) -> Tensor:
-    """The values in their order, each where it first occurs."""
-    in_order, order = values.sort(stable=True)
-    is_first = torch.ones_like(in_order, dtype=torch.bool)
-    is_first[1:] = in_order[1:] != in_order[:-1]
-    return values[order[is_first].sort().values]

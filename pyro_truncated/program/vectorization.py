@@ -37,7 +37,6 @@ from pyro_truncated.utils.parameter_store import isolate, spare_random_numbers
 
 _HERE = str(Path(__file__).parents[1])
 _LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(pyro.__file__).parent), str(Path(torch.__file__).parent), _HERE)
-_MAX_CANDIDATES = 16
 _REDUCTIONS = "(sum|mean|prod|max|min|amax|amin|all|any|cumsum|cumprod|logsumexp|softmax)"
 # What is slow, by how it looks, and what to write in its place.
 _IDIOMS = (
@@ -334,7 +333,8 @@ def run_mode_for(vectorize: bool | None, scorer: LogJoint, num_states: int) -> t
     Also looks for what makes scores cheap: linear means, and, where populations hold all states, that data points can share them.
     """
     layout = scorer.layout
-    layout.clamped_sites |= _clamped_sites(scorer) | _clamped_priors(scorer)
+    if scorer.device.type != "cpu":
+        layout.clamped_sites |= _clamped_sites(scorer)
     if vectorize is not None:
         choice: tuple[RunMode, bool] = ("together", True) if vectorize else ("singly", False)
     else:
@@ -359,29 +359,18 @@ def _takes_shared_states(log_joint: LogJoint) -> bool:
     return _difference(log_joint, shared, apart) is None
 
 
-def _clamped_priors(log_joint: LogJoint) -> frozenset[str]:
-    """Returns latent sites with probabilities of exactly zero or one.
+def _clamped_sites(log_joint: LogJoint) -> set[str]:
+    """Returns sites with probabilities of zero, on a device.
 
-    They are looked for on a device.
+    They are latents with probabilities of exactly zero or one, and observed sites that some states make impossible. All states of a
+    small space are tested, and 16 of a large one.
     """
-    names = () if log_joint.device.type == "cpu" else log_joint.layout.sites
-    certain = {name: certain_values(log_joint.nodes[name]["fn"]) for name in names}
-    return frozenset(name for name, flags in certain.items() if flags is not None and bool((flags[0] | flags[1]).any()))
-
-
-def _clamped_sites(log_joint: LogJoint) -> frozenset[str]:
-    """Returns observed sites that have probability zero in some states.
-
-    They are looked for on a device: it tests all states of a small space, and some of a large one.
-    """
-    space, nodes = log_joint.layout.space, () if log_joint.device.type == "cpu" else log_joint.nodes.values()
+    space, nodes, most = log_joint.layout.space, log_joint.nodes, 16
+    certain = {name: certain_values(nodes[name]["fn"]) for name in log_joint.layout.sites}
+    names = {name for name, flags in certain.items() if flags is not None and bool((flags[0] | flags[1]).any())}
     # What is wrong with the data, their own check shall say.
     with torch.no_grad(), spare_random_numbers(), isolate(), contextlib.suppress(Exception):
-        if not any(node["is_observed"] and impossible_entries(node["fn"], node["value"]) is not None for node in nodes):
-            return frozenset()
-        if space.size <= _MAX_CANDIDATES:
-            words = space.enumerate(log_joint.device).expand(log_joint.num_data, -1, -1)
-        else:
-            words = _candidates(log_joint, _MAX_CANDIDATES)
-        return frozenset(CandidateRuns(log_joint, None, "singly", ()).clamped_sites(words))
-    return frozenset()
+        if any(node["is_observed"] and impossible_entries(node["fn"], node["value"]) is not None for node in nodes.values()):
+            every = space.enumerate(log_joint.device).expand(log_joint.num_data, -1, -1) if space.size <= most else None
+            names |= CandidateRuns(log_joint, None, "singly", ()).clamped_sites(_candidates(log_joint, most) if every is None else every)
+    return names

@@ -43,11 +43,6 @@ def without_impossible(fn: Any, value: Tensor, log_prob: Tensor) -> Tensor:
     """Returns a log probability less what impossible entries cost.
 
     No evidence outweighs it, and yet a search sees which states explain more of the data.
-
-    Args:
-        fn: a distribution.
-        value: the observation.
-        log_prob: what torch says.
     """
     impossible = impossible_entries(fn, value) if _may_be_clamped(fn, log_prob) else None
     return log_prob if impossible is None else log_prob - 1e5 * impossible
@@ -236,10 +231,6 @@ def _categorical(fn: Any, value: Tensor) -> Tensor | None:
     return masses.expand(*shape, -1).gather(-1, index.expand(*shape, 1)).squeeze(-1)
 
 
-def _one_hot(fn: Any, value: Tensor) -> Tensor | None:
-    return _categorical(vars(fn)["_categorical"], value.argmax(-1))
-
-
 def _with_certain(fn: Any, value: Tensor, low: Tensor | float | None, high: Tensor | float | None) -> Tensor | None:
     """Returns the log probability with certain values put right.
 
@@ -294,7 +285,7 @@ _OBSERVED = (*_OF_ONE_TRIAL, *_WITH_FORMULA, distributions.Binomial, distributio
 _FORMULAS: dict[Any, _Formula] = {
     distributions.Bernoulli: _bernoulli,
     distributions.Categorical: _categorical,
-    distributions.OneHotCategorical: _one_hot,
+    distributions.OneHotCategorical: lambda fn, value: _categorical(vars(fn)["_categorical"], value.argmax(-1)),
     distributions.Binomial: lambda fn, value: _with_certain(fn, value, 0, fn.total_count),
     distributions.NegativeBinomial: lambda fn, value: _with_certain(fn, value, 0, None),
     distributions.Geometric: lambda fn, value: _with_certain(fn, value, None, 0),

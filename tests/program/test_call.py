@@ -13,6 +13,7 @@ from torch.distributions import AffineTransform, constraints
 
 from pyro_truncated import AutoTruncated, Truncated_ELBO
 from pyro_truncated.program.call import Call
+from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.inspection import plates_around
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.log_joint import LogJoint
@@ -64,7 +65,7 @@ def masked(y):
 
 def test_a_likelihood_that_follows_the_protocol_is_scored_packed_as_the_model_scores_it():
     call = Call(counting, (Y,))
-    layout = Layout(call.trace())
+    layout = Layout(call.trace(), Dependencies(call))
     log_joint, dense = LogJoint(call, layout), LogJoint(Call(masked, (Y,)), layout)
     assert isinstance(log_joint.nodes["y"]["fn"], PackedStateScorer)
     assert log_joint.packed_model is not None
@@ -105,19 +106,20 @@ def test_calls_are_compared_by_identity():
 
 @pytest.mark.parametrize("chosen", [[4, 1], [0, 2, 3]])
 def test_a_probe_knows_which_data_points_it_took(chosen):
-    call = Call(counting, (Y,), {"batch": len(chosen)})
-    layout = Layout(Call(counting, (Y,)).trace())
+    call, every = Call(counting, (Y,), {"batch": len(chosen)}), Call(counting, (Y,))
+    layout = Layout(every.trace(), Dependencies(every))
     probe = Probe(call, layout, {"data": torch.tensor(chosen)})
     assert probe.indices.tolist() == chosen
     assert (probe.num_data, probe.full_size) == (len(chosen), 5)
     assert float(probe.scale) == pytest.approx(5 / len(chosen))
-    assert float(probe.scale_beyond_plates) == pytest.approx(1.0)
+    assert float(probe.scale_beyond_subsamples("s")) == pytest.approx(1.0)
     torch.testing.assert_close(probe.observations()["y"], Y[chosen])
-    assert Probe(Call(counting, (Y,)), layout).indices is None
+    assert Probe(every, layout).indices is None
 
 
 def test_subsamples_out_of_range_are_named():
-    layout = Layout(Call(counting, (Y,)).trace())
+    call = Call(counting, (Y,))
+    layout = Layout(call.trace(), Dependencies(call))
 
     def shifted(y):
         with pyro.plate("data", 5, subsample=torch.tensor([1, 7]), dim=-1):

@@ -17,6 +17,7 @@ from torch import Tensor
 from pyro_truncated import AutoTruncated, EvolutionarySearch, Population, StateSpace, ops
 from pyro_truncated.distributions import LinearSuperposition
 from pyro_truncated.models import BinarySparseCoding, NoisyOr
+from pyro_truncated.program.log_joint import RowScorer
 from pyro_truncated.search import AutomaticSearch, CombinedFlips, SearchBatch
 
 
@@ -89,7 +90,7 @@ def test_who_scores_in_another_way_has_no_gains_of_flips() -> None:
             pyro.sample("y", AtMostTwo(s, weight, 1.0), obs=y)
 
     guide = AutoTruncated(program, num_states=8).infer(y, CombinedFlips(3, rounds=1), steps=6)
-    seen = guide.make_scorer(y).scorer(slice(0, 30))
+    seen = RowScorer(guide.make_scorer(y), slice(0, 30))
     assert seen.flip_gains(guide.population().mode()) is None
     assert (guide.population().log_joint.amax(1) > -1e4).all()
 

@@ -306,7 +306,7 @@ class Writer:
         return self._sample(variables).assign_attrs({"omitted": hint})
 
     def _add_states(self, states: States, variables: dict[str, Variable], too_large: list[str]) -> None:
-        variables[states.part.index_name] = self._per_datum(states.part.layout.plates, states, states.index.to(torch.int32))
+        variables[states.part.index_name] = self._per_datum(states, states.index.to(torch.int32), start=1)
         for name, site in states.part.layout.sites.items():
             if states.index.numel() * site.num_latents > self.memory_budget:
                 too_large.append(name)
@@ -320,8 +320,7 @@ class Writer:
         values = layout.split(layout.space.unpack(words, level_type(layout.space.cardinalities)))[name]
         plates = {frame.dim: self.dimension(frame.name) for frame in site.frames}
         names = (*(plates[dim] for dim, _ in site.plates), *self._event_names(name, values.dim() - 2 - len(site.plates)))
-        dims, array = self._per_datum(layout.plates, states, values.to(value_type(site)))
-        return (*dims, *names), array
+        return self._per_datum(states, values.to(value_type(site)), names, start=1)
 
     def sample_stats(self) -> xr.Dataset:
         """Log densities of each draw."""
@@ -409,28 +408,23 @@ class Writer:
             ("support_mass_bound", states.covered_mass, ()),
             ("activation_prob", population.marginals(), (LATENT,)),
         ):
-            variables[name] = self._rows(states, values, inner)
+            variables[name] = self._per_datum(states, values, inner)
         dtype = level_type([site.low + v for site in layout.sites.values() for v in site.cardinalities])
         size = population.log_joint.numel() * layout.space.num_latents * dtype.itemsize
         attrs = {}
         if size <= self.memory_budget:
             low = torch.tensor([site.low for site in layout.sites.values() for _ in range(site.num_latents)], dtype=dtype)
-            variables["states"] = self._rows(states, population.states(dtype) + low.to(population.words.device), (STATE, LATENT))
+            variables["states"] = self._per_datum(states, population.states(dtype) + low.to(population.words.device), (STATE, LATENT))
         else:
             attrs["omitted"] = f"states: {size} bytes are over the memory budget; see guide.states()"
         entries = [(name, position) for name, site in layout.sites.items() for position in np.ndindex(*site.shape)]
         labels = [f"{name}[{','.join(map(str, position))}]" if position else name for name, position in entries]
         return self._dataset(variables, {LATENT: labels}).assign_attrs(attrs)
 
-    def _rows(self, states: States, values: Tensor, inner: tuple[str, ...]) -> Variable:
-        """Values ``(N, ...)`` with one dimension per data plate."""
-        return (*map(self.dimension, states.part.layout.plates), *inner), as_array(
-            values.reshape((*states.log_joint.sizes, *values.shape[1:]))
-        )
-
-    def _per_datum(self, plates: tuple[str, ...], states: States, values: Tensor) -> Variable:
-        """Draws ``(draws, N, ...)`` with one dimension per data plate, named."""
-        return tuple(map(self.dimension, plates)), as_array(values.reshape(len(values), *states.log_joint.sizes, *values.shape[2:]))
+    def _per_datum(self, states: States, values: Tensor, inner: tuple[str, ...] = (), *, start: int = 0) -> Variable:
+        """Values ``(N, ...)``, or draws in front, with one dimension per data plate."""
+        shape = (*values.shape[:start], *states.log_joint.sizes, *values.shape[start + 1 :])
+        return (*map(self.dimension, states.part.layout.plates), *inner), as_array(values.reshape(shape))
 
     def _site(self, name: str, values: Tensor, event_dim: int | None = None) -> Variable:
         """Draws ``(draws, *batch, *event)``; batch dimensions are named after plates."""

@@ -363,11 +363,23 @@ def draw(call: Call, guide: Any, num_draws: int) -> Draws:
         guide.setup(*call.args, **call.kwargs)
         if not guide.layout.other_latents and guide.layout.plates and guide.product is None:
             return draw_states(call, guide, num_draws)
+    program: _Program | None = None
+    accumulator: _Accumulator | None = None
     with _plates_like_the_model(guide, call):
         part = _find_truncated_guide(call, guide)
-        if part is None or part.product is not None:
-            return draw_from_guide(call, guide, num_draws, part)
-        return draw_jointly(call, guide, part, num_draws)
+        for _ in range(num_draws):
+            guide_trace = trace_guide(call, guide)
+            if part is None or part.product is not None:
+                program = program or _Program(call, guide_trace, part)
+                program.add(guide_trace)
+                continue
+            log_joint = part.make_scorer(*call.args, values=_values_of_others(part, guide_trace), **call.kwargs)
+            refuse_subsamples(log_joint.nodes)
+            accumulator = accumulator or _Accumulator(call, part, log_joint, num_draws)
+            accumulator.add(log_joint, guide_trace, poutine.trace(poutine.replay(call, trace=guide_trace)).get_trace())
+        gathered = program or accumulator
+        assert gathered is not None
+        return gathered.result()
 
 
 def _find_truncated_guide(call: Call, guide: Any) -> AutoTruncated | None:
@@ -408,23 +420,11 @@ def trace_guide(call: Call, guide: Any) -> poutine.Trace:
     return trace
 
 
-def draw_from_guide(call: Call, guide: Any, num_draws: int, part: AutoTruncated | None = None) -> Draws:
-    """Draws latents of the guide, enumerated latents and missing data.
-
-    A part of it may have sets of states.
-    """
-    program: _Program | None = None
-    for _ in range(num_draws):
-        guide_trace = trace_guide(call, guide)
-        if program is None:
-            program = _Program(call, guide_trace, part)
-        program.add(guide_trace)
-    assert program is not None
-    return program.result()
-
-
 class _Program:
-    """A model whose latents come from guide, enumeration, or the model."""
+    """A model whose latents come from guide, enumeration, or the model.
+
+    A part of the guide may have sets of states.
+    """
 
     def __init__(self, call: Call, guide_trace: poutine.Trace, part: AutoTruncated | None) -> None:
         self.call = call
@@ -560,22 +560,11 @@ def _likelihood_name(log_joint: LogJoint) -> str:
     return joint_name(log_joint.nodes, [name for name, node in log_joint.nodes.items() if log_joint.is_inside(node)])
 
 
-def draw_jointly(call: Call, guide: Any, part: AutoTruncated, num_draws: int) -> Draws:
-    """Draws states and other latents; populations are scored for each draw."""
-    accumulator: _Accumulator | None = None
-    for _ in range(num_draws):
-        guide_trace = poutine.trace(call.with_program(guide)).get_trace()
-        log_joint = part.make_scorer(*call.args, values=_values_of_others(part, guide_trace), **call.kwargs)
-        refuse_subsamples(log_joint.nodes)
-        if accumulator is None:
-            accumulator = _Accumulator(call, part, log_joint, num_draws)
-        accumulator.add(log_joint, guide_trace, poutine.trace(poutine.replay(call, trace=guide_trace)).get_trace())
-    assert accumulator is not None
-    return accumulator.result()
-
-
 class _Accumulator:
-    """Results gathered draw by draw; probabilities and free energies are averaged."""
+    """States and other latents, with populations scored for each draw.
+
+    Probabilities and free energies are averaged.
+    """
 
     def __init__(self, call: Call, part: AutoTruncated, log_joint: LogJoint, num_draws: int) -> None:
         self.part, self.log_joint, self.num_draws = part, log_joint, num_draws
@@ -630,7 +619,7 @@ class _Accumulator:
         local = [name for name in log_joint.layout.other_latents if name in self.local]
         if not local:
             return population.free_energy()
-        terms = log_joint.site_log_probs(population.words[:, :2])
+        terms = log_joint.runs.log_probs(population.words[:, :2])
         own_sites = [name for name in local if name in terms and f"conditional of {name}" not in terms]
         self.conditional_on = frozenset(own_sites) - self.leaves if log_joint.conditional is None else frozenset()
         self.conditional_on |= (log_joint.uncovered_latents & self.local) - self.leaves - set(terms)
@@ -666,7 +655,7 @@ def _free_energy_without(log_joint: LogJoint, population: Population, names: fro
     """Returns free energies ``(N,)`` of log joints without some sites."""
     scores = []
     for _, states in log_joint.gradient_blocks(population.num_states):
-        terms = log_joint.site_log_probs(population.words[:, states])
+        terms = log_joint.runs.log_probs(population.words[:, states])
         scores.append(sum_block({name: term for name, term in terms.items() if name not in names}))
     return torch.cat(scores).double().logsumexp(0)
 

@@ -65,12 +65,10 @@ def write_report(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    sources = []
     for section in sections:
         if section.figure is not None:
             section.figure.savefig(folder / section.name, dpi=dpi, bbox_inches="tight", facecolor="white")
-        sources.append(section.name)
-    return _write(folder / "index.html", title, lead, numbers, sections, sources)
+    return _write(folder / "index.html", title, lead, numbers, sections, [section.name for section in sections])
 
 
 def write_page(path: str | Path, title: str, lead: str, numbers: Mapping[str, Any], sections: Sequence[Section], *, dpi: int = 100) -> Path:

@@ -87,16 +87,6 @@ def plot_usage(marginals: Tensor, ax: Axes) -> Axes:
     return tidy(ax)
 
 
-def plot_reconstructions(originals: Tensor, reconstructions: Tensor, ax: Axes, *, shape: tuple[int, int] | None = None) -> Axes:
-    """Plots originals ``(K, D)`` above their reconstructions."""
-    upper, lower = _as_images(originals, shape), _as_images(reconstructions, shape)
-    low, high = upper.amin((-2, -1), keepdim=True), upper.amax((-2, -1), keepdim=True)
-    pairs = [(images - low) / (high - low).clamp(min=1e-12) for images in (upper, lower)]
-    rows = [mosaic(images, len(upper)) for images in pairs]
-    separator = np.full((2, rows[0].shape[1]), np.nan)
-    return _show(ax, np.concatenate([rows[0], separator, rows[1]]), (0.0, 1.0))
-
-
 def plot_decompositions(
     originals: Tensor, parts: Sequence[Tensor], ax: Axes, *, shape: tuple[int, int] | None = None, most: int = 8
 ) -> Axes:

@@ -17,7 +17,7 @@ from pyro_truncated.distributed.shards import Shard
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.guide.averaging import rescore_over_draws
 from pyro_truncated.program.call import Call
-from pyro_truncated.program.log_joint import LogJoint
+from pyro_truncated.program.log_joint import LogJoint, RowScorer
 from pyro_truncated.search import AutomaticSearch, Search, SearchBatch
 from pyro_truncated.search.base import check_search
 from pyro_truncated.search.conditional import Moves
@@ -261,7 +261,7 @@ def population_growth(guide: Any, *args: Any, search: Search | None = None, step
         keys: dict[str, Any] = {"first_position": part.populations.first_position, "random": random.again()}
         keys["is_linear"] = log_joint.packed_model is not None and log_joint.packed_model.is_linear
         keys["is_global"] = not log_joint.layout.plates
-        batch = SearchBatch(current, log_joint.scorer(rows), own_observations, is_new=True, **keys)
+        batch = SearchBatch(current, RowScorer(log_joint, rows), own_observations, is_new=True, **keys)
         spare = batch.evaluate(
             initial_population(current.space, len(current), size, batch.random, current.words.device, rows=batch.positions)
         )

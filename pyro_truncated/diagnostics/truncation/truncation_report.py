@@ -218,15 +218,11 @@ def _certify(batch: ProductBatch, free_energy: Tensor, nodes: Sequence[NodeRepor
     States of one node at a time count, for each member of the plates that all share.
     """
     scorer, product = batch.scorer, batch.scorer.product
-    shared = set(scorer.layout.dims)
     total = free_energy.new_zeros(scorer.sizes)
     for number, report in enumerate(nodes):
         parts = scorer.split_nodes(torch.expm1(report.addition.to(total.device)), number)
         for node, rows in zip(product.groups[number].nodes, parts, strict=True):
-            dims = product.node_layouts[node].dims
-            beyond = [place for place, dim in enumerate(dims) if dim not in shared]
-            own = rows.reshape(scorer.plate_sizes(node))
-            total = total + (own.sum(beyond) if beyond else own)
+            total = total + scorer.sum_by_data(node, rows)
     return free_energy + torch.log1p(total.flatten())
 
 

@@ -85,16 +85,6 @@ def test_usage_is_sorted(ax):
     assert [patch.get_height() for patch in ax.patches] == [1.0, 0.25, 0.0]
 
 
-def test_reconstructions_share_the_scale_of_the_original(ax):
-    originals = torch.tensor([[0.0, 4.0, 0.0, 4.0], [10.0, 20.0, 10.0, 10.0]])
-    plots.plot_reconstructions(originals, originals / 2, ax)
-    picture = shown(ax)
-    np.testing.assert_allclose(picture[:2, :2], [[0, 1], [0, 1]])
-    np.testing.assert_allclose(picture[-2:, :2], [[0, 0.5], [0, 0.5]])
-    np.testing.assert_allclose(picture[:2, 3:], [[0, 1], [0, 0]])
-    np.testing.assert_allclose(picture[-2:, 3:], [[-0.5, 0], [-0.5, -0.5]])
-
-
 def test_decompositions_show_patch_sum_and_the_strongest_parts(ax):
     original = torch.tensor([[2.0, 0.0, 0.0, 0.0]])
     parts = torch.tensor([[0.5, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.25]])
