@@ -133,9 +133,10 @@ class Diagonal(CovariancesBase):
 
     def best(self, statistics: dict[str, Tensor], loc: Tensor, floor: Tensor) -> Parameters:
         """Maximum likelihood parameters with eigenvalues above the floor."""
-        counts, products = _counts(statistics).unsqueeze(-1), statistics["products"]
-        variance = (products - 2 * loc * statistics["sums"] + counts * loc.square()) / counts
-        return {"scale": self._mean(variance).maximum(floor).maximum(self._mean(rounding(products / counts))).sqrt()}
+        counts = _counts(statistics).unsqueeze(-1)
+        power = statistics["products"] / counts
+        variance = torch.addcmul(power, loc, loc - 2 * statistics["sums"] / counts).maximum(rounding(power))
+        return {"scale": self._mean(variance).maximum(floor).sqrt()}
 
     def features(self, x: Tensor) -> Tensor:
         """Squares and products ``(N, F)`` in which log densities are linear."""
