@@ -12,6 +12,7 @@ import pyro.poutine as poutine
 import torch
 from pyro.distributions import TorchDistribution
 from pyro.distributions.torch_distribution import MaskedDistribution
+from pyro.distributions.util import broadcast_shape
 from pyro.infer.reparam.reparam import Reparam
 from torch import Tensor
 from torch.distributions import constraints
@@ -48,7 +49,7 @@ class MarkovChains(TorchDistribution):
     ) -> None:
         self.num_steps, self.num_chains = check_count("num_steps", num_steps), transition.shape[-3]
         own = initial.dim() - num_own
-        batch_shape = torch.broadcast_shapes(initial.shape[:own], transition.shape[:-3], () if lengths is None else lengths.shape)
+        batch_shape = torch.Size(broadcast_shape(initial.shape[:own], transition.shape[:-3], () if lengths is None else lengths.shape))
         self.initial = initial.expand(*batch_shape, *initial.shape[own:])
         self.transition = transition.expand(*batch_shape, *transition.shape[-3:])
         self.lengths = None if lengths is None else lengths.expand(batch_shape)
@@ -291,7 +292,7 @@ class CategoricalChains(MarkovChains):
         chances = once(self.initial, end=2)
         if before is not None:
             number, transition = chances.shape[-1], once(self.transition, end=3)
-            shape = torch.broadcast_shapes(before.shape, transition.shape[:-2])
+            shape = broadcast_shape(before.shape, transition.shape[:-2])
             place = before.long().expand(shape)[..., None, None].expand(*shape, 1, number)
             chances = transition.expand(*shape, number, number).gather(-2, place).squeeze(-2)
         if is_part is not None:
@@ -305,7 +306,7 @@ class CategoricalChains(MarkovChains):
         """Log probabilities of sequences ``(*batch, T, M)``."""
         if self._validate_args:
             self._validate_sample(value)
-        place = value.long().expand(*torch.broadcast_shapes(value.shape[:-2], self.batch_shape), *value.shape[-2:])
+        place = value.long().expand(*broadcast_shape(value.shape[:-2], self.batch_shape), *value.shape[-2:])
         first = safe_log(self.initial).expand(*place.shape[:-2], *self.initial.shape[-2:]).gather(-1, place[..., 0, :, None]).squeeze(-1)
         pairs = place[..., :-1, :] * self.initial.shape[-1] + place[..., 1:, :]
         table = safe_log(self.transition).flatten(-2).unsqueeze(-3)

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from pyro.distributions import Categorical, TorchDistribution
+from pyro.distributions.util import broadcast_shape
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -186,7 +187,7 @@ class ComponentNormal(ComponentGaussian):
         else:
             distance = distance * self.scale.reciprocal()[component]
             energy = torch.einsum("...d,...d->...", distance, distance)
-        shape = torch.broadcast_shapes(self.component.shape, value.shape[:-1])
+        shape = broadcast_shape(self.component.shape, value.shape[:-1])
         return (constant[component] - 0.5 * energy).to(self.loc.dtype).expand(shape)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from pyro.distributions import TorchDistribution
+from pyro.distributions.util import broadcast_shape
 from torch import Tensor
 from torch.distributions import Bernoulli, Distribution, Exponential, Gamma, Poisson, constraints
 
@@ -629,7 +630,7 @@ class MaximumSlabs(TorchDistribution):
             check_entries(finite, states=states, weight=weight, slab_mean=slab_mean)
             check_entries(positive_finite, scale=scale, slab_scale=slab_scale)
             check_entries(or_missing(finite), value=value)
-        batch_shape = torch.broadcast_shapes(states.shape[:-1], value.shape[:-1])
+        batch_shape = torch.Size(broadcast_shape(states.shape[:-1], value.shape[:-1]))
         num_latents = weight.shape[1]
         self.dtype = weight.dtype
         self.states = states.detach().double().expand(*batch_shape, num_latents)
@@ -653,7 +654,7 @@ class MaximumSlabs(TorchDistribution):
     @names_arguments
     def log_prob(self, value: Tensor) -> Tensor:
         """Log density of slabs ``(*batch, H)``."""
-        slabs = self.guess.expand(torch.broadcast_shapes(value.shape, self.guess.shape)).clone()
+        slabs = self.guess.expand(broadcast_shape(value.shape, self.guess.shape)).clone()
         total = slabs.new_zeros(slabs.shape[:-1])
         for latent in range(slabs.shape[-1]):
             total += self._conditional(slabs, latent).log_prob(value[..., latent].double())

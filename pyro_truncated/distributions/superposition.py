@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import torch
 from pyro.distributions import TorchDistribution
+from pyro.distributions.util import broadcast_shape
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -70,7 +71,7 @@ class Superposition(TorchDistribution):
         self._is_plain = not any(own)
         shapes = {shape for shape in (states.shape[:-1], *own) if shape}
         # Mostly only the states have batch dimensions; to broadcast takes torch longer than all the rest.
-        batch_shape = torch.broadcast_shapes(*shapes) if len(shapes) > 1 else next(iter(shapes), torch.Size())
+        batch_shape = torch.Size(broadcast_shape(*shapes)) if len(shapes) > 1 else next(iter(shapes), torch.Size())
         is_deferred = ops.is_vectorised(weight) and (self._validate_args if validate_args is None else validate_args)
         super().__init__(batch_shape, weight.shape[-2:-1], validate_args=False if is_deferred else validate_args)
         if is_deferred:
@@ -106,7 +107,7 @@ class Superposition(TorchDistribution):
             self._validate_sample(value)
         if not self._is_plain:
             return self._log_prob(self.states, value)
-        batch_shape = torch.broadcast_shapes(self.batch_shape, value.shape[:-1])
+        batch_shape = torch.Size(broadcast_shape(self.batch_shape, value.shape[:-1]))
         return in_blocks(self._log_prob, self.states, value, batch_shape, self.numbers_per_state)
 
     @property

@@ -14,6 +14,7 @@ import pyro
 import pyro.distributions as dist
 import pyro.poutine as poutine
 import torch
+from pyro.distributions.util import broadcast_shape
 from pyro.ops.indexing import Vindex
 from pyro.ops.provenance import get_provenance, track_provenance
 from pyro.poutine.messenger import Messenger
@@ -288,7 +289,7 @@ class ProgramRun:
             value = trim(value, site.event_dim, site.depth)
             shape = value.shape[: value.dim() - site.event_dim]
             # Given always: with integer values the default would bring a float32 density into a float64 model.
-            log_density = log_density.to(value.device).expand(torch.broadcast_shapes(shape, log_density.shape))
+            log_density = log_density.to(value.device).expand(broadcast_shape(shape, log_density.shape))
             value = value.expand((*log_density.shape, *value.shape[len(shape) :]))
             stack.enter_context(self._layout.extra_plates_for(site, log_density.dim()))
             infer: Any = {"is_auxiliary": True} if is_auxiliary else {}

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from pyro.distributions.util import broadcast_shape
 from torch import Tensor
 
 from pyro_truncated import ops
@@ -115,7 +116,7 @@ def _concatenate(tables: tuple[Tensor, Tensor], sizes: tuple[int, int], dim: int
     one, other = tables
     if one.shape[dim] == 1 and other.shape[dim] == 1 and torch.equal(one, other):
         return one
-    shape = list(torch.broadcast_shapes(one.select(dim, 0).shape, other.select(dim, 0).shape))
+    shape = list(broadcast_shape(one.select(dim, 0).shape, other.select(dim, 0).shape))
     place = dim % one.dim()
     return torch.cat([own.expand(*shape[:place], size, *shape[place:]) for own, size in zip(tables, sizes, strict=True)], dim)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from pyro.distributions.util import broadcast_shape
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -44,6 +45,11 @@ class Operations(TorchDispatchMode):
         for place, (size, own) in enumerate(dimensions):
             for source in own:
                 self._mark(source, (source.numel() % size == 0) << place, 0)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Torch asks, as it would import its compiler for every mode that it skips: for a second.
+        return False
 
     def __contains__(self, tensor: Tensor) -> bool:
         return id(tensor) in self._marks
@@ -163,8 +169,8 @@ class BroadcastParts(TorchFunctionMode):
                 return
         plain = max((shape.plain for _, shape in noted), default=0)
         if len({shape.padded for _, shape in noted}) == 1 and all(part.dim() <= plain for part in parts if id(part) not in self._shapes):
-            with contextlib.suppress(RuntimeError):
-                if torch.broadcast_shapes(*(part.shape for part in parts)) == result.shape:
+            with contextlib.suppress(ValueError):
+                if broadcast_shape(*(part.shape for part in parts)) == result.shape:
                     self._note(result, Shape(plain, noted[0][1].padded))
 
     def _stack_latents(self, tensors: Sequence[Tensor], dim: int = 0) -> Tensor | None:
@@ -227,7 +233,7 @@ def _index_select(input: Tensor, dim: int, index: Tensor) -> Tensor:
 def _broadcast_beyond(tensors: Sequence[Tensor], dim: int) -> list[Tensor]:
     """Returns tensors of one shape, but for a dimension from the right."""
     moved = [tensor.movedim(dim, -1) for tensor in tensors]
-    shape = torch.broadcast_shapes(*(tensor.shape[:-1] for tensor in moved))
+    shape = broadcast_shape(*(tensor.shape[:-1] for tensor in moved))
     return [tensor.expand(*shape, -1).movedim(-1, dim) for tensor in moved]
 
 

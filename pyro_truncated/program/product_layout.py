@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from pyro.distributions.util import broadcast_shape
 from torch import Tensor
 
 from pyro_truncated.ops.elimination import BucketTree, Messages
@@ -188,7 +189,7 @@ class ProductLayout:
         dim = self.tree.dim(nodes[0])
         num_states = max(tables[node].shape[dim] for node in nodes)
         shapes = {tables[node].shape for node in nodes}
-        shape = next(iter(shapes)) if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
+        shape = next(iter(shapes)) if len(shapes) == 1 else broadcast_shape(*shapes)
         return self._rows(nodes[0], torch.stack([tables[node].expand(shape) for node in nodes]), num_states, sizes)
 
     def _rows(self, node: int, tables: Tensor, num_states: int, sizes: Sequence[int]) -> Tensor:

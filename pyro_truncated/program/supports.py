@@ -9,6 +9,7 @@ import pyro
 import torch
 from pyro.distributions import ExtendedBinomial
 from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
+from pyro.distributions.util import broadcast_shape
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Independent, MixtureSameFamily, constraints
 
@@ -73,7 +74,7 @@ def possible_values(fn: Any, value: Tensor) -> Tensor:
         return possible_values(fn.base_dist, value)
     if isinstance(fn, Independent):
         entries = possible_values(fn.base_dist, value)
-        entries = entries.expand(torch.broadcast_shapes(entries.shape, fn.base_dist.batch_shape))
+        entries = entries.expand(broadcast_shape(entries.shape, fn.base_dist.batch_shape))
         return entries.flatten(entries.dim() - fn.reinterpreted_batch_ndims).all(-1)
     check: Tensor = fn.support.check(value)
     # The support of a factor, which has no entries, is that of single entries.

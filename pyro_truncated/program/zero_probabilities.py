@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from pyro.distributions import MaskedMixture
 from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
+from pyro.distributions.util import broadcast_shape
 from pyro.distributions.zero_inflated import ZeroInflatedDistribution
 from torch import Tensor, distributions
 from torch.distributions.utils import clamp_probs, probs_to_logits
@@ -96,8 +97,8 @@ def _apply_to_entries(fn: Any, value: Tensor, entry_formula: _Formula) -> Tensor
     if isinstance(fn, MaskedDistribution):
         return torch.where(torch.as_tensor(fn._mask, device=entries.device), entries, 0)
     if isinstance(fn, ExpandedDistribution):
-        return entries.expand(torch.broadcast_shapes(entries.shape, fn.batch_shape))
-    entries = entries.expand(torch.broadcast_shapes(entries.shape, fn.base_dist.batch_shape))
+        return entries.expand(broadcast_shape(entries.shape, fn.batch_shape))
+    entries = entries.expand(broadcast_shape(entries.shape, fn.base_dist.batch_shape))
     return entries.flatten(-fn.reinterpreted_batch_ndims).sum(-1) if fn.reinterpreted_batch_ndims else entries
 
 
@@ -137,7 +138,7 @@ def _impossible(fn: Any, value: Tensor) -> Tensor | None:
     if is_one_hot:
         return (is_zero & (value > 0)).sum(-1)
     if isinstance(fn, distributions.Categorical):
-        shape = torch.broadcast_shapes(value.shape, fn.batch_shape)
+        shape = broadcast_shape(value.shape, fn.batch_shape)
         return is_zero.expand(*shape, fn.param_shape[-1]).gather(-1, value.long().unsqueeze(-1).expand(*shape, 1)).squeeze(-1).long()
     total = getattr(fn, "total_count", 1) if not isinstance(fn, distributions.NegativeBinomial) else math.inf
     return ((is_zero & (value > 0)) | (is_one & (value < total))).long()
@@ -227,7 +228,7 @@ def _categorical(fn: Any, value: Tensor) -> Tensor | None:
     if masses is None:
         return None
     index = value.long().unsqueeze(-1)
-    shape = torch.broadcast_shapes(index.shape[:-1], masses.shape[:-1])
+    shape = broadcast_shape(index.shape[:-1], masses.shape[:-1])
     return masses.expand(*shape, -1).gather(-1, index.expand(*shape, 1)).squeeze(-1)
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 from pyro.distributions import TorchDistribution
+from pyro.distributions.util import broadcast_shape
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -235,7 +236,7 @@ class OccludedScene(TorchDistribution):
             defer_check_entries(positive_finite, scale=self.scale, background_scale=self.background_scale)
         shapes = [value.shape[:-1] for value in (presence, position, order) if value is not None]
         event_shape = torch.Size((*canvas, features.shape[-1]))
-        super().__init__(torch.broadcast_shapes(*shapes), event_shape, validate_args=validate_args)
+        super().__init__(torch.Size(broadcast_shape(*shapes)), event_shape, validate_args=validate_args)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> OccludedScene:
         """The same distribution over a larger batch."""
@@ -252,7 +253,7 @@ class OccludedScene(TorchDistribution):
         """
         if self._validate_args:
             self._validate_sample(value)
-        batch = torch.broadcast_shapes(self.batch_shape, value.shape[:-3])
+        batch = torch.Size(broadcast_shape(self.batch_shape, value.shape[:-3]))
         # Images that all states of a batch share are not copied: the batch's last dimensions are the images'.
         own = value.shape[:-3]
         while own and own[0] == 1:

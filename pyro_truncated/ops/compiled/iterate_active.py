@@ -97,13 +97,18 @@ def most_active(words):
 
 
 @njit
-def ever_active(words, n, union, active):
+def ever_active(words, n, active):
     """Like :func:`active_latents` for the union of a row's states."""
+    count = 0
     for w in range(words.shape[2]):
-        union[0, 0, w] = 0
+        union = np.int64(0)
         for c in range(words.shape[1]):
-            union[0, 0, w] |= words[n, c, w]
-    return active_latents(union, 0, 0, active)
+            union |= words[n, c, w]
+        while union != 0:
+            active[count] = 64 * w + trailing_zeros(union)
+            union &= union - 1
+            count += 1
+    return count
 
 
 @njit

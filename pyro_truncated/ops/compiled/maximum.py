@@ -139,14 +139,13 @@ def _maximum_error(words, value, weight, precision, out):
     num_blocks = min(num_data, MAX_BLOCKS)
     for block in prange(num_blocks):
         active = np.empty(64 * num_words, np.int64)
-        union = np.empty((1, 1, num_words), np.int64)
         index = np.empty(num_observed + 1, np.int64)
         near_weight = np.empty((num_latents, round_up(num_observed)))
         near_value, near_precision = np.empty(round_up(num_observed)), np.empty(round_up(num_observed))
         residual = np.empty(round_up(num_observed))
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row = n if num_rows > 1 else 0
-            num_used = ever_active(words, row, union, active)
+            num_used = ever_active(words, row, active)
             count = find_observed_entries(value[n], index)
             size = round_up(count)
             gather(value[n], index, count, 0.0, near_value)
@@ -234,7 +233,6 @@ def _maximum_score(words, value, natural, partition, out):
     num_blocks = min(num_data, MAX_BLOCKS)
     for block in prange(num_blocks):
         active = np.empty(64 * num_words, np.int64)
-        union = np.empty((1, 1, num_words), np.int64)
         index = np.empty(num_observed + 1, np.int64)
         near_natural = np.empty((num_latents + 1, round_up(num_observed)))
         near_partition = np.empty((num_latents + 1, round_up(num_observed)))
@@ -242,7 +240,7 @@ def _maximum_score(words, value, natural, partition, out):
         most_natural, most_partition = np.empty(round_up(num_observed)), np.empty(round_up(num_observed))
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row = n if num_rows > 1 else 0
-            num_used = ever_active(words, row, union, active)
+            num_used = ever_active(words, row, active)
             count = find_observed_entries(value[n], index)
             size = round_up(count)
             gather(value[n], index, count, 0.0, near_value)
@@ -296,16 +294,20 @@ def slab_statistics(value: Tensor, selected: Tensor, draws: Tensor, weight: Tens
 
 @njit(cache=True)
 def _sort(keys, count, order):
-    """Sorts the positions of the first ``count`` keys by insertion."""
-    if count > 64:
-        copy(np.argsort(keys[:count]), order[:count])
-        return
+    """Sorts the positions of keys by insertion, many at a distance first."""
     for i in range(count):
-        j = i
-        while j > 0 and keys[order[j - 1]] > keys[i]:
-            order[j] = order[j - 1]
-            j -= 1
-        order[j] = i
+        order[i] = i
+    gap = 1
+    while count > 64 and gap < count // 9:
+        gap = 3 * gap + 1
+    while gap > 0:
+        for i in range(gap, count):
+            place, j = order[i], i
+            while j >= gap and keys[order[j - gap]] > keys[place]:
+                order[j] = order[j - gap]
+                j -= gap
+            order[j] = place
+        gap //= 3
 
 
 @njit(cache=True)
@@ -395,7 +397,8 @@ def _draw(segments, count, best, first, second):
 @njit
 def _offers(weight, selected, coefficients, without, others):
     """Computes the other causes' maximum in every dimension."""
-    others[:] = 0.0
+    for d in range(len(others)):
+        others[d] = 0.0
     for k in range(len(selected)):
         s = coefficients[k]
         if k == without or s <= 0.0:
@@ -414,7 +417,7 @@ def _gibbs(value, weight, precision, log_odds, mean, deviation, selected, start,
     for block in prange(num_blocks):
         others, terms = np.empty(num_observed), np.empty((4, num_observed + 1))
         order, segments = np.empty(num_observed + 1, np.int64), np.empty((4, num_observed + 2))
-        places, chain = np.arange(num_selected), np.empty(num_selected)
+        places, chain = np.empty(num_selected, np.int64), np.empty(num_selected)
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             state = stream(seed, rows[n])
             copy(start[n], chain)
@@ -437,7 +440,7 @@ def _gibbs(value, weight, precision, log_odds, mean, deviation, selected, start,
                     if sweep >= burn_in:
                         probabilities[n, k] += chance
                 if sweep >= burn_in:
-                    draws[n, sweep - burn_in] = chain
+                    copy(chain, draws[n, sweep - burn_in])
 
 
 @parallel_kernel(cost=HEAVY)
@@ -448,8 +451,8 @@ def _statistics(value, selected, draws, weight, products, squares, errors):
         top, winner = np.empty(num_observed), np.empty(num_observed, np.int64)
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             for c in range(draws.shape[1]):
-                top[:] = 0.0
-                winner[:] = -1
+                for d in range(num_observed):
+                    top[d], winner[d] = 0.0, -1
                 for k in range(selected.shape[1]):
                     s = draws[n, c, k]
                     if s <= 0.0:

@@ -94,7 +94,6 @@ def _noisy_or_log_prob(words, value, linear, log_complement, weight, log_leak_co
     num_blocks = min(num_data, MAX_BLOCKS)
     for block in prange(num_blocks):
         active = np.empty(64 * num_words, np.int64)
-        union = np.empty((1, 1, num_words), np.int64)
         index = np.empty(num_observed + 1, np.int64)
         base = np.empty(num_latents)
         near_weight = np.empty((num_latents, round_up(num_observed)))
@@ -102,7 +101,7 @@ def _noisy_or_log_prob(words, value, linear, log_complement, weight, log_leak_co
         probability = np.empty(round_up(num_observed))
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row = n if num_rows > 1 else 0
-            num_used = ever_active(words, row, union, active)
+            num_used = ever_active(words, row, active)
             # Pixels that are off contribute a term linear in the state.
             count = _where(value[n], 0.0, index)
             offset = 0.0
@@ -136,15 +135,13 @@ def _least_weight(weights, leak, size):
     return smallest * least_weight(weights)
 
 
-# Dividing by the probability of an impossible observation gives infinity, not an exception.
-@parallel_kernel(cost=4, error_model="numpy")
+@parallel_kernel(cost=4)
 def _noisy_or_statistics(words, weights, value, weight, leak, first, ratio):
     num_rows, num_candidates, num_words = words.shape
     (num_data, num_observed), num_latents = value.shape, weight.shape[0]
     num_blocks = ratio.shape[0]
     for block in prange(num_blocks):
         active, used = np.empty(64 * num_words + 1, np.int64), np.empty(64 * num_words + 1, np.int64)
-        union = np.empty((1, 1, num_words), np.int64)
         index = np.empty(num_observed + 1, np.int64)
         near_weight = np.empty((num_latents + 1, round_up(num_observed)))
         near_ratio = np.empty((num_latents + 1, round_up(num_observed)))
@@ -152,7 +149,7 @@ def _noisy_or_statistics(words, weights, value, weight, leak, first, ratio):
         probability = np.empty(round_up(num_observed))
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row = n if num_rows > 1 else 0
-            num_used = ever_active(words, row, union, used)
+            num_used = ever_active(words, row, used)
             count = _where(value[n], 1.0, index)
             size = round_up(count)
             gather(leak, index, count, 1.0, near_leak)

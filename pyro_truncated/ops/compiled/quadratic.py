@@ -144,7 +144,6 @@ def _square_error(words, value, weight, precision, out):
     num_blocks = min(num_data, MAX_BLOCKS)
     for block in prange(num_blocks):
         active = np.empty(64 * num_words, np.int64)
-        union = np.empty((1, 1, num_words), np.int64)
         index = np.empty(num_observed + 1, np.int64)
         near_weight = np.empty((num_latents, round_up(num_observed)))
         start, near_precision, residual = (
@@ -154,7 +153,7 @@ def _square_error(words, value, weight, precision, out):
         )
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row = n if num_rows > 1 else 0
-            num_used = ever_active(words, row, union, active)
+            num_used = ever_active(words, row, active)
             count = find_observed_entries(value[n], index)
             gather(value[n], index, count, 0.0, start)
             gather(precision, index, count, 0.0, near_precision)

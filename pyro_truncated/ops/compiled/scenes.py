@@ -24,7 +24,7 @@ from pyro_truncated.ops.compiled.iterate_active import as_array, copy
 from pyro_truncated.ops.vectorised import scenes as vectorised
 
 
-@njit(error_model="numpy")
+@njit
 def background_energy(image, background, variance, energy):
     """Writes ``-log p_B(y_p)`` up to ``F / 2 log(2 pi)`` for every pixel; returns minus its sum."""
     total = 0.0
@@ -38,14 +38,14 @@ def background_energy(image, background, variance, energy):
     return total
 
 
-@njit(error_model="numpy", inline="always")
+@njit(forceinline=True)
 def pixel_under(shape, top, left, i):
     """The pixel under an entry of a template."""
     row, column = top + i // shape[3], left + i % shape[3]
     return (row - shape[0] * (row >= shape[0])) * shape[1] + column - shape[1] * (column >= shape[1])
 
 
-@njit(error_model="numpy")
+@njit
 def _add_place(image, energy, h, top, left, model, memory, slot):
     """Fills a slot with log density and likelihood ratios, entry by entry."""
     features, masks, variance, shape = model[0][h], model[1][h], model[2], model[3]
@@ -66,7 +66,7 @@ def _add_place(image, energy, h, top, left, model, memory, slot):
         total[slot] += single[i]
 
 
-@njit(error_model="numpy")
+@njit
 def lay_out(places, rank, image, energy, model, memory, state):
     """Lists a state's objects, front to back, and fills missing slots."""
     shape, in_depth = model[3], len(model[4]) == 0
@@ -94,7 +94,7 @@ def lay_out(places, rank, image, energy, model, memory, state):
     return count
 
 
-@njit(error_model="numpy")
+@njit
 def forget(memory):
     """Empties the slots, for the next image."""
     slot_of, used = memory[0], memory[1]
@@ -103,7 +103,7 @@ def forget(memory):
     used[0] = 0
 
 
-@njit(error_model="numpy")
+@njit
 def make_memory(places, num_objects, num_entries, shape):
     """Allocates memory for images with states ``(n, C, H)`` and one state."""
     size, most = 1, 1
@@ -119,7 +119,11 @@ def make_memory(places, num_objects, num_entries, shape):
     num_keys = num_objects * shape[4] * shape[5]
     size = min(size, num_keys)
     ratio, single = np.empty((size, num_entries)), np.empty((size, num_entries))
-    memory = np.full(num_keys, -1, np.int32), np.zeros(size + 1, np.int64), ratio, single, np.empty(size)
+    slot_of, used = np.empty(num_keys, np.int64), np.empty(size + 1, np.int64)
+    for key in range(num_keys):
+        slot_of[key] = -1
+    used[0] = 0
+    memory = slot_of, used, ratio, single, np.empty(size)
     state = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
     numbers = np.empty(most), np.empty(most), np.empty(most), np.empty(most), np.empty(most)
     local = np.empty(most, np.int64), np.empty(most, np.int64), numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], np.empty(1)
@@ -130,7 +134,7 @@ def make_memory(places, num_objects, num_entries, shape):
 _LOST = -60.0
 
 
-@njit(error_model="numpy")
+@njit
 def list_shared_pixels(count, shape, state, space):
     """Lists pixels that several objects cover, with their bits; returns their number.
 
@@ -165,7 +169,7 @@ def list_shared_pixels(count, shape, state, space):
     return found
 
 
-@njit(error_model="numpy", inline="always")
+@njit(forceinline=True)
 def list_covering(pixel, bits, count, masks, ratios, height, width, extent, objects, top, left, slots, member, entry, alpha, ratio):
     """Lists slot, entry, mask probability and ratio of objects over a pixel."""
     row, column = pixel // width, pixel % width
@@ -180,7 +184,7 @@ def list_covering(pixel, bits, count, masks, ratios, height, width, extent, obje
     return over
 
 
-@njit(error_model="numpy", inline="always")
+@njit(forceinline=True)
 def own_pixel(over, nodes, weights, alpha, ratio, share, responsibility, factor):
     """Returns the log of a factor of a pixel's density ratio.
 
@@ -213,7 +217,7 @@ def own_pixel(over, nodes, weights, alpha, ratio, share, responsibility, factor)
     return peak
 
 
-@njit(error_model="numpy", inline="always")
+@njit(forceinline=True)
 def _exp(x):
     """The exponential of a non-positive number, without a call where trivial."""
     if x == 0.0:
@@ -221,7 +225,7 @@ def _exp(x):
     return np.exp(x) if x > _LOST else 0.0
 
 
-@njit(error_model="numpy", inline="always")
+@njit(forceinline=True)
 def mask_probabilities(over, nodes, weights, alpha, share, responsibility, on):
     """Computes posterior mask probabilities over a pixel, after :func:`own_pixel`."""
     if over == 2 and len(nodes) > 0:
@@ -295,7 +299,7 @@ def _quadrature(most: int) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([(nodes + 1) / 2 for nodes, _ in rules]), np.concatenate([weights / 2 for _, weights in rules])
 
 
-@njit(error_model="numpy")
+@njit
 def _room(places, model, num_pixels):
     """Allocates memory, one state and pixel lists for a block of images."""
     memory, state, local = make_memory(places, model[1].shape[0], model[1].shape[1], model[3])
@@ -303,7 +307,7 @@ def _room(places, model, num_pixels):
     return memory, state, local, space
 
 
-@parallel_kernel(cost=HEAVY, error_model="numpy")
+@parallel_kernel(cost=HEAVY)
 def _log_prob(places, rank, images, features, masks, variance, background, background_variance, shape, nodes, weights, out):
     """Log densities ``(N, C)`` of images under states ``(N, C, H)`` and depth ranks."""
     num_data, num_candidates = places.shape[:2]
@@ -325,7 +329,7 @@ def _log_prob(places, rank, images, features, masks, variance, background, backg
             forget(memory)
 
 
-@parallel_kernel(cost=HEAVY, error_model="numpy")
+@parallel_kernel(cost=HEAVY)
 def _pixel_log_prob(places, rank, images, features, masks, variance, background, background_variance, shape, nodes, weights, out):
     """Log densities ``(N, C, D)`` of the pixels, which :func:`_log_prob` sums."""
     num_data, num_candidates = places.shape[:2]
@@ -339,13 +343,14 @@ def _pixel_log_prob(places, rank, images, features, masks, variance, background,
         for n in range(low, high):
             background_energy(images[n], background, background_variance, energy)
             for c in range(num_candidates):
-                out[n, c] = -energy - constant
+                for p in range(len(energy)):
+                    out[n, c, p] = -energy[p] - constant
                 count = lay_out(places[n, c], rank[n, c], images[n], energy, model, memory, state)
                 _add_ratios(count, model, memory, state, local, space, out[n, c])
             forget(memory)
 
 
-@njit(error_model="numpy")
+@njit
 def _add_ratios(count, model, memory, state, local, space, out):
     """Adds a state's log density ratios over the background to its pixels."""
     masks, shape, nodes, weights = model[1], model[3], model[4], model[5]
@@ -365,7 +370,7 @@ def _add_ratios(count, model, memory, state, local, space, out):
             out[pixel] -= memory[3][member[m], entry[m]]
 
 
-@njit(error_model="numpy")
+@njit
 def _correction(count, model, memory, state, local, space):
     """A state's log density beyond that of its single objects."""
     # Arrays are taken out of their tuples here, once: doing so costs more than the work on a pixel.
@@ -391,7 +396,7 @@ def _correction(count, model, memory, state, local, space):
     return value + np.log(product)
 
 
-@njit(error_model="numpy")
+@njit
 def _collect(weight, count, model, memory, state, local, space, mass, owner_mass, mask_mass):
     """Adds a state's weight to its slots, with corrections at overlaps."""
     masks, nodes, weights = model[1], model[4], model[5]
@@ -415,7 +420,7 @@ def _collect(weight, count, model, memory, state, local, space, mass, owner_mass
             mask_mass[slot, i] += weight * (on[m] - alone)
 
 
-@njit(error_model="numpy")
+@njit
 def _add_image(image, model, memory, mass, owner_mass, mask_mass, own, sums, bits, counts):
     """Adds the slots of one image to object sums and empties them."""
     masks, shape = model[1], model[3]
@@ -435,7 +440,7 @@ def _add_image(image, model, memory, mass, owner_mass, mask_mass, own, sums, bit
         mass[s] = 0.0
 
 
-@njit(error_model="numpy", inline="always")
+@njit(forceinline=True)
 def _add_pixel(pixel, share, sums):
     """Adds a pixel's weight, weighted colours, and weighted square."""
     sums[0] += share
@@ -444,7 +449,7 @@ def _add_pixel(pixel, share, sums):
         sums[len(pixel) + 1] += share * pixel[f] * pixel[f]
 
 
-@parallel_kernel(cost=HEAVY, error_model="numpy")
+@parallel_kernel(cost=HEAVY)
 def _statistics(
     places, rank, state_weights, images, features, masks, variance, background, background_variance, shape, nodes, weights,
     sums, bits, counts, rest,
@@ -466,7 +471,8 @@ def _statistics(
                     total += state_weights[n, c]
                     count = lay_out(places[n, c], rank[n, c], images[n], energy, model, memory, state)
                     _collect(state_weights[n, c], count, model, memory, state, local, space, held, owned, switched)
-            own[:] = 0.0
+            for p in range(num_pixels):
+                own[p] = 0.0
             _add_image(images[n], model, memory, held, owned, switched, own, sums[block], bits[block], counts[block])
             for p in range(num_pixels):
                 _add_pixel(images[n, p], total - own[p], rest[block])
@@ -516,7 +522,7 @@ def _arrays(images: Tensor, scene: SceneParameters, canvas: Canvas, energy: Tens
     return *(t.contiguous().numpy() for t in tensors), (canvas.template_width, full[1]), is_used.contiguous().numpy()
 
 
-@njit(error_model="numpy", fastmath={"reassoc", "contract", "nnan", "nsz", "arcp"})
+@njit(fastmath={"reassoc", "contract", "nnan", "nsz", "arcp"})
 def _add_entry(first, second, third, energy, colour, logit, floor, out):
     """Adds one template entry's log likelihood ratio ``log(1 - a + a exp(g))`` over all places."""
     red, green, blue = colour[0], colour[1], colour[2]
@@ -542,7 +548,8 @@ def _scan(planes, energy, colours, logits, floors, shape, is_used, out):
     for n in prange(num_data):
         total = np.empty(length, np.float32)
         for h in range(num_objects):
-            total[:] = _ZERO
+            for c in range(length):
+                total[c] = _ZERO
             for i in range(colours.shape[1]):
                 if is_used[h, i]:
                     low = i // shape[0] * shape[1] + i % shape[0]
@@ -553,7 +560,7 @@ def _scan(planes, energy, colours, logits, floors, shape, is_used, out):
                 copy(total[r * shape[1] : r * shape[1] + columns], out[n, h, r])
 
 
-@parallel_kernel(cost=HEAVY, error_model="numpy", fastmath={"reassoc", "contract", "nnan", "nsz", "arcp"})
+@parallel_kernel(cost=HEAVY, fastmath={"reassoc", "contract", "nnan", "nsz", "arcp"})
 def _scan_at(planes, energy, colours, logits, floors, shape, is_used, columns, objects, places, out):
     """The same for objects ``(N, K)`` at places ``(N, K, P)`` only."""
     for n in prange(len(objects)):

@@ -125,12 +125,10 @@ def gather_above(table, active, count, size, out):
             out[a, b] = table[h, active[b]]
 
 
-def gram_matrix(elements: Tensor, is_observed: Tensor | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The dictionary by latents, observed entries, and Gram matrix, or empty ones."""
+def gram_matrix(elements: Tensor, is_observed: Tensor | None) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
+    """The dictionary by latents, observed entries, and the whole Gram matrix."""
     elements = elements.detach().double()
-    if is_observed is None:
-        return as_array(elements.mT), np.empty((0, elements.shape[0]), np.bool_), as_array(elements.mT @ elements)
-    return as_array(elements.mT), is_observed.contiguous().numpy(), np.empty((0, 0))
+    return as_array(elements.mT), None if is_observed is None else is_observed.contiguous().numpy(), as_array(elements.mT @ elements)
 
 
 @njit(fastmath={"reassoc", "contract"})
@@ -250,17 +248,16 @@ def _log_prob(words, linear, elements, is_observed, gram, mean, deviation, out):
     num_rows, num_candidates, num_words = words.shape
     num_data, num_latents = linear.shape
     num_blocks = min(num_data, MAX_BLOCKS)
-    has_missing = is_observed.shape[0] > 0
     for block in prange(num_blocks):
         active = np.empty(64 * num_words, np.int64)
-        union = np.empty((1, 1, num_words), np.int64)
         factor, solution = np.empty((num_latents, num_latents)), np.empty(num_latents)
-        own = np.empty((num_latents, num_latents)) if has_missing else gram
-        near = np.empty((num_latents if has_missing else 0, elements.shape[1]))
+        own = gram
+        if is_observed is not None:
+            own, near = np.empty((num_latents, num_latents)), np.empty(elements.shape)
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row = n if num_rows > 1 else 0
-            if has_missing:
-                row_gram_matrix(elements, is_observed[n], active, ever_active(words, row, union, active), near, own)
+            if is_observed is not None:
+                row_gram_matrix(elements, is_observed[n], active, ever_active(words, row, active), near, own)
             field = linear[n]
             for c in range(num_candidates):
                 count = active_latents(words, row, c, active)
@@ -293,17 +290,16 @@ def _moments(words, weights, linear, elements, is_observed, gram, mean, deviatio
     num_rows, num_candidates, num_words = words.shape
     num_data, num_latents = linear.shape
     num_blocks = second.shape[0]
-    has_missing = is_observed.shape[0] > 0
     for block in prange(num_blocks):
         active = np.empty(64 * num_words, np.int64)
-        union = np.empty((1, 1, num_words), np.int64)
         factor, solution = np.empty((num_latents, num_latents)), np.empty(num_latents)
-        own = np.empty((num_latents, num_latents)) if has_missing else gram
-        near = np.empty((num_latents if has_missing else 0, elements.shape[1]))
+        own = gram
+        if is_observed is not None:
+            own, near = np.empty((num_latents, num_latents)), np.empty(elements.shape)
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row = n if num_rows > 1 else 0
-            if has_missing:
-                row_gram_matrix(elements, is_observed[n], active, ever_active(words, row, union, active), near, own)
+            if is_observed is not None:
+                row_gram_matrix(elements, is_observed[n], active, ever_active(words, row, active), near, own)
             least = least_weight(weights[n])
             for c in range(num_candidates):
                 weight = weights[n, c]
@@ -328,7 +324,7 @@ def row_sizes(most):
     return round_up(most + 1)
 
 
-@njit(forceinline=True, error_model="numpy")
+@njit(forceinline=True)
 def _factorize_prior(covariance, active, count, size, prior, lower, vectors):
     """Computes ``R'`` and ``D`` of the active latents' covariance."""
     gather_above(covariance, active, count, size, prior)
@@ -345,7 +341,7 @@ def _factorize_prior(covariance, active, count, size, prior, lower, vectors):
             prior[p, a], lower[a, p] = factor, factor
 
 
-@njit(forceinline=True, error_model="numpy")
+@njit(forceinline=True)
 def collapse(linear, table, mean, covariance, active, count, prior, joint, lower, vectors):
     """Writes the slabs of the active latents as ``mean + R c``, given the data.
 
@@ -377,7 +373,7 @@ def collapse(linear, table, mean, covariance, active, count, prior, joint, lower
     return energy
 
 
-@njit(forceinline=True, error_model="numpy")
+@njit(forceinline=True)
 def eliminate(joint, count, size, vectors):
     """Eliminates what is below the pivots; returns the log density's rest."""
     energy, product = 0.0, 1.0
@@ -396,7 +392,7 @@ def eliminate(joint, count, size, vectors):
     return energy - 0.5 * np.log(product)
 
 
-@njit(forceinline=True, error_model="numpy")
+@njit(forceinline=True)
 def posterior_roots(mean, active, prior, joint, count, size, vectors):
     """Computes the slabs' posterior after :func:`collapse`.
 
@@ -415,7 +411,7 @@ def posterior_roots(mean, active, prior, joint, count, size, vectors):
         add_row(joint[p, count] / joint[p, p], joint, p, vectors, SLABS, 0, size, size)
 
 
-@njit(forceinline=True, error_model="numpy")
+@njit(forceinline=True)
 def posterior(mean, active, prior, joint, count, size, vectors, covariance):
     """As :func:`posterior_roots`, with the lower triangle of the covariance."""
     posterior_roots(mean, active, prior, joint, count, size, vectors)
@@ -425,7 +421,7 @@ def posterior(mean, active, prior, joint, count, size, vectors, covariance):
         add_square(1.0 / joint[p, p], joint, p, size, count, covariance)
 
 
-@njit(forceinline=True, error_model="numpy")
+@njit(forceinline=True)
 def gradients(prior, joint, count, size, vectors, spare, products):
     """Computes gradients of the log density after :func:`posterior`.
 
@@ -457,7 +453,7 @@ def gradients(prior, joint, count, size, vectors, spare, products):
         add_row(vectors[FIELD, a], vectors, FIELD, products, a, 0, round_up(a + 1))
 
 
-@njit(forceinline=True, error_model="numpy")
+@njit(forceinline=True)
 def transpose_roots(joint, count, size, roots):
     """The columns of ``T' F^-1/2``, whose outer products sum to the covariance."""
     for p in range(count):
@@ -466,7 +462,7 @@ def transpose_roots(joint, count, size, roots):
             roots[a, p] = scale * joint[p, size + a]
 
 
-@njit(forceinline=True, error_model="numpy")
+@njit(forceinline=True)
 def log_prior(mean, covariance, active, count, size, roots, vectors, rows):
     """Expected log densities of slabs under another prior, without constants.
 
@@ -573,17 +569,16 @@ def _correlated_log_prob(words, linear, elements, is_observed, gram, mean, covar
     num_rows, num_candidates, num_words = words.shape
     num_data, num_latents = linear.shape
     num_blocks = len(matrices)
-    has_missing = is_observed.shape[0] > 0
     for block in prange(num_blocks):
         active = np.empty(64 * num_words, np.int64)
-        union = np.empty((1, 1, num_words), np.int64)
         prior, joint, spare, work = matrices[block, 0], matrices[block, 1], matrices[block, 2], vectors[block]
-        own = np.empty((num_latents, num_latents)) if has_missing else gram
-        near = np.empty((num_latents if has_missing else 0, elements.shape[1]))
+        own = gram
+        if is_observed is not None:
+            own, near = np.empty((num_latents, num_latents)), np.empty(elements.shape)
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row = n if num_rows > 1 else 0
-            if has_missing:
-                row_gram_matrix(elements, is_observed[n], active, ever_active(words, row, union, active), near, own)
+            if is_observed is not None:
+                row_gram_matrix(elements, is_observed[n], active, ever_active(words, row, active), near, own)
             for c in range(num_candidates):
                 count = active_latents(words, row, c, active)
                 energy = collapse(linear[n], own, mean, covariance, active, count, prior, joint, spare, work)
@@ -597,18 +592,17 @@ def _correlated_moments(
     num_rows, num_candidates, num_words = words.shape
     num_data, num_latents = linear.shape
     num_blocks, is_apart = len(matrices), len(second) > len(matrices)
-    has_missing = is_observed.shape[0] > 0
     for block in prange(num_blocks):
         active = np.empty(64 * num_words, np.int64)
-        union = np.empty((1, 1, num_words), np.int64)
         prior, joint, spare, spread = matrices[block, 0], matrices[block, 1], matrices[block, 2], matrices[block, 3]
         work = vectors[block]
-        own = np.empty((num_latents, num_latents)) if has_missing else gram
-        near = np.empty((num_latents if has_missing else 0, elements.shape[1]))
+        own = gram
+        if is_observed is not None:
+            own, near = np.empty((num_latents, num_latents)), np.empty(elements.shape)
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row, place = n if num_rows > 1 else 0, n if is_apart else np.int64(block)
-            if has_missing:
-                row_gram_matrix(elements, is_observed[n], active, ever_active(words, row, union, active), near, own)
+            if is_observed is not None:
+                row_gram_matrix(elements, is_observed[n], active, ever_active(words, row, active), near, own)
             least = least_weight(weights[n])
             for c in range(num_candidates):
                 weight = weights[n, c]
@@ -637,18 +631,17 @@ def _expected_log_prior(words, weights, linear, elements, is_observed, gram, mea
     num_rows, num_candidates, num_words = words.shape
     num_data, num_latents = linear.shape
     num_blocks = len(matrices)
-    has_missing = is_observed.shape[0] > 0
     for block in prange(num_blocks):
         active = np.empty(64 * num_words, np.int64)
-        union = np.empty((1, 1, num_words), np.int64)
         prior, joint, roots, rows = matrices[block, 0], matrices[block, 1], matrices[block, 2], matrices[block, 3]
         work = vectors[block]
-        own = np.empty((num_latents, num_latents)) if has_missing else gram
-        near = np.empty((num_latents if has_missing else 0, elements.shape[1]))
+        own = gram
+        if is_observed is not None:
+            own, near = np.empty((num_latents, num_latents)), np.empty(elements.shape)
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row = n if num_rows > 1 else 0
-            if has_missing:
-                row_gram_matrix(elements, is_observed[n], active, ever_active(words, row, union, active), near, own)
+            if is_observed is not None:
+                row_gram_matrix(elements, is_observed[n], active, ever_active(words, row, active), near, own)
             least = least_weight(weights[n])
             for c in range(num_candidates):
                 weight = weights[n, c]
