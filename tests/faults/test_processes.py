@@ -173,7 +173,8 @@ def test_a_function_is_compiled_anew_once_one_that_it_calls_has_changed_in_anoth
     def defined(name, source, **names):
         path = tmp_path / f"{name}.py"
         path.write_text(source)
-        exec(compile(source, path, "exec"), names | {"njit": njit}, found := {})
+        # What numba keeps of a function names its module, without which it can be read only while the first one is in memory.
+        exec(compile(source, path, "exec"), names | {"njit": njit, "__name__": __name__}, found := {})
         return found["function"]
 
     monkeypatch.setattr(numba.core.config, "CACHE_DIR", str(tmp_path / "cache"))
@@ -192,7 +193,7 @@ def test_a_function_is_compiled_anew_once_its_own_file_says_something_else_not_o
     for factor in (2, 2, 3, 2):
         path.write_text(source := f"@njit(cache=True)\ndef function(x):\n    return {factor} * x\n")
         os.utime(path, (1e9 + len(results), 1e9 + len(results)))
-        exec(compile(source, path, "exec"), {"njit": njit}, found := {})
+        exec(compile(source, path, "exec"), {"njit": njit, "__name__": __name__}, found := {})
         results.append((found["function"](5), sum(found["function"].stats.cache_hits.values())))
     assert results == [(10, 0), (10, 1), (15, 0), (10, 0)]
 
@@ -208,9 +209,13 @@ def test_a_function_is_compiled_anew_once_an_intrinsic_that_it_calls_has_changed
     for factor in (2, 2, 3):
         path = tmp_path / f"by_{factor}.py"
         path.write_text(source.format(factor=factor))
-        exec(compile(path.read_text(), path, "exec"), {"intrinsic": numba.extending.intrinsic, "types": numba.types}, inner := {})
+        exec(
+            compile(path.read_text(), path, "exec"),
+            {"intrinsic": numba.extending.intrinsic, "types": numba.types, "__name__": __name__},
+            inner := {},
+        )
         (tmp_path / "outer.py").write_text(text := "@njit(cache=True)\ndef function(x):\n    return inner(x)\n")
-        exec(compile(text, tmp_path / "outer.py", "exec"), {"njit": njit, "inner": inner["function"]}, outer := {})
+        exec(compile(text, tmp_path / "outer.py", "exec"), {"njit": njit, "inner": inner["function"], "__name__": __name__}, outer := {})
         results.append((outer["function"](5), sum(outer["function"].stats.cache_hits.values())))
     assert results == [(10, 0), (10, 1), (15, 0)]
 
