@@ -135,7 +135,7 @@ class Diagonal(CovariancesBase):
         """Maximum likelihood parameters with eigenvalues above the floor."""
         counts = _counts(statistics).unsqueeze(-1)
         power = statistics["products"] / counts
-        variance = torch.addcmul(power, loc, loc - 2 * statistics["sums"] / counts).maximum(rounding(power))
+        variance = torch.addcmul(power, loc, loc - 2 * statistics["sums"] / counts).maximum(rounding_floor(power))
         return {"scale": self._mean(variance).maximum(floor).sqrt()}
 
     def features(self, x: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ class Full(CovariancesBase):
 
     def best(self, statistics: dict[str, Tensor], loc: Tensor, floor: Tensor) -> Parameters:
         """The factors of the likeliest covariances."""
-        floor = floor.maximum(rounding(statistics["products"].diagonal(dim1=-2, dim2=-1) / _counts(statistics).unsqueeze(-1)))
+        floor = floor.maximum(rounding_floor(statistics["products"].diagonal(dim1=-2, dim2=-1) / _counts(statistics).unsqueeze(-1)))
         return {"scale": floor_cholesky(floor_covariance(spread_around(statistics, loc), floor))}
 
     def features(self, x: Tensor) -> Tensor:
@@ -268,7 +268,7 @@ class Tied(Full):
         counts, cross = _counts(statistics).unsqueeze(-1), loc.mT @ statistics["sums"]
         products = statistics["products"]
         spread = products - cross - cross.mT + (counts * loc).mT @ loc
-        floor = floor.maximum(rounding(products.diagonal() / counts.sum(), is_shared=True))
+        floor = floor.maximum(rounding_floor(products.diagonal() / counts.sum(), is_shared=True))
         return {"scale": floor_cholesky(floor_covariance(spread / counts.sum(), floor))}
 
     def features(self, x: Tensor) -> Tensor:
@@ -299,11 +299,11 @@ def _counts(statistics: dict[str, Tensor]) -> Tensor:
     return statistics["counts"].clamp(min=MIN_COMPONENT_COUNT)
 
 
-def rounding(power: Tensor, *, is_shared: bool = False) -> Tensor:
-    """Variances of which means of squares ``power`` have no digits.
+def rounding_floor(power: Tensor, *, is_shared: bool = False) -> Tensor:
+    """The variance below which a difference of mean squares has no digits.
 
-    So it is where an outlier is alone in its component.
-    Those of a component's own are known to a ten-thousandth at least; what all share would be too wide for the others.
+    So it is where an outlier is alone in its component. A variance of its own keeps four digits above this floor. A shared one keeps one:
+    a higher floor would widen all components.
     """
     return (4 if is_shared else 1e4) * torch.finfo(power.dtype).eps * power
 
@@ -368,9 +368,9 @@ class LowRank(Full):
         counts = statistics["counts"].clamp(min=0.0)
         power = statistics["products"].diagonal(dim1=-2, dim2=-1).mean(-1)
         if self.is_shared:
-            floor = floor.maximum(rounding(power.sum() / counts.sum(), is_shared=True))
+            floor = floor.maximum(rounding_floor(power.sum() / counts.sum(), is_shared=True))
         else:
-            floor = floor.maximum(rounding(power / _counts(statistics)))
+            floor = floor.maximum(rounding_floor(power / _counts(statistics)))
         factor, scale = best_low_rank(spread_around(statistics, loc), counts, self.rank, floor, is_shared=self.is_shared)
         return {"factor": factor, "scale": scale}
 

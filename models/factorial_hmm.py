@@ -265,9 +265,10 @@ class FactorialHMM(UniqueModule):
             y: sequences ``(N, T, D)``.
         """
         y = self._check(y)
-        chains: ChainPosterior = getattr(posterior, "posteriors", [posterior])[0]
-        steps = _find_steps_of(chains, y)
-        return steps.marginals(chains, self.initial.double(), self.transition.double(), _lengths(y), y.shape[1])
+        parameters = self.initial.double(), self.transition.double(), _lengths(y), y.shape[1]
+        # A guide beside others has a posterior for each of their draws.
+        each = [_find_steps_of(one, y).marginals(one, *parameters) for one in getattr(posterior, "posteriors", [posterior])]
+        return torch.stack(each).mean(0)
 
     @torch.no_grad()
     @takes_arrays

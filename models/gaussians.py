@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ClosedFormModel, Population, StateSpace
 from pyro_truncated.extend import generator_device
-from pyro_truncated.models.covariances import Covariances, Parameters, Prior, at_most, floor_covariance, rounding
+from pyro_truncated.models.covariances import Covariances, Parameters, Prior, at_most, floor_covariance, rounding_floor
 from pyro_truncated.models.data_model import random_rows
 from pyro_truncated.models.linear_mixture import MIN_COMPONENT_COUNT, Shares, best_weights
 from pyro_truncated.models.seeding import group_places, partners, perturb, scattered_rows
@@ -232,7 +232,7 @@ class Agglomeration:
         varies = bool((within.diagonal() > self.floor).any())
         total = within / freedom if varies else _products(self.x.split(_ROWS_PER_BLOCK)) / len(self.x)
         # What all components share starts where M-steps can leave it.
-        floor = self.floor if self.kind.is_own else self.floor.maximum(rounding(self.x.square().mean(0), is_shared=True))
+        floor = self.floor if self.kind.is_own else self.floor.maximum(rounding_floor(self.x.square().mean(0), is_shared=True))
         return floor_covariance(total, floor)
 
     def _project(self) -> Agglomeration:

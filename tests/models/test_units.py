@@ -144,9 +144,9 @@ def test_free_energies_never_fall_whatever_the_data(name, dtype):
         assert bool(energies.isfinite().all()), family
         # Parameters are rounded: their errors count in units of the deviation, which is a thousandth of the data at least.
         slack = (1e-9 if dtype == D64 else 1e-2) * y.numel() + (1e-12 if dtype == D64 else 1e-6) * float(energies.abs().max())
-        if family == "GaussianMixture-tied" and name.startswith("tiny"):
-            # One covariance for all, whose moments have one digit beside an outlier at 1e8 deviations.
-            slack += 1e-4 * y.numel()
+        if family == "GaussianMixture-tied" and name == "tiny with an outlier":
+            # One covariance for all, whose moments have one digit beside an outlier at 1e8 deviations: it falls by 0.0018 nats.
+            slack += 2e-5 * y.numel()
         assert bool((energies.diff() >= -slack).all()), (family, energies)
 
 
