@@ -97,7 +97,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     if not backend.is_forked:
         # Files are written under another name first, so nothing is left half written.
         process.kill()
-        process.wait()
+        # Closes the pipe to it as well.
+        process.communicate()
 
 
 def _read_requests(requests: queue.SimpleQueue[bytes]) -> None:
