@@ -348,3 +348,11 @@ def test_impossible_arguments_are_named():
     with pytest.raises(ValueError, match="collapsed=False"):
         natural_step(model, views)
     assert dataclasses.is_dataclass(posterior.infer(views, steps=1))
+
+
+def test_lists_of_numbers_are_refused_with_what_to_do():
+    model = random_model(6, (3,), 2)
+    rows = random_views(model)[0].tolist()
+    for call in (lambda: fit(model, rows, steps=1), lambda: model.bound(rows), lambda: Posterior(model, torch.tensor(rows)).infer(rows)):
+        with pytest.raises(TypeError, match=r"y must be a tensor or an array, .*; got a list in y: .*torch.as_tensor\(y\)"):
+            call()

@@ -16,7 +16,7 @@ from pyro_truncated.gp.active_sets import log_prob_of_each
 from pyro_truncated.gp.uncertain import SpikeSlabInputs
 from pyro_truncated.gplvm.batched_bfgs import maximize_batched
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import Prediction, predict
-from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
+from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views, refuse_lists
 from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, describe, names_arguments
 from pyro_truncated.utils.arrays import as_tensors, check_column_names, remember_columns, takes_arrays
 from pyro_truncated.utils.arviz_compat import convert_owner, make_idata
@@ -199,6 +199,7 @@ class Posterior:
             sequences: the sequences that they belong to. Default: that of the first data point.
 
         Raises:
+            TypeError: if views are no tensors or arrays.
             ValueError: if no view is given or the shapes do not fit.
         """
         steps, candidates = check_count("steps", steps, least=0), check_count("candidates", candidates)
@@ -240,6 +241,7 @@ class Posterior:
             {0: y} if isinstance(y, Tensor) else dict(y) if isinstance(y, Mapping) else {c: v for c, v in enumerate(y) if v is not None}
         )
         views = {c: v for c, v in values.items() if v is not None}
+        refuse_lists(views.values())
         sizes = self.model.num_observed
         if not views or len({len(v) for v in views.values()}) > 1:
             raise ValueError(

@@ -187,6 +187,14 @@ class TimePrior(UniqueModule):
 Views = Tensor | Sequence[Tensor]
 
 
+def refuse_lists(views: Iterable[Any]) -> None:
+    """Refuses views that are no tensors, such as lists of rows."""
+    for view in views:
+        if not isinstance(view, Tensor):
+            advice = "of numbers in lists give torch.as_tensor(y)"
+            raise TypeError(f"y must be a tensor or an array, or a list of one for each view; got a {type(view).__name__} in y: {advice}")
+
+
 class SpikeSlabMRD(UniqueModule):
     r"""Gaussian processes from one latent space to several views, with switches.
 
@@ -361,11 +369,12 @@ class SpikeSlabMRD(UniqueModule):
         """The views' outputs as a list; all but labels become floats.
 
         Raises:
-            TypeError: if they are complex.
+            TypeError: if they are complex, or no tensors.
             ValueError: if their number or shapes do not fit the model, or a value is infinite, or its square nearly so.
             NotImplementedError: for shards of data, where they are not taken.
         """
         views = [y] if isinstance(y, Tensor) else list(y)
+        refuse_lists(views)
         if not takes_shards:
             refuse_shards(views, f"{type(self).__name__} takes shards of data in fit_minibatches only")
         portion = find_portion(views)
