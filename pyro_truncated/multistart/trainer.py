@@ -219,6 +219,7 @@ class Trainer:
         population = None if guide is None or profile.is_product else copy_population(guide.population())
         if profile.has_companion:
             parameters = Medians(profile.model, profile.y, guide).state(self.companion)
+            estimate = self._with_data_points(estimate)
             return Solution(estimate, parameters, population, {name: value.clone() for name, value in self.companion.items()})
         if profile.is_chain:
             (chains,) = guide.marginals().values()
@@ -227,6 +228,19 @@ class Trainer:
             marginals = population.marginals().double().cpu()
             probabilities = marginals if bool(vary(marginals).any()) else None
         return Solution(estimate, self.parameters.snapshot(), population, probabilities=probabilities)
+
+    @torch.no_grad()
+    def _with_data_points(self, estimate: FreeEnergyEstimate) -> FreeEnergyEstimate:
+        r"""Adds the free energies of data points, at medians of continuous latents.
+
+        Draws of ``P`` latents from their posterior change these by a deviation of about :math:`\sqrt{P / N}`. Medians in one optimum differ
+        by less: 0.14 where that was 1.06. In two optima of an Indian buffet, of nearly equal means, it was 1.9, and they differed by 3.6.
+        """
+        if self.profile.is_product or self.profile.shares_latents:
+            return estimate
+        each = self.truncated_guide.rescore(self.scorer()).free_energy()
+        num_latents = sum(value.numel() for value in self.companion.values()) / 2  # means and deviations
+        return estimate._replace(each=each, scatter=math.sqrt(num_latents / len(each)))
 
 
 def _guides(profile: Profile, is_start: bool) -> tuple[Any, AutoTruncated, StateSpace]:
