@@ -19,8 +19,6 @@ from torch import Tensor
 LEAST_RADIUS, FULL_DEPTH = 7.0, 4.0
 # A hole that is moved hides at least this part of its size; all of them leave this part of what is seen.
 LEAST_OVERLAP, LEAST_LEFT = 0.5, 0.6
-# Distance in pixels at which a gradient counts a fourth of one at the place itself; from four times of it on it does not count.
-_DISTANCE = 4
 
 
 def fill_large_holes(image: Tensor, estimate: Tensor, restore: Callable[[Tensor], Tensor]) -> Tensor:
@@ -186,17 +184,20 @@ def _directed_gradient(planes: np.ndarray) -> sparse.csc_array:
     ).tocsc()
 
 
-def _structure_tensors(planes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns which squares are not seen, and their tensors, ``(N, 2, 2)``."""
+def _structure_tensors(planes: np.ndarray, distance: int = 4) -> tuple[np.ndarray, np.ndarray]:
+    """Returns which squares are not seen, and their tensors, ``(N, 2, 2)``.
+
+    At this distance in pixels a gradient counts a fourth of one at the place itself; from four times of it on it does not count.
+    """
     down, across = (np.diff(planes, axis=axis) for axis in (0, 1))
     gradients = np.stack([down[:, 1:] + down[:, :-1], across[1:] + across[:-1]], -1) / 2
     products = np.einsum("hwci,hwcj->hwij", gradients, gradients)
     is_cut = np.isnan(products).any((2, 3))
     products[is_cut] = 0.0
     products /= max(products.max(), np.finfo(float).tiny)
-    reach = 4 * _DISTANCE + math.ceil(distance_transform_edt(is_cut).max())
+    reach = 4 * distance + math.ceil(distance_transform_edt(is_cut).max())
     squares = np.arange(-reach, reach + 1) ** 2
-    weights = (1 + (squares + squares[:, None]) / _DISTANCE**2) ** -2.0
+    weights = (1 + (squares + squares[:, None]) / distance**2) ** -2.0
     tensors = oaconvolve(products, weights[..., None, None], mode="same", axes=(0, 1))[is_cut]
     # Both eigenvalues grow by a hundredth of the trace. Where all is constant, but for rounding of the largest products, no direction
     # is told from another.

@@ -18,8 +18,6 @@ from pyro_truncated.utils.devices import generator_device
 # Noise that is added to the first of two arrays, relative to that of the image. All numbers here were chosen on images that are not
 # reported: tests/papers/results/restoration.md.
 _ADDED_NOISE = 0.5
-# By the noise of flat places at most that part of the expected squared error is given back: larger shares lost on smooth drawings.
-_MAX_RETURNED_SHARE = 0.75
 
 
 def restore_with_stacked_sides(
@@ -110,14 +108,14 @@ def oversmoothing_share(image: Tensor, estimate: Tensor, noisier: Tensor, from_n
     return share if -0.12 < share < 0.1 else 0.0
 
 
-def plausible_share(share: float, errors: Tensor, noise: float) -> float:
+def plausible_share(share: float, errors: Tensor, noise: float, most: float = 0.75) -> float:
     r"""Returns a share to add back, or zero if it is implausible.
 
-    It is too large above :math:`0.75 v / \sigma^2` for the expected squared errors :math:`v`. What :func:`oversmoothing_share` finds is
-    the squared error without the noise that is followed, as a part of about :math:`\sigma^2`. If that is more than can be expected, the
-    noise of flat places, with which it was found, is too low.
+    It is too large above :math:`0.75 v / \sigma^2` for the expected squared errors :math:`v`; larger shares lost on smooth drawings. What
+    :func:`oversmoothing_share` finds is the squared error without the noise that is followed, as a part of about :math:`\sigma^2`. If that
+    is more than can be expected, the noise of flat places, with which it was found, is too low.
     """
-    return share if share <= _MAX_RETURNED_SHARE * float(errors.double().mean()) / noise**2 else 0.0
+    return share if share <= most * float(errors.double().mean()) / noise**2 else 0.0
 
 
 def split(image: Tensor, noise: float, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -117,7 +118,7 @@ def test_most_of_the_noise_goes_and_its_level_is_learned():
 @pytest.mark.slow
 @pytest.mark.parametrize("share_missing", [0.0, 0.1])
 def test_entries_are_averaged_by_the_inverse_of_their_expected_squared_errors(monkeypatch, share_missing):
-    monkeypatch.setattr(patch_mixture, "_CONSENSUS_STEPS", 0)
+    monkeypatch.setattr(restore, "find_consensus", functools.partial(patch_mixture.find_consensus, steps=0))
     monkeypatch.setattr(restore, "average_groups", lambda image, estimate, *others: estimate)
     damaged = picture(24).double() + 20 * torch.randn(24, 24, generator=generator(1))
     damaged = torch.where(torch.rand(24, 24, generator=generator(2)) < share_missing, math.nan, damaged)
