@@ -19,9 +19,6 @@ from pyro_truncated.models.data_model import SCALE_FLOOR, activation, cast_like,
 from pyro_truncated.models.dictionary import data_scale
 from pyro_truncated.models.sparse_coding import BinarySparseCoding
 
-# Minibatches of states by which a network is fitted to a linear model.
-_FIT_STEPS = 300
-
 
 class BinaryVAE(UniqueModule):
     r"""Binary latents under a neural network.
@@ -156,7 +153,7 @@ class BinaryVAE(UniqueModule):
         return self
 
     @torch.enable_grad()
-    def _fit(self, linear: BinarySparseCoding) -> None:
+    def _fit(self, linear: BinarySparseCoding, steps: int = 300) -> None:
         """Fits the network to a linear model, on states with all latents.
 
         Each latent is as frequent as given, and a fifth of the states at least has it, and lacks it. The learning rate falls to a tenth.
@@ -168,8 +165,8 @@ class BinaryVAE(UniqueModule):
         often = prior.clamp(0.2, 0.8).expand(200, -1)
         parameters = [value for value in self.decoder.parameters() if value.requires_grad]
         optimizer = torch.optim.Adam(parameters, lr=0.01)
-        slower = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1 ** (1 / _FIT_STEPS))
-        for _ in range(_FIT_STEPS):
+        slower = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1 ** (1 / steps))
+        for _ in range(steps):
             states = torch.bernoulli(often.cpu()).to(often)
             target = (states @ weight.mT + bias - self.center) / self.unit
             optimizer.zero_grad()

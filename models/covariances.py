@@ -13,8 +13,8 @@ from torch.distributions import constraints
 from pyro_truncated import Population
 from pyro_truncated.distributions import ComponentLowRankNormal, ComponentMultivariateNormal, ComponentNormal
 from pyro_truncated.extend import read_conditions
-from pyro_truncated.models.data_model import FLOOR
-from pyro_truncated.models.linear_mixture import MIN_COMPONENT_COUNT, Shares
+from pyro_truncated.models.data_model import FLOOR, MIN_COMPONENT_COUNT
+from pyro_truncated.models.linear_mixture import Shares
 
 # Outliers are in columns whose deviation is so many times that of their middle half.
 OUTLIER_RATIO = 5.0

@@ -214,10 +214,6 @@ def best_slabs(count: Tensor, sums: Tensor, squares: Tensor, slab_mean: Tensor, 
     return mean, torch.where(is_used, variance.sqrt(), slab_scale.double())
 
 
-# Of fewer data points the smallest ones say little; so many say enough.
-_MIN_ROWS, _MAX_ROWS = 20, 10_000
-
-
 class BackgroundWarning(UserWarning):
     """The data of a model without offset have a background."""
 
@@ -231,13 +227,14 @@ def lies_on_background(y: Tensor) -> bool:
     smallest, quartile = row_quantile(y, 100), row_quantile(y, 4)
     spread = quartile - smallest
     is_far = (smallest > spread) | (quartile < -2 * spread)
-    return bool((is_far & ((~y.isnan()).sum(0) >= _MIN_ROWS)).double().mean() > 0.5)
+    # Of fewer than 20 data points the smallest ones say little.
+    return bool((is_far & ((~y.isnan()).sum(0) >= 20)).double().mean() > 0.5)
 
 
-def row_quantile(y: Tensor, part: int) -> Tensor:
+def row_quantile(y: Tensor, part: int, most: int = 10_000) -> Tensor:
     """The entry below which one in so many lies, ``(D,)``, approximate."""
-    if len(y) > _MAX_ROWS:  # always the same, but no regular ones, which may be alike
-        y = y[torch.randint(len(y), (_MAX_ROWS,), generator=torch.Generator().manual_seed(0)).to(y.device)]
+    if len(y) > most:  # always the same, but no regular ones, which may be alike
+        y = y[torch.randint(len(y), (most,), generator=torch.Generator().manual_seed(0)).to(y.device)]
     rows = y.double().sort(0).values
     position = ((~rows.isnan()).sum(0) - 1).clamp(min=0) // part
     return rows.gather(0, position.unsqueeze(0)).squeeze(0).nan_to_num()

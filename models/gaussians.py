@@ -15,8 +15,8 @@ from torch import Tensor
 from pyro_truncated import AutoTruncated, ClosedFormModel, Population, StateSpace
 from pyro_truncated.extend import generator_device
 from pyro_truncated.models.covariances import Covariances, Parameters, Prior, at_most, floor_covariance, rounding_floor
-from pyro_truncated.models.data_model import random_rows
-from pyro_truncated.models.linear_mixture import MIN_COMPONENT_COUNT, Shares, best_weights
+from pyro_truncated.models.data_model import MAX_ROWS_PER_BLOCK, MIN_COMPONENT_COUNT, ROWS_PER_BLOCK, random_rows
+from pyro_truncated.models.linear_mixture import Shares, best_weights
 from pyro_truncated.models.seeding import group_places, partners, perturb, scattered_rows
 from pyro_truncated.search import MaxInnerProductIndex
 
@@ -150,10 +150,8 @@ class Gaussians:
         return [name for name, value in self.spreads.items() if value.dim() > 0] if self.kind.is_own else []
 
 
-# Every cluster is seen as if it had so many data points more, spread as those of all clusters are. The numbers of this file were chosen on
-# data of other seeds than those of the tables.
-_PSEUDO_COUNT = 10
-_ROWS_PER_BLOCK, _MAX_ROWS_PER_BLOCK, _PAIRS = 2**14, 2**16, 2**12
+# Pairs that are looked at at a time. The numbers of this file were chosen on data of other seeds than those of the tables.
+_PAIRS = 2**12
 
 
 class Agglomeration:
@@ -205,7 +203,7 @@ class Agglomeration:
         space = StateSpace([number])
 
         def parts() -> Iterator[Statistics]:
-            for rows, own in zip(self.x.split(_ROWS_PER_BLOCK), owner.split(_ROWS_PER_BLOCK), strict=True):
+            for rows, own in zip(self.x.split(ROWS_PER_BLOCK), owner.split(ROWS_PER_BLOCK), strict=True):
                 population = Population(space, space.pack(own[:, None, None]), rows.new_zeros(len(rows), 1))
                 yield collect_statistics(self.kind, Shares(population, number), rows)
 
@@ -217,8 +215,10 @@ class Agglomeration:
         loc, weights = statistics["sums"] / counts.unsqueeze(-1), torch.ones_like(counts)
         if not self.kind.is_own:
             return Gaussians(self.kind, weights, loc, self.kind.start(covariance, len(loc)))
-        products = statistics["products"] + _PSEUDO_COUNT * self.kind.product(covariance, loc)
-        regularised = {"counts": counts + _PSEUDO_COUNT, "sums": statistics["sums"] + _PSEUDO_COUNT * loc, "products": products}
+        # Every cluster is seen as if it had so many data points more, spread as those of all clusters are.
+        pseudo = 10
+        products = statistics["products"] + pseudo * self.kind.product(covariance, loc)
+        regularised = {"counts": counts + pseudo, "sums": statistics["sums"] + pseudo * loc, "products": products}
         return Gaussians(self.kind, weights, loc, self.kind.best(regularised, loc, self.floor))
 
     def _within(self, statistics: Statistics, owner: Tensor) -> Tensor:
@@ -226,11 +226,11 @@ class Agglomeration:
         counts = statistics["counts"]
         loc = statistics["sums"] / counts.clamp(min=1.0).unsqueeze(-1)
         # Around means: differences of sums have no digits of clusters beside an outlier.
-        blocks = zip(self.x.split(_ROWS_PER_BLOCK), owner.split(_ROWS_PER_BLOCK), strict=True)
+        blocks = zip(self.x.split(ROWS_PER_BLOCK), owner.split(ROWS_PER_BLOCK), strict=True)
         within = _products(rows - loc[own] for rows, own in blocks)
         freedom = max(1, len(self.x) - int((counts > 0).sum()))
         varies = bool((within.diagonal() > self.floor).any())
-        total = within / freedom if varies else _products(self.x.split(_ROWS_PER_BLOCK)) / len(self.x)
+        total = within / freedom if varies else _products(self.x.split(ROWS_PER_BLOCK)) / len(self.x)
         # What all components share starts where M-steps can leave it.
         floor = self.floor if self.kind.is_own else self.floor.maximum(rounding_floor(self.x.square().mean(0), is_shared=True))
         return floor_covariance(total, floor)
@@ -247,7 +247,7 @@ class Agglomeration:
         kind, number = self.kind.by_itself(), max(32, self.kind.least_directions)
         if not kind.is_dense or x.shape[1] <= number:
             return Agglomeration(kind, x, self.floor)
-        directions = torch.linalg.eigh(_products(x.split(_ROWS_PER_BLOCK))).eigenvectors
+        directions = torch.linalg.eigh(_products(x.split(ROWS_PER_BLOCK))).eigenvectors
         return Agglomeration(kind, x @ directions[:, -number:], self.floor.mean())
 
 
@@ -337,7 +337,7 @@ def _nearest(x: Tensor, centres: Tensor) -> Tensor:
     functions = MaxInnerProductIndex(
         linear, _with_one(centres), lambda: group_places(centres), len(x), lambda own: -0.5 * own[:, 1:].square().sum(1)
     )
-    blocks = x.split(_ROWS_PER_BLOCK if functions.are_few else _MAX_ROWS_PER_BLOCK)
+    blocks = x.split(ROWS_PER_BLOCK if functions.are_few else MAX_ROWS_PER_BLOCK)
     # The four nearest: clusters of the others are not its partners.
     return torch.cat([functions.query(_with_one(rows), min(4, len(centres))) for rows in blocks])
 
@@ -348,7 +348,7 @@ def _with_one(x: Tensor) -> Tensor:
 
 def all_statistics(model: ClosedFormModel, population: Population, y: Tensor) -> Statistics:
     """Returns the statistics of a population, block by block."""
-    return add_statistics(model.sufficient_statistics(block, y) for block in population.split(_MAX_ROWS_PER_BLOCK))
+    return add_statistics(model.sufficient_statistics(block, y) for block in population.split(MAX_ROWS_PER_BLOCK))
 
 
 def all_populations(model: Any, guide: AutoTruncated, y: Tensor) -> Population:
@@ -483,9 +483,9 @@ class MoveSearch:
         number, order = len(self.components), self.near[:, 0].argsort(stable=True)
         owner, x = self.near[order, 0], self.x[order]
         space = StateSpace([2 * number])
-        blocks = list(zip(x.split(_MAX_ROWS_PER_BLOCK), torch.stack([2 * owner, 2 * owner + 1], 1).split(_MAX_ROWS_PER_BLOCK), strict=True))
+        blocks = list(zip(x.split(MAX_ROWS_PER_BLOCK), torch.stack([2 * owner, 2 * owner + 1], 1).split(MAX_ROWS_PER_BLOCK), strict=True))
         halves = self.components.select(torch.arange(2 * number, device=owner.device) // 2)
-        log_joints = _sides(x, owner, number, generator).split(_MAX_ROWS_PER_BLOCK)
+        log_joints = _sides(x, owner, number, generator).split(MAX_ROWS_PER_BLOCK)
         # Eight EM steps of the halves.
         for _ in range(8):
             populations = (

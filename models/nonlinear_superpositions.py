@@ -177,8 +177,6 @@ _SUPPORTS = {
     "exponential": constraints.nonnegative,
     "gamma": constraints.positive,
 }
-_MAX_CONCENTRATION = 1e6
-_ROUNDING = 1e-13
 
 
 class ExponentialFamilyMaximalCauses(SuperposedCauses):
@@ -341,7 +339,7 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
             return means
         # An average of what is at the upper bound is there, too: a rounding error below it, 1 - m would differ in its tenth digit.
         most = 1 - FLOOR
-        return torch.where(means > most - _ROUNDING, most, means.clamp(min=FLOOR))
+        return torch.where(means > most - 1e-13, most, means.clamp(min=FLOOR))
 
 
 def _losses(likelihood: Any, means: Tensor, statistics: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -349,14 +347,14 @@ def _losses(likelihood: Any, means: Tensor, statistics: dict[str, Tensor]) -> tu
     return likelihood.natural(means) * statistics["won"], likelihood.partition(means) * statistics["wins"]
 
 
-def _best_concentration(excess: Tensor, *, newton_steps: int = 8) -> Tensor:
+def _best_concentration(excess: Tensor, *, newton_steps: int = 8, most: float = 1e6) -> Tensor:
     r"""Solves :math:`\log k - \psi(k) = c` for :math:`k` by Newton's method in :math:`1 / k`."""
-    c = excess.double().clamp(min=0.5 / _MAX_CONCENTRATION)
+    c = excess.double().clamp(min=0.5 / most)
     k = (3 - c + ((c - 3).square() + 24 * c).sqrt()) / (12 * c)
     for _ in range(newton_steps):
         error = k.log() - torch.digamma(k) - c
         k = 1 / (1 / k + error / (k.square() * (1 / k - torch.polygamma(1, k))))
-    return k.clamp(max=_MAX_CONCENTRATION)
+    return k.clamp(max=most)
 
 
 class NoisyOr(SuperposedCauses):

@@ -25,12 +25,20 @@ from pyro_truncated.extend import (
     selected_rows,
     takes_arrays,
 )
-from pyro_truncated.models.data_model import activation, best_prior, cast_like, check_real, count_data, first_rows, random_rows
+from pyro_truncated.models.data_model import (
+    MIN_COMPONENT_COUNT,
+    activation,
+    best_prior,
+    cast_like,
+    check_real,
+    count_data,
+    first_rows,
+    random_rows,
+)
 from pyro_truncated.models.dictionary import data_scale
 from pyro_truncated.scenes import PlacementCompletion, PlacementMoves, PlaceScan
 from pyro_truncated.search import Search
 
-_MARGIN = 2  # pixels around a window that shall show background
 _MAX_MISSING_SHARE = 0.3  # less of a window's energy is missing in an object that it shows
 
 
@@ -184,14 +192,17 @@ def _average(windows: Windows, clusters: Clusters) -> Clusters:
     )
 
 
-def _brightest_windows(contrast: Tensor, canvas: Canvas, *, windows_per_image: int = 4) -> tuple[Tensor, Tensor, Tensor]:
-    """What windows of contrasts ``(N, height, width)`` show inside less around, inside, and places."""
+def _brightest_windows(contrast: Tensor, canvas: Canvas, *, windows_per_image: int = 4, margin: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    """What windows of contrasts ``(N, height, width)`` show inside less around, inside, and places.
+
+    The ``margin`` are pixels around a window that shall show background.
+    """
     height, width = canvas.template_height, canvas.template_width
     inner = _centre(height, width).to(contrast)
-    kernels = torch.stack([pad(inner, (_MARGIN,) * 4, value=-2.0), pad(torch.ones_like(inner), (_MARGIN,) * 4)]).unsqueeze(1)
+    kernels = torch.stack([pad(inner, (margin,) * 4, value=-2.0), pad(torch.ones_like(inner), (margin,) * 4)]).unsqueeze(1)
     every = torch.arange(len(contrast), device=contrast.device)
-    corner = torch.full_like(every, -_MARGIN)
-    rows, columns = (cells - 1 + side + 2 * _MARGIN for cells, side in zip(canvas.grid, (height, width), strict=True))
+    corner = torch.full_like(every, -margin)
+    rows, columns = (cells - 1 + side + 2 * margin for cells, side in zip(canvas.grid, (height, width), strict=True))
     around = _cut(contrast.unsqueeze(1), every, corner, corner, (rows, columns), canvas.wrap)
     score, inside = conv2d(around, kernels).flatten(2).unbind(1)
     peaks = []
@@ -234,9 +245,6 @@ def _cut(pictures: Tensor, which: Tensor, top: Tensor, left: Tensor, size: tuple
     if not wrap:
         parts = parts * (is_inside[0].unsqueeze(2) & is_inside[1].unsqueeze(1)).unsqueeze(-1)
     return parts.movedim(-1, 1)
-
-
-_MIN_WEIGHT = 1e-8
 
 
 class OcclusiveComponents(UniqueModule):
@@ -432,7 +440,9 @@ class OcclusiveComponents(UniqueModule):
         features = _means(owned, self.features.double().flatten(1, 2))
         background = _means(rest, self.background.double())
         present = statistics["present"].unsqueeze(-1)
-        masks = torch.where(present > _MIN_WEIGHT, statistics["on"] / present.clamp(min=_MIN_WEIGHT), self.masks.double().flatten(1))
+        masks = torch.where(
+            present > MIN_COMPONENT_COUNT, statistics["on"] / present.clamp(min=MIN_COMPONENT_COUNT), self.masks.double().flatten(1)
+        )
         self.features = features.reshape(self.features.shape).to(self.features)
         self.background = background.to(self.background)
         self.masks = masks.clamp(self.min_mask, 1 - self.min_mask).reshape(self.masks.shape).to(self.masks)
@@ -468,9 +478,9 @@ class OcclusiveComponents(UniqueModule):
 
     def _best_scale(self, sums: Tensor, means: Tensor, old: Tensor, floor: Tensor) -> Tensor:
         weight = sums[..., 0].sum() * self.num_channels
-        variance = OccludedScene.squared_errors(sums, means) / weight.clamp(min=_MIN_WEIGHT)
+        variance = OccludedScene.squared_errors(sums, means) / weight.clamp(min=MIN_COMPONENT_COUNT)
         best = variance.clamp(min=0.0).sqrt().maximum(floor)
-        return torch.where(weight > _MIN_WEIGHT, best, old.detach().double()).to(old)
+        return torch.where(weight > MIN_COMPONENT_COUNT, best, old.detach().double()).to(old)
 
     def _check(self, y: Tensor) -> Tensor:
         expected = (self.canvas.height, self.canvas.width, self.num_channels)
@@ -484,4 +494,4 @@ class OcclusiveComponents(UniqueModule):
 def _means(sums: Tensor, old: Tensor) -> Tensor:
     """Weighted means ``(..., F)`` from sums ``(..., F + 2)``, or old ones."""
     weight = sums[..., :1]
-    return torch.where(weight > _MIN_WEIGHT, sums[..., 1:-1] / weight.clamp(min=_MIN_WEIGHT), old)
+    return torch.where(weight > MIN_COMPONENT_COUNT, sums[..., 1:-1] / weight.clamp(min=MIN_COMPONENT_COUNT), old)

@@ -32,10 +32,6 @@ Statistics = dict[str, Tensor]
 Total = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 Likelihood = SpikeSlabSuperposition | CorrelatedSlabSuperposition
 
-_INIT_VARIANCE = 0.5
-# So many data points tell a good step from a bad one.
-_TRIAL_ROWS = 250
-
 
 class IndependentSlabs:
     r"""Independent slabs, :math:`z_h \sim \mathcal N(\mu_h, \tau_h^2)`; the scale are the deviations :math:`\tau`, ``(H,)``."""
@@ -45,7 +41,7 @@ class IndependentSlabs:
 
     def first_scale(self, num_latents: int, dtype: torch.dtype | None = None) -> Tensor:
         """The scale to start from: slabs are independent, with variance 1/2."""
-        return torch.full((num_latents,), _INIT_VARIANCE**0.5, dtype=dtype)
+        return torch.full((num_latents,), 0.5**0.5, dtype=dtype)
 
     def distribution(self, mean: Tensor, scale: Tensor) -> dist.TorchDistribution:
         """The prior itself, over vectors of slabs."""
@@ -99,7 +95,7 @@ class CorrelatedSlabs:
 
     def first_scale(self, num_latents: int, dtype: torch.dtype | None = None) -> Tensor:
         """See :class:`IndependentSlabs`."""
-        return torch.full((num_latents,), _INIT_VARIANCE**0.5, dtype=dtype).diag()
+        return INDEPENDENT.first_scale(num_latents, dtype).diag()
 
     def distribution(self, mean: Tensor, scale: Tensor) -> dist.TorchDistribution:
         """See :class:`IndependentSlabs`."""
@@ -129,9 +125,11 @@ class CorrelatedSlabs:
             return gains.nan_to_num(-torch.inf).argmax(0, keepdim=True)
 
         (number,) = total([torch.tensor(len(population), device="cpu")])
-        if number > _TRIAL_ROWS and len(means) > 1:
+        # 250 data points tell a good step from a bad one.
+        stride = -(-int(number) // 250)
+        if stride > 1 and len(means) > 1:
             # Few of the data points and states nominate a step, all decide whether it is taken in the place of that of EM.
-            few = positions % -(-int(number) // _TRIAL_ROWS) == 0
+            few = positions % stride == 0
             nominees = _with_first(best(means, covariances, _part(population, few)))
             means, covariances = means[nominees], covariances[nominees]
         index = best(means, covariances, population) if len(means) > 1 else [0]

@@ -367,7 +367,10 @@ def _clusters(points: Tensor, number: int, generator: torch.Generator | None, *,
 
 
 def _run_em(mixture: PatchMixture, nearest: Tensor, data: tuple[Tensor, Tensor, Tensor], bar: ProgressBar) -> AutoTruncated:
-    """Runs EM on patches without noise, at first with the nearest clusters, then with 12 candidates."""
+    """Runs EM on patches without noise, at first with the nearest clusters.
+
+    Then each patch has 12 candidates.
+    """
     space = StateSpace([mixture.num_components])
     population = Population(space, space.pack(nearest[:, :1, None]), torch.zeros_like(nearest[:, :1], dtype=data[0].dtype))
     guide = _guide(mixture, nearest)

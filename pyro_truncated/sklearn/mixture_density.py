@@ -27,8 +27,6 @@ from pyro_truncated.training.loop import fit
 from pyro_truncated.utils.arguments import check_count, check_counts
 from pyro_truncated.utils.arrays import check_units, find_package, holds_arrays
 
-# Columns with more values, in numbers and as a share of the rows, are hardly categorical.
-_MANY_CATEGORIES, _MAX_SHARE_OF_CATEGORIES = 10, 0.5
 _FAMILIES = ("gaussian", "poisson", "categorical")
 _COVARIANCE_TYPES = ("full", "diag", "spherical", "tied")
 
@@ -347,7 +345,8 @@ def _make_encoder(data: Any, dtypes: list[Any]) -> OrdinalEncoder:
 def _warn_if_many(numbers_of_values: list[int], num_rows: int) -> None:
     """Warns of a column with more values than categories have."""
     most = max(numbers_of_values)
-    if most > max(_MANY_CATEGORIES, _MAX_SHARE_OF_CATEGORIES * num_rows):
+    # More values than ten, and than half of the rows, are hardly categories.
+    if most > max(10, 0.5 * num_rows):
         warnings.warn(
             f"column {numbers_of_values.index(most)} has {most} values in {num_rows} rows, and each is a category of its own for "
             "family='categorical': sort numbers into a few bins, or take family='gaussian'.",

@@ -77,7 +77,7 @@ _FROM_BELOW = (AssertionError, AttributeError, IndexError, KeyError, OverflowErr
 _UNTOUCHED = (NotImplementedError, RecursionError, torch.OutOfMemoryError)
 # Of a kernel that there is for other types of numbers only, torch says the same as of what nobody has written yet.
 _OF_TORCH = " not implemented for '"
-_LONGEST = 120
+
 _HERE = __name__.partition(".")[0] + "."
 _KINDS: dict[Any, str] = {Tensor: "a tensor", float: "a number", int: "an integer", bool: "True or False", str: "a string", None: "None"}
 
@@ -222,7 +222,7 @@ def _kind(hint: Any) -> str:
     return _KINDS.get(kind) or f"a {getattr(kind, '__name__', kind)}"
 
 
-def describe(value: Any) -> str:
+def describe(value: Any, longest: int = 120) -> str:
     """Describes a value; of tensors, how many entries are not finite."""
     if isinstance(value, (Tensor, np.ndarray)):
         kind = str(value.dtype).removeprefix("torch.")
@@ -233,7 +233,7 @@ def describe(value: Any) -> str:
     if isinstance(value, torch.nn.Module):
         return type(value).__name__
     text = " ".join(repr(value).split())
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return text if len(text) <= longest else f"{text[:longest]}..."
 
 
 def renames(*removed: str, **names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
