@@ -1,5 +1,0 @@
-"""Surrogate search, and the regressions that it follows."""
-
-from pyro_truncated.search.surrogate.surrogate_search import SurrogateSearch
-
-__all__ = ["SurrogateSearch"]
