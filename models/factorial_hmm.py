@@ -304,20 +304,15 @@ def _lengths(y: Tensor) -> Tensor:
     return ((~y.isnan().all(-1)) * step).amax(1)
 
 
-def _all_steps(y: Tensor) -> ObservedSteps:
-    """The steps up to the last observation, as the program has them."""
-    step = torch.arange(y.shape[1], device=y.device).expand(y.shape[:2])
-    kind = (step > 0).long().masked_fill(step >= _lengths(y).unsqueeze(1), -1)
-    return ObservedSteps(step, kind, (0,), (1,))
-
-
 def _find_observed_steps(y: Tensor) -> ObservedSteps:
     return ObservedSteps.from_mask(~y.isnan().all(-1))
 
 
 def _find_steps_of(posterior: ChainPosterior, y: Tensor) -> ObservedSteps:
-    """The steps that a posterior is of: all, or those observed."""
-    for steps in (_all_steps(y), _find_observed_steps(y)):
+    """The steps of a posterior: all before the end, or those observed."""
+    step = torch.arange(y.shape[1], device=y.device).expand(y.shape[:2])
+    kind = (step > 0).long().masked_fill(step >= _lengths(y).unsqueeze(1), -1)
+    for steps in (ObservedSteps(step, kind, (0,), (1,)), _find_observed_steps(y)):
         if torch.equal(steps.kind, posterior.transitions.kind):
             return steps
     raise ValueError(f"posterior must be of the sequences y, {tuple(y.shape)}, with the same observed steps. Infer it again from y")

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributions import constraints
 from torch.nn import functional as F
 
-from pyro_truncated import Population, Search, StateSpace
+from pyro_truncated import Population, Search
 from pyro_truncated.distributions import categorical, component_products, component_sums, defer_validation
 from pyro_truncated.extend import Renamed, check_counts, names_arguments, selected_rows, takes_arrays
 from pyro_truncated.models.data_model import (
@@ -232,13 +232,10 @@ class LikeliestComponents(Search):
     miss less, in less time. Other models than those of one latent for each data point and an observed site ``y`` are refused.
     """
 
+    mixture_only = True
+
     def __init__(self, model: LinearMixture, num_states: int) -> None:
         self.model, self.num_states = model, check_counts(num_states=num_states)[0]
-
-    def check_space(self, space: StateSpace) -> None:
-        """Refuses all but a single latent."""
-        if space.num_latents != 1:
-            raise ValueError(f"LikeliestComponents is for mixtures, whose one latent is the component; got {space.num_latents} latents")
 
     def propose(self, batch: SearchBatch) -> Population:
         """The likeliest components."""
@@ -328,7 +325,6 @@ class MixtureOfMeans(LinearMixture):
     as one more data point.
     """
 
-    weights: Tensor
     _parameter: ClassVar[str]
     _kind: ClassVar[Any]
 
@@ -433,7 +429,6 @@ class CategoricalMixture(MixtureOfMeans):
     _parameter = "probs"
     _kind = staticmethod(defer_validation(dist.Categorical))
 
-    weights: Tensor
     probs: Tensor
 
     @names_arguments
@@ -515,7 +510,6 @@ class PoissonMixture(MixtureOfMeans):
     _kind = staticmethod(defer_validation(dist.Poisson))
     data_support = constraints.nonnegative_integer
 
-    weights: Tensor
     rate: Tensor
 
     @names_arguments

@@ -327,7 +327,14 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
         self._maximize_prior(statistics)
         if self.family == "gamma":
             excess = (statistics["errors"] - statistics["logs"]).sum() / statistics["wins"].sum() - 1
-            self.concentration = _best_concentration(excess).to(self.concentration)
+            most = 1e6
+            c = excess.double().clamp(min=0.5 / most)
+            k = (3 - c + ((c - 3).square() + 24 * c).sqrt()) / (12 * c)
+            # Eight steps of Newton's method in 1 / k.
+            for _ in range(8):
+                error = k.log() - torch.digamma(k) - c
+                k = 1 / (1 / k + error / (k.square() * (1 / k - torch.polygamma(1, k))))
+            self.concentration = k.clamp(max=most).to(self.concentration)
 
     def _means(self) -> Tensor:
         return torch.cat([self.weight.double(), self.background.double().unsqueeze(-1)], -1)
@@ -345,16 +352,6 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
 def _losses(likelihood: Any, means: Tensor, statistics: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """What every cause, and the background, explains, and what that costs, ``(D, H + 1)``."""
     return likelihood.natural(means) * statistics["won"], likelihood.partition(means) * statistics["wins"]
-
-
-def _best_concentration(excess: Tensor, *, newton_steps: int = 8, most: float = 1e6) -> Tensor:
-    r"""Solves :math:`\log k - \psi(k) = c` for :math:`k` by Newton's method in :math:`1 / k`."""
-    c = excess.double().clamp(min=0.5 / most)
-    k = (3 - c + ((c - 3).square() + 24 * c).sqrt()) / (12 * c)
-    for _ in range(newton_steps):
-        error = k.log() - torch.digamma(k) - c
-        k = 1 / (1 / k + error / (k.square() * (1 / k - torch.polygamma(1, k))))
-    return k.clamp(max=most)
 
 
 class NoisyOr(SuperposedCauses):
@@ -460,7 +457,12 @@ class NoisyOr(SuperposedCauses):
         \sum_n \langle s \rangle`, averaged over the latents if shared.
         """
         old, trials = self.weight.double(), statistics["trials"]
-        weight = self._fixed_point(statistics) if self.update == "fixed_point" else statistics["causes"] / trials
+        weight = statistics["causes"] / trials
+        if self.update == "fixed_point":
+            # The right-hand side of the equation.
+            claims = statistics["claims"]
+            weight = 1 - (1 - old) * (claims - statistics["causes"] / old) / (claims - trials)
+            weight = torch.where(weight.isfinite(), weight, old)
         weight = torch.where(trials > MIN_COUNT, weight, old).clamp(FLOOR, 1 - FLOOR)
         self.weight = weight.to(self.weight)
         if self.learn_leak:
@@ -468,10 +470,3 @@ class NoisyOr(SuperposedCauses):
             leak = torch.where(observed > 0, statistics["leak_causes"] / observed, self.leak.double())
             self.leak = leak.clamp(FLOOR, 1 - FLOOR).to(self.leak)
         self._maximize_prior(statistics)
-
-    def _fixed_point(self, statistics: dict[str, Tensor]) -> Tensor:
-        """The right-hand side of the fixed-point equation."""
-        old = self.weight.double()
-        blamed = statistics["claims"] - statistics["causes"] / old
-        weight = 1 - (1 - old) * blamed / (statistics["claims"] - statistics["trials"])
-        return torch.where(weight.isfinite(), weight, old)

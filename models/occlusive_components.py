@@ -67,11 +67,6 @@ class Clusters(NamedTuple):
         """Some of them."""
         return Clusters(*(value[index] for value in self))
 
-    def salient_pixels(self, noise: Tensor) -> Tensor:
-        """Which pixels ``(K, t, u)`` exceed the noise that averages leave."""
-        left_over = self.objects.shape[1] * noise / self.size
-        return self.objects.square().sum(1) > 4 * left_over[:, None, None]
-
 
 def estimate_background(pixels: Tensor, generator: torch.Generator | None, steps: int = 30) -> tuple[Tensor, Tensor]:
     """Colour ``(F,)`` and variance of the background among pixels ``(P, F)``.
@@ -133,18 +128,15 @@ def typical_objects(windows: Windows, number: int, generator: torch.Generator | 
         windows.energy.device
     )
     clusters = Clusters(windows.within(0)[candidates], torch.ones_like(candidates), windows.energy[candidates])
-    clusters = _repeat_objects(clusters.take(prune_objects(missing_energy(windows, clusters)[0], 2 * number)), len(candidates), generator)
+    clusters = clusters.take(prune_objects(missing_energy(windows, clusters)[0], 2 * number))
+    # Objects beyond the candidates repeat these, with noise.
+    objects, others = clusters.objects.tensor_split([len(candidates)])
+    noise = torch.randn(others.shape, generator=generator, device=others.device if generator is None else generator.device).to(others)
+    size = others.square().mean((1, 2, 3), keepdim=True).sqrt()
+    clusters = clusters._replace(objects=torch.cat([objects, others + 0.1 * size * noise]))
     for _ in range(4):
         clusters = _average(windows, clusters)
     return clusters.take(prune_objects(missing_energy(windows, clusters)[0], number))
-
-
-def _repeat_objects(clusters: Clusters, number: int, generator: torch.Generator | None, *, copy_noise: float = 0.1) -> Clusters:
-    """Adds noise to objects beyond the first ``number``, which repeat these."""
-    device = clusters.objects.device if generator is None else generator.device
-    noise = torch.randn(clusters.objects[number:].shape, generator=generator, device=device).to(clusters.objects)
-    size = clusters.objects[number:].square().mean((1, 2, 3), keepdim=True).sqrt()
-    return clusters._replace(objects=torch.cat([clusters.objects[:number], clusters.objects[number:] + copy_noise * size * noise]))
 
 
 def missing_energy(windows: Windows, clusters: Clusters) -> tuple[Tensor, Tensor]:
@@ -385,8 +377,10 @@ class OcclusiveComponents(UniqueModule):
         windows = isolated_windows(rows / unit - background, noise, self.canvas, self.num_objects)
         clusters = typical_objects(windows, self.num_objects, generator)
         self.features = (unit * (clusters.objects.movedim(1, -1) + background)).to(self.features)
-        # Likely on where the object differs from the background, but undecided.
-        self.masks = torch.where(clusters.salient_pixels(noise), 0.7, 0.3).to(self.masks)
+        # Likely on where the object exceeds the noise that averages leave, but undecided.
+        left_over = self.num_channels * noise / clusters.size
+        is_salient = clusters.objects.square().sum(1) > 4 * left_over[:, None, None]
+        self.masks = torch.where(is_salient, 0.7, 0.3).to(self.masks)
         self.prior = torch.full_like(self.prior, min(0.5, 4 / self.num_objects))
         self.scale = (unit * max(scale, self.min_scale)).to(self.scale)
         self.background = (unit * background).to(self.background)
