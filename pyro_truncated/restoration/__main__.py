@@ -65,7 +65,9 @@ def restore_in_tiles(
     with progress_bar(progress, total=len(places), desc="tiles") as bar:
         for place in places:
             part = restore(image[place], False)
-            weight = torch.outer(*(_tile_weights(span) for span in place)).to(image)
+            # Weights fade to overlapping ends, never to zero.
+            pixels = (torch.arange(1, span.stop - span.start + 1, dtype=torch.float64) for span in place)
+            weight = torch.outer(*(along.minimum(along.flip(0)).clamp(max=_OVERLAP_PIXELS) for along in pixels)).to(image)
             share[place] += weight
             total[place] += part.image * weight.reshape(weight.shape + (1,) * (image.dim() - 2))
             squares += part.noise**2 / len(places)
@@ -83,12 +85,6 @@ def spans(size: int, side: int) -> list[slice]:
     number = math.ceil((size - side) / max(1, side - _OVERLAP_PIXELS)) + 1
     starts = torch.linspace(0, size - side, number).round().long().tolist()
     return [slice(start, start + side) for start in starts]
-
-
-def _tile_weights(span: slice) -> Tensor:
-    """Returns weights that fade to overlapping ends, never to zero."""
-    places = torch.arange(span.stop - span.start, dtype=torch.float64)
-    return (places + 1).minimum(places.flip(0) + 1).clamp(max=_OVERLAP_PIXELS)
 
 
 # Grey, of sixteen or thirty-two bits.

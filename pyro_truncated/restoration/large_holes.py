@@ -88,7 +88,10 @@ def _shift_hole(is_hole: Tensor) -> list[Tensor]:
     shifted = [is_hole.roll(shifts, (0, 1)) for shifts in ((half[0], 0), (0, half[1]), half)]
     least, most = LEAST_OVERLAP * int(is_hole.sum()), (1 - LEAST_LEFT) * int((~is_hole).sum())
     copies, is_covered = [], is_hole
-    for other in (*_mirror(is_hole), *_mirror(_transpose(near_corner)), *shifted):
+    # Rows as columns, in the largest square at the first corner.
+    side, transposed = min(is_hole.shape), torch.zeros_like(is_hole)
+    transposed[:side, :side] = near_corner[:side, :side].mT
+    for other in (*_mirror(is_hole), *_mirror(transposed), *shifted):
         new = other & ~is_covered
         if int(new.sum()) >= least and int(((is_covered | new) & ~is_hole).sum()) <= most:
             copies.append(new)
@@ -98,13 +101,6 @@ def _shift_hole(is_hole: Tensor) -> list[Tensor]:
 
 def _mirror(is_hole: Tensor) -> list[Tensor]:
     return [is_hole.flip(dims) for dims in ((), (0,), (1,), (0, 1))]
-
-
-def _transpose(is_hole: Tensor) -> Tensor:
-    """Returns rows as columns, in the largest square at the first corner."""
-    side, transposed = min(is_hole.shape), torch.zeros_like(is_hole)
-    transposed[:side, :side] = is_hole[:side, :side].mT
-    return transposed
 
 
 def anisotropic_membrane(image: Tensor) -> Tensor:

@@ -225,20 +225,14 @@ def predict_missing(image: Tensor, num_dims: int, noise: float) -> Tensor:
     neighbours, index = rest, torch.arange(len(rows), device=rows.device)
     # The first learns from what is seen, the others from what is predicted, too.
     for _ in range(3):
-        factor = _directions(_covariances(neighbours, patches), noise)
+        variances, directions = torch.linalg.eigh(_covariances(neighbours, patches))
+        variances = torch.where(variances > _MIN_VARIANCE_RATIO * noise**2, variances, 0.0)
+        rank = max(1, int((variances > 0).sum(1).max()))
+        factor = (directions * variances.sqrt().unsqueeze(1))[..., -rank:].flip(-1)
         center = rows.new_zeros(len(factor), rows.shape[1])
         means, variances = posterior_means(rows, index, place, center, factor, rows.new_full((len(factor),), noise))
         neighbours = patches.assemble(means, 1 / (variances.mean(1) + _MIN_VARIANCE_RATIO * noise**2))
     return smooth + neighbours.to(image.dtype)
-
-
-def _directions(covariance: Tensor, noise: float) -> Tensor:
-    """Directions ``(T, D, R)`` of covariances ``(T, D, D)``, the longest first."""
-    variances, directions = torch.linalg.eigh(covariance)
-    variances = torch.where(variances > _MIN_VARIANCE_RATIO * noise**2, variances, 0.0)
-    rank = max(1, int((variances > 0).sum(1).max()))
-    longest: Tensor = (directions * variances.sqrt().unsqueeze(1))[..., -rank:].flip(-1)
-    return longest
 
 
 # --- covariances of windows, by place ---

@@ -313,7 +313,10 @@ def _fit_mixture(
     y, x = patches.extract(image), patches.extract(estimate)
     filled, places = torch.where(y.isnan(), x, y), patches.places().to(x)
     # How near in place patches of a first cluster are, in deviations of the noise per entry.
-    nearest = _clusters(torch.cat([x, 0.08 * noise * places], 1), num_components, generator)
+    points = torch.cat([x, 0.08 * noise * places], 1)
+    order = torch.randperm(len(points), generator=generator, device=generator_device(generator))[:num_components].to(points.device)
+    # Lloyd's algorithm from random points, in six steps; then each patch has 32 candidates.
+    nearest = nearest_centres(points, k_means(points, points[order], 6), 32)
     mixture = PatchMixture(x.shape[1], num_components, places.shape[1], noise, x)
     guide = _run_em(mixture, nearest, (filled, x, places), bar)
     population = guide.population()
@@ -357,13 +360,6 @@ def _apply_mixture(image: Tensor, fit: MixtureFit, mixture: PatchMixture) -> Ten
     y, places = fit.patches.extract(image), fit.patches.places().to(image)
     population = _guide(mixture, fit.guide.population().states(torch.int64)[..., 0]).refresh_(y, y, places)
     return _assemble(mixture, *mixture.posterior_means(population, y), y, fit.patches)
-
-
-def _clusters(points: Tensor, number: int, generator: torch.Generator | None, *, lloyd_steps: int = 6) -> Tensor:
-    """Returns each point's nearest clusters, by Lloyd's algorithm from random points."""
-    order = torch.randperm(len(points), generator=generator, device=generator_device(generator))[:number].to(points.device)
-    # Each point has 32 candidates.
-    return nearest_centres(points, k_means(points, points[order], lloyd_steps), 32)
 
 
 def _run_em(mixture: PatchMixture, nearest: Tensor, data: tuple[Tensor, Tensor, Tensor], bar: ProgressBar) -> AutoTruncated:

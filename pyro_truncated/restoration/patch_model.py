@@ -38,7 +38,7 @@ class Pursuit(Search):
     :math:`\arg\max_h |w_h^\top r|`, and :math:`r \leftarrow r - (w_h^\top r) w_h`. Source: Mallat
     and Zhang, "Matching pursuits with time-frequency dictionaries", IEEE Transactions on Signal
     Processing 41, 1993. Missing entries count as zero. For models of binary latents with a ``weight
-    (D, H)``.
+    (D, H)`` and one observed site.
 
     Example:
         >>> y = torch.randn(20, 16)
@@ -48,21 +48,33 @@ class Pursuit(Search):
     Args:
         model: has the dictionary, ``weight``.
         length: number of states on a path.
+
+    Raises:
+        TypeError: if the model has no dictionary.
+        ValueError: if the length is not positive; when searching, if data or latents are not those of the dictionary.
     """
+
+    binary_only = True
 
     @names_arguments
     def __init__(self, model: Any, length: int = 6) -> None:
+        if not isinstance(getattr(model, "weight", None), Tensor):
+            raise TypeError(f"model must have a dictionary, weight (D, H); got {type(model).__name__}")
         self.model = model
         self.length = check_count("length", length)
 
     def propose(self, batch: SearchBatch) -> Population:
         """The ``length`` states of the path of every data point."""
+        self.check_space(batch.space)
         directions = F.normalize(self.model.weight.detach(), dim=0)
+        shapes = {name: tuple(value.shape) for name, value in batch.observations.items()}
+        if [shape[1:] for shape in shapes.values()] != [directions.shape[:1]] or batch.space.num_latents != directions.shape[1]:
+            raise ValueError(
+                f"Pursuit by a dictionary {tuple(directions.shape)} is for one observed site (N, D) and H latents; got sites {shapes} and "
+                f"{batch.space.num_latents} latents"
+            )
         (y,) = batch.observations.values()
-        words = self._path(y.nan_to_num(0.0).to(directions) @ directions, directions.mT @ directions, batch)
-        return batch.evaluate(words)
-
-    def _path(self, similarity: Tensor, gram: Tensor, batch: SearchBatch) -> Tensor:
+        similarity, gram = y.nan_to_num(0.0).to(directions) @ directions, directions.mT @ directions
         # States of single elements, as bits: a state with one element more is "or".
         single = batch.space.pack(torch.eye(len(gram), dtype=torch.uint8, device=gram.device))
         path = [single.new_zeros(len(similarity), single.shape[1])]
@@ -70,7 +82,7 @@ class Pursuit(Search):
             best = similarity.abs().argmax(1)
             similarity = similarity - similarity.gather(1, best.unsqueeze(1)) * gram[best]
             path.append(path[-1] | single[best])
-        return torch.stack(path[1:], 1)
+        return batch.evaluate(torch.stack(path[1:], 1))
 
 
 ModelOfPatches = torch.nn.Module | Callable[[int], Any]
@@ -125,7 +137,10 @@ def train(
     per_pass = max(1, round(len(y) / batch_size))
     guide = AutoTruncated(model, num_states=num_states)
     optimizer: Any = ClosedForm(model, minibatch="online") if isinstance(model, ClosedFormModel) else ClippedAdam({"lr": 0.01})
-    elbo = Truncated_ELBO(_search(model), temperature=cooling(3.0, passes * per_pass, annealed_share))
+    # Evolution, beside greedy pursuit where contributions add up.
+    search: Search = EvolutionarySearch(5, 4, 1)
+    search = search if getattr(model, "is_positive", True) else Pursuit(model) + search
+    elbo = Truncated_ELBO(search, temperature=cooling(3.0, passes * per_pass, annealed_share))
     svi = SVI(model, guide, optimizer, elbo)
     free_energies: list[float] = []
     with progress_bar(progress, total=passes * per_pass, desc="restoring") as bar:
@@ -142,12 +157,6 @@ def train(
                 if sum(now) - sum(before) < 2e-4 * patience * y.shape[1]:
                     break
     return guide, free_energies
-
-
-def _search(model: Any) -> Search:
-    """Returns the search: evolution, beside greedy pursuit where contributions add up."""
-    evolution = EvolutionarySearch(5, 4, 1)
-    return evolution if getattr(model, "is_positive", True) else Pursuit(model) + evolution
 
 
 @torch.no_grad()

@@ -149,22 +149,12 @@ def array_weights(arrays: Tensor, held_out: Tensor, noise: float) -> Tensor:
     the most probable weights under a normal prior around equal ones, with standard deviation :math:`\tau = 0.2`. ``arrays (S, *shape)``
     :math:`x_s` are made from the first array of :func:`split`, and :math:`y''` is the second one, whose variance :math:`v` is five times
     that of the image. The data count the more, the more entries there are and the further the arrays lie apart. The squared distance is
-    in expectation that from the truth and a constant.
-    """
-    return stacking_weights(arrays, held_out, noise**2 * (1 + _ADDED_NOISE**-2) / 0.2**2)
-
-
-def stacking_weights(arrays: Tensor, held_out: Tensor, shrinkage: float) -> Tensor:
-    r"""Returns weights ``(S,)`` of arrays ``(S, *shape)``: not negative, with sum one.
-
-    .. math:: \arg\min_w \; \Bigl\| y - \sum_s w_s x_s \Bigr\|^2 + \lambda \sum_s (w_s - 1/S)^2
-
-    All subsets are tried, so that there may be a few.
+    in expectation that from the truth and a constant. All subsets are tried, so that there may be a few.
 
     Reference:
         Breiman, "Stacked regressions", Machine Learning 24, 1996.
     """
-    number = len(arrays)
+    number, shrinkage = len(arrays), noise**2 * (1 + _ADDED_NOISE**-2) / 0.2**2
     centre = arrays.double().mean(0)
     deviations = (arrays.double() - centre).flatten(1)
     quadratic = deviations @ deviations.mT + shrinkage * torch.eye(number, dtype=torch.float64, device=arrays.device)
