@@ -251,8 +251,10 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         if self.family == "categorical":
             return self._codes(X, reset=reset)
         data = validated_data(self, X, reset=reset, dtype=[np.float64, np.float32], ensure_min_samples=2 if reset else 1)
-        if self.family == "poisson":
-            _check_counts(data)
+        if self.family == "poisson" and len(others := np.argwhere((data < 0) | (data != np.floor(data)))):
+            row, column = others[0]
+            place = f"{data[row, column]} in row {row}, column {column}"
+            raise ValueError(f"X must hold counts (0, 1, 2, ...) for family='poisson'; got {place}")
         return torch.from_numpy(np.array(data))
 
     def _codes(self, X: Any, *, reset: bool) -> Tensor:
@@ -353,14 +355,6 @@ def _warn_if_many(numbers_of_values: list[int], num_rows: int) -> None:
             UserWarning,
             stacklevel=5,
         )
-
-
-def _check_counts(data: Any) -> None:
-    """Refuses what is no count, by its place in ``X``."""
-    impossible = np.argwhere((data < 0) | (data != np.floor(data)))
-    if len(impossible):
-        row, column = impossible[0]
-        raise ValueError(f"X must hold counts (0, 1, 2, ...) for family='poisson'; got {data[row, column]} in row {row}, column {column}")
 
 
 @np.vectorize
