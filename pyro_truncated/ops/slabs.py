@@ -35,7 +35,7 @@ def slab_terms(value: Tensor, weight: Tensor, precision: Tensor) -> tuple[Tensor
     """Products ``(N, H)`` of data and dictionary, the scaled dictionary, and a mask."""
     rows, is_observed = without_missing(value)
     rows, weight, precision = rows.detach(), weight.detach().double(), precision.detach().double()
-    return (rows * precision) @ weight, weight * precision.sqrt().unsqueeze(-1), is_observed
+    return rows @ (weight * precision.unsqueeze(-1)), weight * precision.sqrt().unsqueeze(-1), is_observed
 
 
 def noise_log_density(value: Tensor, precision: Tensor) -> Tensor:

@@ -115,8 +115,11 @@ def without_missing(value: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def has_missing(value: Tensor) -> bool:
-    """Whether entries are missing."""
-    return cached_answer(value, "has missing entries", lambda: value.isnan().any())
+    """Whether entries are missing.
+
+    Where their sum is a finite number none is: a pass that writes nothing.
+    """
+    return cached_answer(value, "has missing entries", lambda: ~value.detach().sum().isfinite() and value.isnan().any())
 
 
 def missing_where(value: Tensor, other: Tensor) -> Tensor:

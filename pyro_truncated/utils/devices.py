@@ -64,7 +64,7 @@ def cached_answers(value: Tensor) -> dict[str, bool]:
     return answers
 
 
-def cached_answer(value: Tensor, question: str, find_out: Callable[[], Tensor]) -> bool:
+def cached_answer(value: Tensor, question: str, find_out: Callable[[], Tensor | bool]) -> bool:
     """The answer about a tensor's entries, kept on a device."""
     answers = cached_answers(value)
     if question not in answers:

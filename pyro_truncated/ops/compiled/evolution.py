@@ -23,6 +23,8 @@ from pyro_truncated.ops.packed_states import Fields
 
 # Rows that share their scratch memory; small enough to balance the load, large enough to make allocation negligible.
 ROWS_PER_TASK = 64
+# Weights of parents that are summed together: about the square root of usual numbers of states.
+_BLOCK_STATES = 16
 
 
 def find_duplicates(words: Tensor) -> Tensor:
@@ -274,33 +276,43 @@ def _fitness(log_joint, by_fitness, weights):
 
 
 @njit
-def _draw(weights, threshold):
-    """Where the running sum of weights reaches the threshold."""
-    running = 0.0
-    last = 0
-    for s in range(len(weights)):
+def _reach(values, threshold):
+    """Returns where a running sum reaches the threshold, and the sum before."""
+    place, start, running = 0, 0.0, 0.0
+    for s in range(len(values)):
         before = running
-        running += weights[s]
+        running += values[s]
         if running > before:
-            last = s
+            place, start = s, before
             if running >= threshold:
                 break
-    return last
+    return place, start
 
 
 @parallel_kernel(has_plain=True)
 def _select_parents(log_joint, by_fitness, rows, seed, out):
-    """Successive draws without replacement, ``out`` ``(N, P)``."""
+    """Successive draws without replacement, ``out`` ``(N, P)``.
+
+    A draw searches sums of blocks, and the block in which the threshold lies.
+    """
     num_data, num_states = log_joint.shape
+    num_blocks = (num_states + _BLOCK_STATES - 1) // _BLOCK_STATES
     for n in prange(num_data):
         state = stream(seed, rows[n])
         weights = np.empty(num_states)
         _fitness(log_joint[n], by_fitness, weights)
+        sums = np.empty(num_blocks)
+        for b in range(num_blocks):
+            sums[b] = _total(weights[b * _BLOCK_STATES : (b + 1) * _BLOCK_STATES])
         for p in range(out.shape[1]):
             state += STEP
-            chosen = _draw(weights, (1.0 - uniform(state)) * _total(weights))
-            out[n, p] = chosen
-            weights[chosen] = 0.0
+            threshold = (1.0 - uniform(state)) * _total(sums)
+            b, before = _reach(sums, threshold)
+            block = weights[b * _BLOCK_STATES : (b + 1) * _BLOCK_STATES]
+            chosen, _ = _reach(block, threshold - before)
+            out[n, p] = b * _BLOCK_STATES + chosen
+            block[chosen] = 0.0
+            sums[b] = _total(block)
 
 
 @parallel_kernel(has_plain=True)
