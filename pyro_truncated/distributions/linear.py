@@ -190,9 +190,9 @@ class LinearSuperposition(GaussianSuperposition):
         if not has_missing(value):
             weight, precision = self.weight.double(), self._precision()
             centred = value.double() - self.bias.double()
-            scaled = precision.unsqueeze(-1) * weight
-            constant = self._log_normalizers().sum(-1) - 0.5 * product(precision.unsqueeze(-2), centred.square()).squeeze(-1)
-            terms = product(scaled.mT, centred), -0.5 * weight.mT @ scaled, constant
+            scaled = centred * precision
+            pairwise = -0.5 * weight.mT @ (precision.unsqueeze(-1) * weight)
+            terms = product(weight.mT, scaled), pairwise, self._log_normalizers().sum(-1) - 0.5 * (scaled * centred).sum(-1)
         if key is not None:
             self._last_terms = key, value, terms
         return terms

@@ -114,6 +114,11 @@ def without_missing(value: Tensor) -> tuple[Tensor, Tensor | None]:
     return value.double().masked_fill(is_missing, 0.0), ~is_missing
 
 
+def at_least_single(value: Tensor) -> Tensor:
+    """Floating-point numbers in single precision where they have half of it."""
+    return value.float() if value.dtype.itemsize < 4 else value
+
+
 def has_missing(value: Tensor) -> bool:
     """Whether entries are missing.
 

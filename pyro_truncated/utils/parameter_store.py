@@ -228,6 +228,8 @@ class ShadowWatch(Messenger):
 
 def hold(parameter: Parameter, training: bool) -> None:
     """Records a parameter's owner and the store's tensor that replaces it."""
+    if parameter.tensor.is_inference():
+        raise ValueError(f"parameter '{parameter.name}' was made inside torch.inference_mode(); make the model outside of it")
     replacement = pyro.get_param_store()._params.get(parameter.name, parameter.tensor)
     tensors = [parameter.tensor, replacement] if training or _may_go_on(parameter, replacement) else [parameter.tensor]
     for tensor in tensors:
