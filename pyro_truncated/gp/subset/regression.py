@@ -162,8 +162,8 @@ def _witness(kernel: DataKernel, index: Tensor) -> Tensor:
     return kernel.columns(index[:1], index).double().squeeze(1).clone()
 
 
-def _check_witness(kernel: DataKernel, index: Tensor, witness: Tensor | None) -> None:
-    if witness is None or not len(witness):
+def _check_witness(kernel: DataKernel, index: Tensor, witness: Tensor) -> None:
+    if not len(witness):
         return
     is_within = len(index) == len(witness) and int(index.max()) < kernel.num_data
     if not is_within or not torch.allclose(_witness(kernel, index), witness.to(index.device), rtol=1e-4, atol=1e-8):
@@ -498,9 +498,9 @@ class SubsetGPRegression(DoubleModule):
         Raises:
             ValueError: if it is of other data: other targets, or covariances that the kernel here does not have.
         """
-        if state.get("targets", _digest(self.targets)) != _digest(self.targets):
+        if state["targets"] != _digest(self.targets):
             raise ValueError("the state is of a regression on other targets; make this one from the data that it was fitted to")
-        _check_witness(self.kernel, self.index[self.index >= 0], state.get("witness"))
+        _check_witness(self.kernel, self.index[self.index >= 0], state["witness"])
         inputs = state["inducing_inputs"]
         self.inducing_inputs = None if inputs is None else torch.nn.Parameter(inputs.to(self.index.device, copy=True))
         self.held_out = state["held_out"].to(self.index.device, copy=True)
