@@ -62,12 +62,10 @@ class MaximumSuperposition(GaussianSuperposition):
 
     def packed_log_prob(self, words: Tensor, value: Tensor, state_logits: Tensor | None = None) -> Tensor:
         r"""Log density under packed binary states, plus :math:`\sum_h s_h\,\mathrm{logit}_h`: :meth:`Superposition.packed_log_prob`."""
-        num_latents = self.weight.shape[-1]
         error = ops.maximum_error(words, value, self.weight, self._precision())
         log_prob = self._log_normalizer(value).unsqueeze(-1) - 0.5 * error
         if state_logits is not None:
-            linear = state_logits.double().expand(len(value), num_latents)
-            log_prob = log_prob + ops.pair_energy(words, linear, linear.new_zeros(num_latents, num_latents))
+            log_prob = log_prob + ops.linear_energy(words, state_logits.double().expand(len(value), self.weight.shape[-1]))
         return log_prob.to(torch.promote_types(self.weight.dtype, value.dtype))
 
     @torch.no_grad()
@@ -266,12 +264,11 @@ class FamilyMaximum(Superposition):
 
     def packed_log_prob(self, words: Tensor, value: Tensor, state_logits: Tensor | None = None) -> Tensor:
         r"""Log density under packed binary states, plus :math:`\sum_h s_h\,\mathrm{logit}_h`: :meth:`Superposition.packed_log_prob`."""
-        num_latents, means = self.weight.shape[-1], self._means()
+        means = self._means()
         base = self._elementwise_base(value).sum(-1, keepdim=True)
         score = ops.maximum_score(words, value, self.natural(means), self.partition(means)) + base
         if state_logits is not None:
-            linear = state_logits.double().expand(len(value), num_latents)
-            score = score + ops.pair_energy(words, linear, linear.new_zeros(num_latents, num_latents))
+            score = score + ops.linear_energy(words, state_logits.double().expand(len(value), self.weight.shape[-1]))
         return score.to(torch.promote_types(self.weight.dtype, value.dtype))
 
     @torch.no_grad()
