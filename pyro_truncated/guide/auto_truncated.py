@@ -391,7 +391,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
                 )
 
     def _draw_batches(self, call: Call) -> Iterator[ProductBatch | ChainBatch]:
-        """Returns batches under draws of the latents of other guides.
+        """Yields batches under draws of the latents of other guides.
 
         There are up to :attr:`num_draws`, or one where the draws do not differ.
         """
@@ -417,7 +417,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
             raise NotImplementedError(NO_WHOLE_STATES)
 
     def weights(self, indices: Tensor | None = None) -> Tensor:
-        """Posterior weights of the states, ``(N, S)``, see :meth:`scored`."""
+        """Posterior weights of the states, ``(N, S)``, see :meth:`stored_posterior`."""
         self._refuse_product()
         return self.stored_posterior(indices).population.weights()  # type: ignore[no-any-return]
 
