@@ -303,14 +303,6 @@ class FamilyMaximum(Superposition):
         _, _, wins, won = ops.maximum_wins(words, weights, rows, _round(self._means()))
         return {"wins": wins, "won": won}
 
-    def expected_loss(self, statistics: Statistics) -> Tensor:
-        r"""Returns expected negative log densities of every dimension, ``(D,)``.
-
-        The statistics must come from this very dictionary.
-        """
-        means = self._means()
-        return (self.partition(means) * statistics["wins"] - self.natural(means) * statistics["won"]).sum(1) - statistics["bases"]
-
     @torch.no_grad()
     def reconstruct(self, population: Population, value: Tensor) -> Tensor:
         """Posterior mean of the data without noise, see :meth:`Superposition.reconstruct`."""

@@ -409,7 +409,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
             raise NotImplementedError(NO_WHOLE_STATES)
 
     def weights(self, indices: Tensor | None = None) -> Tensor:
-        """Posterior weights of the states, ``(N, S)``, see :meth:`scored`."""
+        """Posterior weights of the states, ``(N, S)``, see :meth:`stored_posterior`."""
         self._refuse_product()
         return self.stored_posterior(indices).population.weights()  # type: ignore[no-any-return]
 

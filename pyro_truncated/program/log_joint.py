@@ -227,7 +227,7 @@ class LogJoint(Probe):
     # --- blocks that fit into memory ---
 
     def row_blocks(self, states_per_row: int, proposed_per_row: int = 0) -> list[slice]:
-        """Yields slices of data points within the memory budget.
+        """Returns slices of data points within the memory budget.
 
         Each can be scored on its own.
 

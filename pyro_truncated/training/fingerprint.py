@@ -71,7 +71,7 @@ def _call(name: str, arguments: Mapping[Any, Any], depth: int) -> str:
 
 
 def _configuration(value: Any) -> Iterator[tuple[str, Any]]:
-    """Returns the constructor arguments that an object stores, and its submodules."""
+    """Yields the constructor arguments that an object stores, and its submodules."""
     if hasattr(value, "pt_optim_constructor"):
         yield from ((name, attributes) for name, attributes in vars(value).items() if name.startswith("pt_") or name == "kwargs")
         return

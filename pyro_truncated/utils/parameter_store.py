@@ -134,7 +134,7 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
 
 
 def store_parameters(module: torch.nn.Module) -> Iterator[Parameter]:
-    """Returns a module's parameters under their names in Pyro's store."""
+    """Yields a module's parameters under their names in Pyro's store."""
     for part in module.modules():
         if not isinstance(part, PyroModule):
             continue
@@ -174,7 +174,7 @@ _holders: Any = WeakIdKeyDictionary()
 
 
 def replaced_parameters(*programs: Any) -> Iterator[tuple[Parameter, Tensor]]:
-    """Returns parameters for which Pyro's store holds another tensor, and that tensor."""
+    """Yields parameters for which Pyro's store holds another tensor, and that tensor."""
     store = pyro.get_param_store()._params
     for module in program_modules(*programs):
         for parameter in store_parameters(module):

@@ -45,7 +45,7 @@ from pyro_truncated.gp.subset.objectives import (
     sparse_marginals,
 )
 from pyro_truncated.gp.subset.subset_search import SubsetSearch, make_search
-from pyro_truncated.utils.arguments import check_count, check_counts, check_kinds, names_arguments, renames
+from pyro_truncated.utils.arguments import check_count, check_counts, check_kinds, leaves_inference_mode, names_arguments, renames
 from pyro_truncated.utils.arrays import check_units
 from pyro_truncated.utils.constraints import in_double
 from pyro_truncated.utils.devices import DoubleModule
@@ -436,16 +436,10 @@ class SubsetGPRegression(DoubleModule):
             A normal distribution of event shape ``(n_new,)``, and batch shape ``(H,)`` if the targets have columns. The object without
             new inputs is of standardised targets; it is kept until the next :meth:`fit` or loaded state.
         """
-        if self._posterior is None:
-            if self.is_exact:
-                self._posterior = ExactPosterior(self.kernel, self.targets, self.noise)
-            else:
-                self._posterior = SparsePosterior(
-                    _basis(self.kernel, self.inducing_inputs, self.subset), self.targets, self.noise, self.objective, self.held_out
-                )
+        kept = self._posterior = self._posterior or self._given_targets()
         if new is None:
-            return self._posterior
-        mean, spread = self._posterior.joint(new) if joint else self._posterior.marginals(new)
+            return kept
+        mean, spread = kept.joint(new) if joint else kept.marginals(new)
         own = 0.0 if noiseless else self.noise
         mean, scale = (mean * self.target_scale + self.target_mean).mT, self.target_scale[:, None]
         if not self._has_columns:
@@ -457,6 +451,13 @@ class SubsetGPRegression(DoubleModule):
         # A variance of zero is no normal distribution: what rounding may have left of it.
         distribution: TorchDistribution = dist.Normal(mean, scale * (spread + own).clamp(min=1e-14).sqrt()).to_event(1)
         return distribution
+
+    @leaves_inference_mode
+    def _given_targets(self) -> SparsePosterior | ExactPosterior:
+        if self.is_exact:
+            return ExactPosterior(self.kernel, self.targets, self.noise)
+        basis = _basis(self.kernel, self.inducing_inputs, self.subset)
+        return SparsePosterior(basis, self.targets, self.noise, self.objective, self.held_out)
 
     def _original(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         mean, variance = mean * self.target_scale + self.target_mean, variance[:, None] * self.target_scale.square()

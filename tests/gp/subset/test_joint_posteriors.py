@@ -296,3 +296,17 @@ def test_a_kept_state_is_not_changed_by_what_is_trained_from_it(tmp_path):
     model.fit(free_inputs=True, free_input_evaluations=3)
     assert not torch.equal(model.inducing_inputs, kept)
     assert torch.equal(state["_extra_state"]["inducing_inputs"], kept)
+
+
+@pytest.mark.parametrize("num_inducing", [8, None])
+def test_a_posterior_first_used_in_inference_mode_is_differentiable_afterwards(num_inducing):
+    x, y = curve()
+    new = torch.tensor([[0.1], [1.7]], dtype=DOUBLE, requires_grad=True)
+    model, other = (SubsetGPRegression(smooth_rbf(x), y, num_inducing=num_inducing) for _ in range(2))
+    for one in (model, other):
+        if num_inducing:
+            one.index.copy_(torch.arange(0, 40, 5))
+    with torch.inference_mode():
+        model.predict(x)
+    slopes = [torch.autograd.grad(one.posterior(new).mean.sum(), new)[0] for one in (model, other)]
+    assert torch.equal(*slopes)
