@@ -475,6 +475,8 @@ class GPSelect(Preselection):
             kernel=kernel, refit_every=refit_every, rank=rank, pivots=pivots, inputs=inputs, fit_steps=fit_steps, generator=generator
         )
         super().__init__(affinity, num_selected, max_active=max_active, explore=explore, merge=merge, generator=generator)
+        self.kernel, self.refit_every, self.rank, self.pivots = kernel, refit_every, rank, pivots
+        self.inputs, self.fit_steps = inputs, fit_steps
 
 
 def _fill(inputs: Tensor, centre: Tensor) -> Tensor:
@@ -538,6 +540,7 @@ class LearnedFlips(AffinitySearch):
         self.mean_flips = mean_flips
         self.generator = generator
         self.affinity = RegressionAffinity(kernel=kernel, refit_every=refit_every, rank=rank, inputs=inputs, generator=generator)
+        self.kernel, self.refit_every, self.rank, self.inputs = kernel, refit_every, rank, inputs
 
     def propose(self, batch: SearchBatch) -> Population:
         """Children ``(N, children)``; repetitions are possible."""

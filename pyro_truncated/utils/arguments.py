@@ -21,6 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
@@ -109,6 +110,22 @@ def names_arguments(function: Callable[P, T]) -> Callable[P, T]:
             if (complaint := _complaint(function, signature, args, kwargs, error)) is None:
                 raise
             raise complaint from error
+
+    return wrapper
+
+
+def leaves_inference_mode(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorates what passes no gradients, but takes some inside or keeps tensors.
+
+    It does in :func:`torch.inference_mode` what it does elsewhere. Arguments that were made there are copied.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+        """The function, on ordinary tensors."""
+        with torch.inference_mode(False), torch.no_grad():
+            args, kwargs = tree_map_only(Tensor, lambda value: value.clone() if value.is_inference() else value, (args, kwargs))
+            return function(*args, **kwargs)
 
     return wrapper
 
