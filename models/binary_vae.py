@@ -153,7 +153,7 @@ class BinaryVAE(UniqueModule):
         return self
 
     @torch.enable_grad()
-    def _fit(self, linear: BinarySparseCoding, steps: int = 300) -> None:
+    def _fit(self, linear: BinarySparseCoding) -> None:
         """Fits the network to a linear model, on states with all latents.
 
         Each latent is as frequent as given, and a fifth of the states at least has it, and lacks it. The learning rate falls to a tenth.
@@ -161,8 +161,8 @@ class BinaryVAE(UniqueModule):
         weight, bias, prior = (
             value.detach().to(self.prior) for value in (linear.weight, linear.bias, linear.prior.expand(self.num_latents))
         )
-        # Two hundred states.
-        often = prior.clamp(0.2, 0.8).expand(200, -1)
+        # Steps, each with two hundred states.
+        steps, often = 300, prior.clamp(0.2, 0.8).expand(200, -1)
         parameters = [value for value in self.decoder.parameters() if value.requires_grad]
         optimizer = torch.optim.Adam(parameters, lr=0.01)
         slower = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1 ** (1 / steps))

@@ -220,8 +220,9 @@ def lies_on_background(y: Tensor) -> bool:
     return bool((is_far & ((~y.isnan()).sum(0) >= 20)).double().mean() > 0.5)
 
 
-def row_quantile(y: Tensor, part: int, most: int = 10_000) -> Tensor:
+def row_quantile(y: Tensor, part: int) -> Tensor:
     """The entry below which one in so many lies, ``(D,)``, approximate."""
+    most = 10_000
     if len(y) > most:  # always the same, but no regular ones, which may be alike
         y = y[torch.randint(len(y), (most,), generator=torch.Generator().manual_seed(0)).to(y.device)]
     rows = y.double().sort(0).values

@@ -184,12 +184,11 @@ def _average(windows: Windows, clusters: Clusters) -> Clusters:
     )
 
 
-def _brightest_windows(contrast: Tensor, canvas: Canvas, *, windows_per_image: int = 4, margin: int = 2) -> tuple[Tensor, Tensor, Tensor]:
-    """What windows of contrasts ``(N, height, width)`` show inside less around, inside, and places.
-
-    The ``margin`` are pixels around a window that shall show background.
-    """
+def _brightest_windows(contrast: Tensor, canvas: Canvas) -> tuple[Tensor, Tensor, Tensor]:
+    """What windows of contrasts ``(N, height, width)`` show inside less around, inside, and places."""
     height, width = canvas.template_height, canvas.template_width
+    # Pixels around a window that shall show background.
+    margin = 2
     inner = _centre(height, width).to(contrast)
     kernels = torch.stack([pad(inner, (margin,) * 4, value=-2.0), pad(torch.ones_like(inner), (margin,) * 4)]).unsqueeze(1)
     every = torch.arange(len(contrast), device=contrast.device)
@@ -198,7 +197,7 @@ def _brightest_windows(contrast: Tensor, canvas: Canvas, *, windows_per_image: i
     around = _cut(contrast.unsqueeze(1), every, corner, corner, (rows, columns), canvas.wrap)
     score, inside = conv2d(around, kernels).flatten(2).unbind(1)
     peaks = []
-    for _ in range(windows_per_image):
+    for _ in range(4):
         best = score.max(1)
         peaks.append((best.values, inside.gather(1, best.indices.unsqueeze(1)).squeeze(1), best.indices))
         score = score.masked_fill(_overlap(best.indices, canvas), -torch.inf)

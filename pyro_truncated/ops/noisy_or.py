@@ -79,7 +79,7 @@ class _NoisyOrLogProb(torch.autograd.Function):
 
 def _check_noisy_or(words: Tensor, value: Tensor, log_complement: Tensor, log_leak_complement: Tensor) -> None:
     check_likelihood(words, value, log_complement, log_leak_complement)
-    if not cached_answer(value, "is binary or missing", lambda: _is_binary(value) or _is_binary(value.nan_to_num(0.0))):
+    if not cached_answer(value, "is binary or missing", lambda: _equals_square(value) or _equals_square(value.nan_to_num(0.0))):
         observed = value[~value.isnan()]
         raise ValueError(
             "observations of a noisy-OR must be 0, 1 or, where missing, NaN; "
@@ -87,11 +87,8 @@ def _check_noisy_or(words: Tensor, value: Tensor, log_complement: Tensor, log_le
         )
 
 
-def _is_binary(value: Tensor) -> bool:
-    """Whether all entries are zero or one.
-
-    No other numbers from zero to one equal their squares.
-    """
+def _equals_square(value: Tensor) -> bool:
+    """Whether numbers from zero to one equal their squares: zeros and ones."""
     return torch.equal(value.clamp(0, 1).square(), value)
 
 

@@ -180,11 +180,10 @@ def _directed_gradient(planes: np.ndarray) -> sparse.csc_array:
     ).tocsc()
 
 
-def _structure_tensors(planes: np.ndarray, distance: int = 4) -> tuple[np.ndarray, np.ndarray]:
-    """Returns which squares are not seen, and their tensors, ``(N, 2, 2)``.
-
-    At this distance in pixels a gradient counts a fourth of one at the place itself; from four times of it on it does not count.
-    """
+def _structure_tensors(planes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns which squares are not seen, and their tensors, ``(N, 2, 2)``."""
+    # In pixels: there a gradient counts a fourth of one at the place itself; from four times of it on it does not count.
+    distance = 4
     down, across = (np.diff(planes, axis=axis) for axis in (0, 1))
     gradients = np.stack([down[:, 1:] + down[:, :-1], across[1:] + across[:-1]], -1) / 2
     products = np.einsum("hwci,hwcj->hwij", gradients, gradients)

@@ -118,22 +118,13 @@ def start(model: Any, complete: Tensor, noise: float, generator: torch.Generator
         model.scale = torch.full_like(model.scale, 1.1 * noise)
 
 
-def train(
-    model: Any,
-    y: Tensor,
-    passes: int,
-    num_states: int,
-    batch_size: int,
-    progress: bool | None,
-    *,
-    annealed_share: float = 0.25,
-    patience: int = 3,
-) -> tuple[AutoTruncated, list[float]]:
+def train(model: Any, y: Tensor, passes: int, num_states: int, batch_size: int, progress: bool | None) -> tuple[AutoTruncated, list[float]]:
     """Trains by online EM where M-steps are closed-form, else by gradients.
 
     Both use minibatches, and the temperature falls in the first share of the passes. Returns the guide, and the free energy per patch after
     each pass until it stops growing: the last passes are compared with as many before.
     """
+    annealed_share, patience = 0.25, 3
     per_pass = max(1, round(len(y) / batch_size))
     guide = AutoTruncated(model, num_states=num_states)
     optimizer: Any = ClosedForm(model, minibatch="online") if isinstance(model, ClosedFormModel) else ClippedAdam({"lr": 0.01})

@@ -239,7 +239,7 @@ def _kind(hint: Any) -> str:
     return _KINDS.get(kind) or f"a {getattr(kind, '__name__', kind)}"
 
 
-def describe(value: Any, longest: int = 120) -> str:
+def describe(value: Any) -> str:
     """Describes a value; of tensors, how many entries are not finite."""
     if isinstance(value, (Tensor, np.ndarray)):
         kind = str(value.dtype).removeprefix("torch.")
@@ -250,7 +250,7 @@ def describe(value: Any, longest: int = 120) -> str:
     if isinstance(value, torch.nn.Module):
         return type(value).__name__
     text = " ".join(repr(value).split())
-    return text if len(text) <= longest else f"{text[:longest]}..."
+    return text if len(text) <= 120 else f"{text[:120]}..."
 
 
 def renames(*removed: str, **names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:

@@ -12,7 +12,7 @@ from torch.distributions import MultivariateNormal
 
 from pyro_truncated.models import GaussianMixture
 from pyro_truncated.models.covariances import make_covariances
-from pyro_truncated.models.gaussian_mixture import Agglomeration, ClusterMerger
+from pyro_truncated.models.gaussians import Agglomeration, ClusterMerger
 from tests.models.mixture import free_energies
 
 D64 = torch.float64

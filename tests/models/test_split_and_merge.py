@@ -15,7 +15,7 @@ from torch import Tensor
 from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, Population, Truncated_ELBO
 from pyro_truncated.models import GaussianMixture
 from pyro_truncated.models.covariances import Prior
-from pyro_truncated.models.gaussian_mixture import Gaussians, MoveSearch, match_merges_with_splits
+from pyro_truncated.models.gaussians import Gaussians, MoveSearch, match_merges_with_splits
 from pyro_truncated.search import NeighbourSearch
 from tests.models.mixture import full_population, objective
 from tests.pretended_device import DEVICE, PretendedDevice, here, there

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, StateSpace
 from pyro_truncated.search import SurrogateSearch
-from pyro_truncated.search.surrogate import ApproximateLikelihoods, MomentRegression, QuadraticFunctions
+from pyro_truncated.search.surrogate.moment_regression import ApproximateLikelihoods, MomentRegression
+from pyro_truncated.search.surrogate.quadratic_functions import QuadraticFunctions
 from pyro_truncated.states.population import Moments
 
 H, D = 5, 8

@@ -13,7 +13,9 @@ from torch import Tensor
 from pyro_truncated import AutoTruncated, EvolutionarySearch, StateSpace
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.search import SearchBatch, SurrogateSearch
-from pyro_truncated.search.surrogate import EffectsPosterior, LogJointRegression, MomentRegression, ScoredBatch, ScoredStates
+from pyro_truncated.search.surrogate.log_joint_regression import EffectsPosterior, LogJointRegression, ScoredBatch
+from pyro_truncated.search.surrogate.moment_regression import MomentRegression
+from pyro_truncated.search.surrogate.surrogate_search import ScoredStates
 from pyro_truncated.states.population import Moments, Population
 from pyro_truncated.utils.budget import memory_budget
 

@@ -14,7 +14,8 @@ from pyro_truncated import AutoTruncated, Population, StateSpace
 from pyro_truncated.datasets import linear_bars
 from pyro_truncated.models import BinarySparseCoding, GaussianMixture
 from pyro_truncated.search import LearnedFlips, Search, SearchBatch, SurrogateSearch
-from pyro_truncated.search.surrogate import Effects, EffectsPosterior, LogJointRegression, ScoredBatch, ScoredStates
+from pyro_truncated.search.surrogate.log_joint_regression import Effects, EffectsPosterior, LogJointRegression, ScoredBatch
+from pyro_truncated.search.surrogate.surrogate_search import ScoredStates
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -305,9 +306,6 @@ def test_other_latents_and_shards_are_refused() -> None:
         AutoTruncated(mixture, num_states=3).infer(y, SurrogateSearch(4))
     with pytest.raises(ValueError, match="children must be a positive integer; got 0"):
         SurrogateSearch(0)
-    causes = BinarySparseCoding(16, 8).initialize(y)
-    with pytest.raises(ValueError, match=r"inputs must return a matrix of 30 rows, one per data point of the batch; got \(30,\)"):
-        AutoTruncated(causes, num_states=3).infer(y, SurrogateSearch(4, inputs=lambda batch: batch.observations["y"].sum(1)))
     space = StateSpace([2] * 3)
     batch = SearchBatch(Population(space, space.enumerate()[None], torch.zeros(1, 8)), lambda words: words, is_spread=True)
     with pytest.raises(NotImplementedError, match="got a shard"):
