@@ -82,8 +82,7 @@ class AffinityOwner(Stateful):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from where a search has been."""
         super().load_state_dict(state)
-        # Until version 0.3 refined places had the state of their affinity.
-        getattr(self.affinity, "load_state_dict", lambda state: None)(state.get("affinity", state))
+        getattr(self.affinity, "load_state_dict", lambda state: None)(state["affinity"])
 
 
 class AffinitySearch(AffinityOwner, Search):

@@ -354,10 +354,6 @@ def test_what_is_refined_meets_shared_data_too() -> None:
     assert search.learns
     search.meet(batch)
     assert affinity.regression is not None
-    # What was saved before version 0.3 was the state of the affinity itself.
-    other = RefinedPlaces(PlaceRegression(canvas), PlaceScan(lambda: None, canvas), 2)
-    other.load_state_dict(affinity.state_dict())
-    assert other.affinity.regression is not None
 
 
 @pytest.mark.slow
