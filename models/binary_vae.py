@@ -19,9 +19,6 @@ from pyro_truncated.models.data_model import SCALE_FLOOR, activation, cast_like,
 from pyro_truncated.models.dictionary import data_scale
 from pyro_truncated.models.sparse_coding import BinarySparseCoding
 
-# Minibatches of states by which a network is fitted to a linear model.
-_FIT_STEPS = 300
-
 
 class BinaryVAE(UniqueModule):
     r"""Binary latents under a neural network.
@@ -164,12 +161,12 @@ class BinaryVAE(UniqueModule):
         weight, bias, prior = (
             value.detach().to(self.prior) for value in (linear.weight, linear.bias, linear.prior.expand(self.num_latents))
         )
-        # Two hundred states.
-        often = prior.clamp(0.2, 0.8).expand(200, -1)
+        # Steps, each with two hundred states.
+        steps, often = 300, prior.clamp(0.2, 0.8).expand(200, -1)
         parameters = [value for value in self.decoder.parameters() if value.requires_grad]
         optimizer = torch.optim.Adam(parameters, lr=0.01)
-        slower = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1 ** (1 / _FIT_STEPS))
-        for _ in range(_FIT_STEPS):
+        slower = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1 ** (1 / steps))
+        for _ in range(steps):
             states = torch.bernoulli(often.cpu()).to(often)
             target = (states @ weight.mT + bias - self.center) / self.unit
             optimizer.zero_grad()

@@ -13,8 +13,8 @@ from torch.distributions import constraints
 from pyro_truncated import Population
 from pyro_truncated.distributions import ComponentLowRankNormal, ComponentMultivariateNormal, ComponentNormal
 from pyro_truncated.extend import read_conditions
-from pyro_truncated.models.data_model import FLOOR
-from pyro_truncated.models.linear_mixture import MIN_COMPONENT_COUNT, Shares
+from pyro_truncated.models.data_model import FLOOR, MIN_COMPONENT_COUNT
+from pyro_truncated.models.linear_mixture import Shares
 
 # Outliers are in columns whose deviation is so many times that of their middle half.
 OUTLIER_RATIO = 5.0
@@ -236,13 +236,21 @@ class Full(CovariancesBase):
 
     def precisions(self, loc: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor, Tensor]:
         """Of full covariances."""
-        precision, size = _invert(parameters["scale"])
-        return (precision @ loc.unsqueeze(-1)).squeeze(-1), pair_factors(precision), size
+        precision, size = self._invert(parameters)
+        row, column = torch.tril_indices(*precision.shape[1:], device=precision.device)
+        # Of two dimensions once, so that products count twice.
+        factors = precision[:, row, column] * (2.0 - (row == column).to(precision))
+        return (precision @ loc.unsqueeze(-1)).squeeze(-1), factors, size
 
     def log_det_and_trace(self, parameters: Parameters, covariance: Tensor) -> tuple[Tensor, Tensor]:
         """Of full covariances."""
-        precision, size = _invert(parameters["scale"])
+        precision, size = self._invert(parameters)
         return size, (precision * covariance).sum((-2, -1))
+
+    def _invert(self, parameters: Parameters) -> tuple[Tensor, Tensor]:
+        """Precisions, and halves of the log determinants."""
+        scale = parameters["scale"]
+        return torch.cholesky_inverse(scale), scale.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
 
 class Tied(Full):
@@ -287,7 +295,7 @@ class Tied(Full):
 
     def precisions(self, loc: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor, Tensor]:
         """Of one covariance."""
-        precision, size = _invert(parameters["scale"])
+        precision, size = self._invert(parameters)
         return loc @ precision, loc[:, :0], size
 
 
@@ -312,17 +320,6 @@ def spread_around(statistics: dict[str, Tensor], loc: Tensor) -> Tensor:
     """Weighted covariances ``(K, D, D)`` around means."""
     counts, cross = _counts(statistics)[:, None, None], loc.unsqueeze(-1) * statistics["sums"].unsqueeze(-2)
     return (statistics["products"] - cross - cross.mT) / counts + loc.unsqueeze(-1) * loc.unsqueeze(-2)
-
-
-def pair_factors(precision: Tensor) -> Tensor:
-    """Factors ``(K, F)`` of products in quadratic forms ``(K, D, D)``."""
-    row, column = torch.tril_indices(*precision.shape[1:], device=precision.device)
-    return precision[:, row, column] * (2.0 - (row == column).to(precision))
-
-
-def _invert(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Precisions, and halves of the log determinants, of Cholesky factors."""
-    return torch.cholesky_inverse(scale), scale.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
 
 class LowRank(Full):
@@ -374,18 +371,10 @@ class LowRank(Full):
         factor, scale = best_low_rank(spread_around(statistics, loc), counts, self.rank, floor, is_shared=self.is_shared)
         return {"factor": factor, "scale": scale}
 
-    def precisions(self, loc: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor, Tensor]:
-        """Of covariances of low rank."""
-        likelihood = self.likelihood(torch.arange(len(loc), device=loc.device), loc, parameters)
-        precision, size = likelihood.precision_matrix, likelihood.half_log_determinant
-        return (precision @ loc.unsqueeze(-1)).squeeze(-1), pair_factors(precision), size
-
-    def log_det_and_trace(self, parameters: Parameters, covariance: Tensor) -> tuple[Tensor, Tensor]:
-        """Of covariances of low rank."""
+    def _invert(self, parameters: Parameters) -> tuple[Tensor, Tensor]:
         factor = parameters["factor"]
-        components = torch.arange(len(factor), device=factor.device)
-        likelihood = self.likelihood(components, factor.new_zeros(factor.shape[:2]), parameters)
-        return likelihood.half_log_determinant, (likelihood.precision_matrix * covariance).sum((-2, -1))
+        likelihood = self.likelihood(torch.arange(len(factor), device=factor.device), factor.new_zeros(factor.shape[:2]), parameters)
+        return likelihood.precision_matrix, likelihood.half_log_determinant
 
 
 def best_low_rank(covariance: Tensor, counts: Tensor, rank: int, floor: Tensor, *, is_shared: bool) -> tuple[Tensor, Tensor]:

@@ -20,10 +20,12 @@ from pyro_truncated.extend import UniqueModule, check_observable, generator_devi
 FLOOR = 1e-6
 # The scale of data is at least this share of their size.
 SCALE_FLOOR = 1e-3
-# Expected counts below this say nothing.
-MIN_COUNT = 1e-10
+# Expected counts below this say nothing; components and objects with fewer expected data points have none.
+MIN_COUNT, MIN_COMPONENT_COUNT = 1e-10, 1e-8
 # Where learning starts from is seen in so many data points.
 MOST_ROWS = 20_000
+# Data points of mixtures that are worked on at a time; where most components are not looked at, or few numbers are held, more of them.
+ROWS_PER_BLOCK, MAX_ROWS_PER_BLOCK = 2**14, 2**16
 Model = TypeVar("Model", bound=Any)
 
 

@@ -75,19 +75,13 @@ def best_dictionary(weight: Tensor, pairs: Tensor, cross: Tensor, activity: Tens
     = \sum_n y_{nd} \langle s \rangle`. A tiny ridge, in the unit ``activity``, keeps elements of inactive latents as they are. The
     residuals still never grow.
     """
-    gradient = cross - rows_times(weight, pairs)
+    gradient = cross - (weight @ pairs if pairs.dim() == 2 else (pairs @ weight.unsqueeze(-1)).squeeze(-1))
     activity = _mean_square(pairs) if activity is None else activity
     ridge = 1e-10 * activity.clamp(min=torch.finfo(pairs.dtype).tiny)
     factor = cholesky(pairs + ridge * torch.eye(weight.shape[1], dtype=pairs.dtype, device=pairs.device))
     if pairs.dim() == 2:
         return weight + torch.cholesky_solve(gradient.mT, factor).mT
     return weight + torch.cholesky_solve(gradient.unsqueeze(-1), factor).squeeze(-1)
-
-
-def with_ridge(pairs: Tensor, ridge: float) -> Tensor:
-    """Second moments ``(*, H, H)`` with a ridge, for latents that are active."""
-    is_active = pairs.diagonal(dim1=-2, dim2=-1) > MIN_COUNT
-    return pairs + torch.diag_embed(ridge * is_active.to(pairs))
 
 
 def cholesky(matrix: Tensor) -> Tensor:
@@ -119,11 +113,6 @@ def best_dictionary_and_offset(weight: Tensor, bias: Tensor, statistics: dict[st
 
 def _mean_square(pairs: Tensor) -> Tensor:
     return pairs.diagonal(dim1=-2, dim2=-1).mean()
-
-
-def rows_times(weight: Tensor, pairs: Tensor) -> Tensor:
-    """Multiplies rows of the dictionary by their, or common, second moments."""
-    return weight @ pairs if pairs.dim() == 2 else (pairs @ weight.unsqueeze(-1)).squeeze(-1)
 
 
 def best_claims(
@@ -214,10 +203,6 @@ def best_slabs(count: Tensor, sums: Tensor, squares: Tensor, slab_mean: Tensor, 
     return mean, torch.where(is_used, variance.sqrt(), slab_scale.double())
 
 
-# Of fewer data points the smallest ones say little; so many say enough.
-_MIN_ROWS, _MAX_ROWS = 20, 10_000
-
-
 class BackgroundWarning(UserWarning):
     """The data of a model without offset have a background."""
 
@@ -231,13 +216,15 @@ def lies_on_background(y: Tensor) -> bool:
     smallest, quartile = row_quantile(y, 100), row_quantile(y, 4)
     spread = quartile - smallest
     is_far = (smallest > spread) | (quartile < -2 * spread)
-    return bool((is_far & ((~y.isnan()).sum(0) >= _MIN_ROWS)).double().mean() > 0.5)
+    # Of fewer than 20 data points the smallest ones say little.
+    return bool((is_far & ((~y.isnan()).sum(0) >= 20)).double().mean() > 0.5)
 
 
 def row_quantile(y: Tensor, part: int) -> Tensor:
     """The entry below which one in so many lies, ``(D,)``, approximate."""
-    if len(y) > _MAX_ROWS:  # always the same, but no regular ones, which may be alike
-        y = y[torch.randint(len(y), (_MAX_ROWS,), generator=torch.Generator().manual_seed(0)).to(y.device)]
+    most = 10_000
+    if len(y) > most:  # always the same, but no regular ones, which may be alike
+        y = y[torch.randint(len(y), (most,), generator=torch.Generator().manual_seed(0)).to(y.device)]
     rows = y.double().sort(0).values
     position = ((~rows.isnan()).sum(0) - 1).clamp(min=0) // part
     return rows.gather(0, position.unsqueeze(0)).squeeze(0).nan_to_num()
@@ -309,7 +296,9 @@ class LinearDictionary(DataModel):
     def _best_dictionary(self, statistics: Statistics) -> tuple[Tensor, Tensor]:
         """Sets the offset; returns the best dictionary and expected squared errors ``(D,)``."""
         weight, bias = self.weight.double(), self._bias_above_center()
-        pairs = with_ridge(statistics["pairs"], self.ridge) if self.ridge else statistics["pairs"]
+        pairs = statistics["pairs"]
+        if self.ridge:  # for latents that are active
+            pairs = pairs + torch.diag_embed(self.ridge * (pairs.diagonal(dim1=-2, dim2=-1) > MIN_COUNT).to(pairs))
         if bias is None:
             weight = best_dictionary(weight, pairs, statistics["cross"])
         else:

@@ -17,9 +17,6 @@ from pyro_truncated.models.data_model import FLOOR, MOST_ROWS, cast_like, check_
 from pyro_truncated.models.dictionary import best_dictionary_and_offset, best_scale
 from pyro_truncated.sequences import ChainPosterior, LinearGaussianSteps, ObservedSteps
 
-# Nats that a change must explain, per change.
-_COST_NATS = 3.0
-
 
 def difference_dictionary(
     y: Tensor, num_latents: int, generator: torch.Generator | None, num_tries: int = 8, num_steps: int = 15
@@ -52,8 +49,10 @@ def _ternary_code(
     variance = squares.quantile(0.2)
     objective = squares.sum()
     for _ in range(num_steps):
-        code, residual = _pursuit(rows, weight, 2 * _COST_NATS * variance)
-        objective = residual.square().sum() + 2 * _COST_NATS * variance * code.abs().sum()
+        # A change must explain three nats.
+        cost = 6.0 * variance
+        code, residual = _pursuit(rows, weight, cost)
+        objective = residual.square().sum() + cost * code.abs().sum()
         weight = _least_squares(rows, is_observed, code, weight)
         variance = residual.square().sum() / is_observed.sum()
         unused = (code.abs().sum(0) == 0).nonzero().squeeze(1)
@@ -305,20 +304,15 @@ def _lengths(y: Tensor) -> Tensor:
     return ((~y.isnan().all(-1)) * step).amax(1)
 
 
-def _all_steps(y: Tensor) -> ObservedSteps:
-    """The steps up to the last observation, as the program has them."""
-    step = torch.arange(y.shape[1], device=y.device).expand(y.shape[:2])
-    kind = (step > 0).long().masked_fill(step >= _lengths(y).unsqueeze(1), -1)
-    return ObservedSteps(step, kind, (0,), (1,))
-
-
 def _find_observed_steps(y: Tensor) -> ObservedSteps:
     return ObservedSteps.from_mask(~y.isnan().all(-1))
 
 
 def _find_steps_of(posterior: ChainPosterior, y: Tensor) -> ObservedSteps:
-    """The steps that a posterior is of: all, or those observed."""
-    for steps in (_all_steps(y), _find_observed_steps(y)):
+    """The steps of a posterior: all before the end, or those observed."""
+    step = torch.arange(y.shape[1], device=y.device).expand(y.shape[:2])
+    kind = (step > 0).long().masked_fill(step >= _lengths(y).unsqueeze(1), -1)
+    for steps in (ObservedSteps(step, kind, (0,), (1,)), _find_observed_steps(y)):
         if torch.equal(steps.kind, posterior.transitions.kind):
             return steps
     raise ValueError(f"posterior must be of the sequences y, {tuple(y.shape)}, with the same observed steps. Infer it again from y")

@@ -15,15 +15,20 @@ from torch import Tensor
 from torch.distributions import constraints
 from torch.nn import functional as F
 
-from pyro_truncated import Population, Search, StateSpace
+from pyro_truncated import Population, Search
 from pyro_truncated.distributions import categorical, component_products, component_sums, defer_validation
 from pyro_truncated.extend import Renamed, check_counts, names_arguments, selected_rows, takes_arrays
-from pyro_truncated.models.data_model import FLOOR, DataModel, check_data, count_data
+from pyro_truncated.models.data_model import (
+    FLOOR,
+    MAX_ROWS_PER_BLOCK,
+    MIN_COMPONENT_COUNT,
+    ROWS_PER_BLOCK,
+    DataModel,
+    check_data,
+    count_data,
+)
 from pyro_truncated.models.seeding import group_places, spread_rows
 from pyro_truncated.search import MaxInnerProductIndex, SearchBatch
-
-# Components with fewer expected data points have none.
-MIN_COMPONENT_COUNT = 1e-8
 
 
 def best_weights(counts: Tensor) -> Tensor:
@@ -91,7 +96,7 @@ def _dense_outer_products(shares: Tensor, rows: Tensor) -> Tensor:
         # One component at a time: all at once are K times the data.
         return torch.stack([(share.unsqueeze(-1) * rows).mT @ rows for share in shares.mT])
     first, second = torch.triu_indices(size, size, device=rows.device)
-    blocks = zip(shares.split(_ROWS_PER_BLOCK), rows.split(_ROWS_PER_BLOCK), strict=True)
+    blocks = zip(shares.split(ROWS_PER_BLOCK), rows.split(ROWS_PER_BLOCK), strict=True)
     sums = sum(some.mT @ (block[:, first] * block[:, second]) for some, block in blocks)
     products = rows.new_empty(shares.shape[1], size, size)
     products[:, first, second] = products[:, second, first] = sums
@@ -99,8 +104,6 @@ def _dense_outer_products(shares: Tensor, rows: Tensor) -> Tensor:
 
 
 _SITE = "y"
-# Data points whose features exist at a time; where most components are not looked at more of them.
-_ROWS_PER_BLOCK, _MAX_ROWS_PER_BLOCK, _FEATURES = 2**14, 2**16, 2**21
 
 
 class LinearMixture(DataModel):
@@ -200,11 +203,9 @@ class LinearMixture(DataModel):
     def search_components(self, y: Tensor, num_states: int, population: Population | None = None) -> Tensor:
         """The same for populations that may hold likely components."""
         functions = self.linear_functions(y)
-        number = (
-            _ROWS_PER_BLOCK
-            if functions.are_few
-            else max(_ROWS_PER_BLOCK, min(_MAX_ROWS_PER_BLOCK, _FEATURES // functions.coefficients.shape[1]))
-        )
+        # Numbers of features that exist at a time.
+        number = min(MAX_ROWS_PER_BLOCK, 2**21 // functions.coefficients.shape[1])
+        number = ROWS_PER_BLOCK if functions.are_few else max(ROWS_PER_BLOCK, number)
         rows = y.split(number)
         if population is None or functions.are_few:
             return torch.cat([functions.query(self.linear_features(some), num_states) for some in rows])
@@ -231,13 +232,10 @@ class LikeliestComponents(Search):
     miss less, in less time. Other models than those of one latent for each data point and an observed site ``y`` are refused.
     """
 
+    mixture_only = True
+
     def __init__(self, model: LinearMixture, num_states: int) -> None:
         self.model, self.num_states = model, check_counts(num_states=num_states)[0]
-
-    def check_space(self, space: StateSpace) -> None:
-        """Refuses all but a single latent."""
-        if space.num_latents != 1:
-            raise ValueError(f"LikeliestComponents is for mixtures, whose one latent is the component; got {space.num_latents} latents")
 
     def propose(self, batch: SearchBatch) -> Population:
         """The likeliest components."""
@@ -327,7 +325,6 @@ class MixtureOfMeans(LinearMixture):
     as one more data point.
     """
 
-    weights: Tensor
     _parameter: ClassVar[str]
     _kind: ClassVar[Any]
 
@@ -432,7 +429,6 @@ class CategoricalMixture(MixtureOfMeans):
     _parameter = "probs"
     _kind = staticmethod(defer_validation(dist.Categorical))
 
-    weights: Tensor
     probs: Tensor
 
     @names_arguments
@@ -514,7 +510,6 @@ class PoissonMixture(MixtureOfMeans):
     _kind = staticmethod(defer_validation(dist.Poisson))
     data_support = constraints.nonnegative_integer
 
-    weights: Tensor
     rate: Tensor
 
     @names_arguments

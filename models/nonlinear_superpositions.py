@@ -177,8 +177,6 @@ _SUPPORTS = {
     "exponential": constraints.nonnegative,
     "gamma": constraints.positive,
 }
-_MAX_CONCENTRATION = 1e6
-_ROUNDING = 1e-13
 
 
 class ExponentialFamilyMaximalCauses(SuperposedCauses):
@@ -329,7 +327,14 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
         self._maximize_prior(statistics)
         if self.family == "gamma":
             excess = (statistics["errors"] - statistics["logs"]).sum() / statistics["wins"].sum() - 1
-            self.concentration = _best_concentration(excess).to(self.concentration)
+            most = 1e6
+            c = excess.double().clamp(min=0.5 / most)
+            k = (3 - c + ((c - 3).square() + 24 * c).sqrt()) / (12 * c)
+            # Eight steps of Newton's method in 1 / k.
+            for _ in range(8):
+                error = k.log() - torch.digamma(k) - c
+                k = 1 / (1 / k + error / (k.square() * (1 / k - torch.polygamma(1, k))))
+            self.concentration = k.clamp(max=most).to(self.concentration)
 
     def _means(self) -> Tensor:
         return torch.cat([self.weight.double(), self.background.double().unsqueeze(-1)], -1)
@@ -341,22 +346,12 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
             return means
         # An average of what is at the upper bound is there, too: a rounding error below it, 1 - m would differ in its tenth digit.
         most = 1 - FLOOR
-        return torch.where(means > most - _ROUNDING, most, means.clamp(min=FLOOR))
+        return torch.where(means > most - 1e-13, most, means.clamp(min=FLOOR))
 
 
 def _losses(likelihood: Any, means: Tensor, statistics: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """What every cause, and the background, explains, and what that costs, ``(D, H + 1)``."""
     return likelihood.natural(means) * statistics["won"], likelihood.partition(means) * statistics["wins"]
-
-
-def _best_concentration(excess: Tensor, *, newton_steps: int = 8) -> Tensor:
-    r"""Solves :math:`\log k - \psi(k) = c` for :math:`k` by Newton's method in :math:`1 / k`."""
-    c = excess.double().clamp(min=0.5 / _MAX_CONCENTRATION)
-    k = (3 - c + ((c - 3).square() + 24 * c).sqrt()) / (12 * c)
-    for _ in range(newton_steps):
-        error = k.log() - torch.digamma(k) - c
-        k = 1 / (1 / k + error / (k.square() * (1 / k - torch.polygamma(1, k))))
-    return k.clamp(max=_MAX_CONCENTRATION)
 
 
 class NoisyOr(SuperposedCauses):
@@ -462,7 +457,12 @@ class NoisyOr(SuperposedCauses):
         \sum_n \langle s \rangle`, averaged over the latents if shared.
         """
         old, trials = self.weight.double(), statistics["trials"]
-        weight = self._fixed_point(statistics) if self.update == "fixed_point" else statistics["causes"] / trials
+        weight = statistics["causes"] / trials
+        if self.update == "fixed_point":
+            # The right-hand side of the equation.
+            claims = statistics["claims"]
+            weight = 1 - (1 - old) * (claims - statistics["causes"] / old) / (claims - trials)
+            weight = torch.where(weight.isfinite(), weight, old)
         weight = torch.where(trials > MIN_COUNT, weight, old).clamp(FLOOR, 1 - FLOOR)
         self.weight = weight.to(self.weight)
         if self.learn_leak:
@@ -470,10 +470,3 @@ class NoisyOr(SuperposedCauses):
             leak = torch.where(observed > 0, statistics["leak_causes"] / observed, self.leak.double())
             self.leak = leak.clamp(FLOOR, 1 - FLOOR).to(self.leak)
         self._maximize_prior(statistics)
-
-    def _fixed_point(self, statistics: dict[str, Tensor]) -> Tensor:
-        """The right-hand side of the fixed-point equation."""
-        old = self.weight.double()
-        blamed = statistics["claims"] - statistics["causes"] / old
-        weight = 1 - (1 - old) * blamed / (statistics["claims"] - statistics["trials"])
-        return torch.where(weight.isfinite(), weight, old)

@@ -25,12 +25,20 @@ from pyro_truncated.extend import (
     selected_rows,
     takes_arrays,
 )
-from pyro_truncated.models.data_model import activation, best_prior, cast_like, check_real, count_data, first_rows, random_rows
+from pyro_truncated.models.data_model import (
+    MIN_COMPONENT_COUNT,
+    activation,
+    best_prior,
+    cast_like,
+    check_real,
+    count_data,
+    first_rows,
+    random_rows,
+)
 from pyro_truncated.models.dictionary import data_scale
 from pyro_truncated.scenes import PlacementCompletion, PlacementMoves, PlaceScan
 from pyro_truncated.search import Search
 
-_MARGIN = 2  # pixels around a window that shall show background
 _MAX_MISSING_SHARE = 0.3  # less of a window's energy is missing in an object that it shows
 
 
@@ -58,11 +66,6 @@ class Clusters(NamedTuple):
     def take(self, index: Tensor) -> Clusters:
         """Some of them."""
         return Clusters(*(value[index] for value in self))
-
-    def salient_pixels(self, noise: Tensor) -> Tensor:
-        """Which pixels ``(K, t, u)`` exceed the noise that averages leave."""
-        left_over = self.objects.shape[1] * noise / self.size
-        return self.objects.square().sum(1) > 4 * left_over[:, None, None]
 
 
 def estimate_background(pixels: Tensor, generator: torch.Generator | None, steps: int = 30) -> tuple[Tensor, Tensor]:
@@ -125,18 +128,15 @@ def typical_objects(windows: Windows, number: int, generator: torch.Generator | 
         windows.energy.device
     )
     clusters = Clusters(windows.within(0)[candidates], torch.ones_like(candidates), windows.energy[candidates])
-    clusters = _repeat_objects(clusters.take(prune_objects(missing_energy(windows, clusters)[0], 2 * number)), len(candidates), generator)
+    clusters = clusters.take(prune_objects(missing_energy(windows, clusters)[0], 2 * number))
+    # Objects beyond the candidates repeat these, with noise.
+    objects, others = clusters.objects.tensor_split([len(candidates)])
+    noise = torch.randn(others.shape, generator=generator, device=others.device if generator is None else generator.device).to(others)
+    size = others.square().mean((1, 2, 3), keepdim=True).sqrt()
+    clusters = clusters._replace(objects=torch.cat([objects, others + 0.1 * size * noise]))
     for _ in range(4):
         clusters = _average(windows, clusters)
     return clusters.take(prune_objects(missing_energy(windows, clusters)[0], number))
-
-
-def _repeat_objects(clusters: Clusters, number: int, generator: torch.Generator | None, *, copy_noise: float = 0.1) -> Clusters:
-    """Adds noise to objects beyond the first ``number``, which repeat these."""
-    device = clusters.objects.device if generator is None else generator.device
-    noise = torch.randn(clusters.objects[number:].shape, generator=generator, device=device).to(clusters.objects)
-    size = clusters.objects[number:].square().mean((1, 2, 3), keepdim=True).sqrt()
-    return clusters._replace(objects=torch.cat([clusters.objects[:number], clusters.objects[number:] + copy_noise * size * noise]))
 
 
 def missing_energy(windows: Windows, clusters: Clusters) -> tuple[Tensor, Tensor]:
@@ -184,18 +184,20 @@ def _average(windows: Windows, clusters: Clusters) -> Clusters:
     )
 
 
-def _brightest_windows(contrast: Tensor, canvas: Canvas, *, windows_per_image: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+def _brightest_windows(contrast: Tensor, canvas: Canvas) -> tuple[Tensor, Tensor, Tensor]:
     """What windows of contrasts ``(N, height, width)`` show inside less around, inside, and places."""
     height, width = canvas.template_height, canvas.template_width
+    # Pixels around a window that shall show background.
+    margin = 2
     inner = _centre(height, width).to(contrast)
-    kernels = torch.stack([pad(inner, (_MARGIN,) * 4, value=-2.0), pad(torch.ones_like(inner), (_MARGIN,) * 4)]).unsqueeze(1)
+    kernels = torch.stack([pad(inner, (margin,) * 4, value=-2.0), pad(torch.ones_like(inner), (margin,) * 4)]).unsqueeze(1)
     every = torch.arange(len(contrast), device=contrast.device)
-    corner = torch.full_like(every, -_MARGIN)
-    rows, columns = (cells - 1 + side + 2 * _MARGIN for cells, side in zip(canvas.grid, (height, width), strict=True))
+    corner = torch.full_like(every, -margin)
+    rows, columns = (cells - 1 + side + 2 * margin for cells, side in zip(canvas.grid, (height, width), strict=True))
     around = _cut(contrast.unsqueeze(1), every, corner, corner, (rows, columns), canvas.wrap)
     score, inside = conv2d(around, kernels).flatten(2).unbind(1)
     peaks = []
-    for _ in range(windows_per_image):
+    for _ in range(4):
         best = score.max(1)
         peaks.append((best.values, inside.gather(1, best.indices.unsqueeze(1)).squeeze(1), best.indices))
         score = score.masked_fill(_overlap(best.indices, canvas), -torch.inf)
@@ -234,9 +236,6 @@ def _cut(pictures: Tensor, which: Tensor, top: Tensor, left: Tensor, size: tuple
     if not wrap:
         parts = parts * (is_inside[0].unsqueeze(2) & is_inside[1].unsqueeze(1)).unsqueeze(-1)
     return parts.movedim(-1, 1)
-
-
-_MIN_WEIGHT = 1e-8
 
 
 class OcclusiveComponents(UniqueModule):
@@ -377,8 +376,10 @@ class OcclusiveComponents(UniqueModule):
         windows = isolated_windows(rows / unit - background, noise, self.canvas, self.num_objects)
         clusters = typical_objects(windows, self.num_objects, generator)
         self.features = (unit * (clusters.objects.movedim(1, -1) + background)).to(self.features)
-        # Likely on where the object differs from the background, but undecided.
-        self.masks = torch.where(clusters.salient_pixels(noise), 0.7, 0.3).to(self.masks)
+        # Likely on where the object exceeds the noise that averages leave, but undecided.
+        left_over = self.num_channels * noise / clusters.size
+        is_salient = clusters.objects.square().sum(1) > 4 * left_over[:, None, None]
+        self.masks = torch.where(is_salient, 0.7, 0.3).to(self.masks)
         self.prior = torch.full_like(self.prior, min(0.5, 4 / self.num_objects))
         self.scale = (unit * max(scale, self.min_scale)).to(self.scale)
         self.background = (unit * background).to(self.background)
@@ -432,7 +433,9 @@ class OcclusiveComponents(UniqueModule):
         features = _means(owned, self.features.double().flatten(1, 2))
         background = _means(rest, self.background.double())
         present = statistics["present"].unsqueeze(-1)
-        masks = torch.where(present > _MIN_WEIGHT, statistics["on"] / present.clamp(min=_MIN_WEIGHT), self.masks.double().flatten(1))
+        masks = torch.where(
+            present > MIN_COMPONENT_COUNT, statistics["on"] / present.clamp(min=MIN_COMPONENT_COUNT), self.masks.double().flatten(1)
+        )
         self.features = features.reshape(self.features.shape).to(self.features)
         self.background = background.to(self.background)
         self.masks = masks.clamp(self.min_mask, 1 - self.min_mask).reshape(self.masks.shape).to(self.masks)
@@ -468,9 +471,9 @@ class OcclusiveComponents(UniqueModule):
 
     def _best_scale(self, sums: Tensor, means: Tensor, old: Tensor, floor: Tensor) -> Tensor:
         weight = sums[..., 0].sum() * self.num_channels
-        variance = OccludedScene.squared_errors(sums, means) / weight.clamp(min=_MIN_WEIGHT)
+        variance = OccludedScene.squared_errors(sums, means) / weight.clamp(min=MIN_COMPONENT_COUNT)
         best = variance.clamp(min=0.0).sqrt().maximum(floor)
-        return torch.where(weight > _MIN_WEIGHT, best, old.detach().double()).to(old)
+        return torch.where(weight > MIN_COMPONENT_COUNT, best, old.detach().double()).to(old)
 
     def _check(self, y: Tensor) -> Tensor:
         expected = (self.canvas.height, self.canvas.width, self.num_channels)
@@ -484,4 +487,4 @@ class OcclusiveComponents(UniqueModule):
 def _means(sums: Tensor, old: Tensor) -> Tensor:
     """Weighted means ``(..., F)`` from sums ``(..., F + 2)``, or old ones."""
     weight = sums[..., :1]
-    return torch.where(weight > _MIN_WEIGHT, sums[..., 1:-1] / weight.clamp(min=_MIN_WEIGHT), old)
+    return torch.where(weight > MIN_COMPONENT_COUNT, sums[..., 1:-1] / weight.clamp(min=MIN_COMPONENT_COUNT), old)

@@ -173,17 +173,13 @@ class _TwoNearest:
         if not bool(cost[candidate, place] < self.cost - min_gain):
             return False
         self.centers[place] = candidates[candidate]
-        self._enter(distance[candidate], place)
-        return True
-
-    def _enter(self, distance: Tensor, place: int) -> None:
-        """Updates the distances by a new row at a place."""
         bereft = (self.index == place).any(0).nonzero().squeeze(-1)
-        both = torch.cat([self.distance, distance.unsqueeze(0)])
+        both = torch.cat([self.distance, distance[candidate].unsqueeze(0)])
         indices = torch.cat([self.index, torch.full_like(self.index[:1], place)])
         self.distance, order = both.topk(2, dim=0, largest=False)
         self.index = indices.gather(0, order)
         self.distance[:, bereft], self.index[:, bereft] = self._find(self.points[bereft])
+        return True
 
     def _find(self, points: Tensor) -> tuple[Tensor, Tensor]:
         nearest = torch.cdist(points, self.points[self.centers]).topk(2, largest=False)

@@ -256,7 +256,13 @@ class DiscreteSparseCoding(LinearDictionary):
         weight, errors = self._best_dictionary(statistics)
         self.weight = weight.to(self.weight)
         self.scale = best_scale(errors.sum(), self._power(statistics), statistics["observed"].sum()).to(self.scale)
-        self.prior = self._best_prior(statistics["counts"]).to(self.prior)
+        counts = statistics["counts"].sum(0) if self.shared_prior else statistics["counts"]
+        if self.tied_signs:
+            is_tied = (self.values.abs() == self.values.abs().unsqueeze(-1)).double()
+            counts = counts @ (is_tied / is_tied.sum(0))
+        # At zero a value could never come back.
+        prior = (counts / counts.sum(-1, keepdim=True)).clamp(min=FLOOR)
+        self.prior = (prior / prior.sum(-1, keepdim=True)).to(self.prior)
 
     @torch.no_grad()
     def with_latents(self, index: Tensor) -> Self:
@@ -291,12 +297,3 @@ class DiscreteSparseCoding(LinearDictionary):
         prior = torch.full_like(self.values, active / (self.num_values - 1))
         prior[0] = 1 - active
         return prior if self.shared_prior else prior.repeat(self.num_latents, 1)
-
-    def _best_prior(self, counts: Tensor) -> Tensor:
-        counts = counts.sum(0) if self.shared_prior else counts
-        if self.tied_signs:
-            is_tied = (self.values.abs() == self.values.abs().unsqueeze(-1)).double()
-            counts = counts @ (is_tied / is_tied.sum(0))
-        # At zero a value could never come back.
-        prior = (counts / counts.sum(-1, keepdim=True)).clamp(min=FLOOR)
-        return prior / prior.sum(-1, keepdim=True)

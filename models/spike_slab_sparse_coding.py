@@ -32,10 +32,6 @@ Statistics = dict[str, Tensor]
 Total = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 Likelihood = SpikeSlabSuperposition | CorrelatedSlabSuperposition
 
-_INIT_VARIANCE = 0.5
-# So many data points tell a good step from a bad one.
-_TRIAL_ROWS = 250
-
 
 class IndependentSlabs:
     r"""Independent slabs, :math:`z_h \sim \mathcal N(\mu_h, \tau_h^2)`; the scale are the deviations :math:`\tau`, ``(H,)``."""
@@ -45,7 +41,7 @@ class IndependentSlabs:
 
     def first_scale(self, num_latents: int, dtype: torch.dtype | None = None) -> Tensor:
         """The scale to start from: slabs are independent, with variance 1/2."""
-        return torch.full((num_latents,), _INIT_VARIANCE**0.5, dtype=dtype)
+        return torch.full((num_latents,), 0.5**0.5, dtype=dtype)
 
     def distribution(self, mean: Tensor, scale: Tensor) -> dist.TorchDistribution:
         """The prior itself, over vectors of slabs."""
@@ -99,7 +95,7 @@ class CorrelatedSlabs:
 
     def first_scale(self, num_latents: int, dtype: torch.dtype | None = None) -> Tensor:
         """See :class:`IndependentSlabs`."""
-        return torch.full((num_latents,), _INIT_VARIANCE**0.5, dtype=dtype).diag()
+        return INDEPENDENT.first_scale(num_latents, dtype).diag()
 
     def distribution(self, mean: Tensor, scale: Tensor) -> dist.TorchDistribution:
         """See :class:`IndependentSlabs`."""
@@ -129,10 +125,15 @@ class CorrelatedSlabs:
             return gains.nan_to_num(-torch.inf).argmax(0, keepdim=True)
 
         (number,) = total([torch.tensor(len(population), device="cpu")])
-        if number > _TRIAL_ROWS and len(means) > 1:
+        # 250 data points tell a good step from a bad one.
+        stride = -(-int(number) // 250)
+        if stride > 1 and len(means) > 1:
             # Few of the data points and states nominate a step, all decide whether it is taken in the place of that of EM.
-            few = positions % -(-int(number) // _TRIAL_ROWS) == 0
-            nominees = _with_first(best(means, covariances, _part(population, few)))
+            few = positions % stride == 0
+            nominee = best(means, covariances, _part(population, few))
+            first = torch.zeros_like(nominee)
+            # The first one alone, if it is known to be the nominee.
+            nominees = first if nominee.is_cpu and int(nominee) == 0 else torch.cat([first, nominee])
             means, covariances = means[nominees], covariances[nominees]
         index = best(means, covariances, population) if len(means) > 1 else [0]
         for name in names[:3]:
@@ -178,12 +179,6 @@ def _candidates(statistics: Statistics, mean: Tensor, covariance: Tensor) -> tup
     return torch.stack(means), torch.stack(covariances)
 
 
-def _with_first(number: Tensor) -> Tensor:
-    """The first number and the given one, unless known to agree."""
-    first = torch.zeros_like(number)
-    return first if number.device.type == "cpu" and int(number) == 0 else torch.cat([first, number])
-
-
 def _per(total: Tensor, count: Tensor) -> Tensor:
     """The quotient; zero where nothing is counted."""
     return torch.where(count > MIN_COUNT, total / count, 0.0)
@@ -203,21 +198,15 @@ def _floor_covariances(covariance: Tensor, power: Tensor) -> Tensor:
     deviation = covariance.diagonal(dim1=-2, dim2=-1).maximum(FLOOR * power).sqrt()
     outer = deviation.unsqueeze(-1) * deviation.unsqueeze(-2)
     relative = 0.5 * (covariance + covariance.mT) / outer
-    is_low = _floor_mask(relative)
+    is_low: Any = slice(None)
+    if relative.is_cpu:
+        # Which may have an eigenvalue below the floor, by a factor.
+        is_low = torch.linalg.cholesky_ex(relative - FLOOR * torch.eye(relative.shape[-1], dtype=relative.dtype))[1] != 0
     values, vectors = torch.linalg.eigh(relative[is_low])
     floored: Tensor = (vectors * values.clamp(min=FLOOR).unsqueeze(-2)) @ vectors.mT * outer[is_low]
     covariance = covariance.clone()
     covariance[is_low] = torch.where((values >= FLOOR).all(-1)[:, None, None], covariance[is_low], floored)
     return covariance
-
-
-def _floor_mask(relative: Tensor) -> Tensor | slice:
-    """Which matrices may have an eigenvalue below the floor, by a factor."""
-    if relative.device.type != "cpu":
-        return slice(None)
-    floor = FLOOR * torch.eye(relative.shape[-1], dtype=relative.dtype)
-    info: Tensor = torch.linalg.cholesky_ex(relative - floor)[1]
-    return info != 0
 
 
 def _factor(covariance: Tensor) -> Tensor:

@@ -53,7 +53,13 @@ class SuperposedCauses(DataModel):
         super().__init__()
         check_counts(num_observed=num_observed, num_latents=num_latents)
         self.num_observed, self.num_latents, self.shared_prior = num_observed, num_latents, shared_prior
-        self.weight = PyroParam(_first_weight(weight, (num_observed, num_latents), dtype), weight)  # type: ignore[assignment]
+        shape = num_observed, num_latents
+        if weight is constraints.real:
+            first = torch.randn(shape, dtype=dtype)
+        else:  # neither small nor all the same
+            uniform = torch.rand(shape, dtype=dtype)
+            first = 0.2 + 0.5 * uniform if weight is constraints.unit_interval else 0.5 + uniform
+        self.weight = PyroParam(first, weight)  # type: ignore[assignment]
         self.prior = PyroParam(first_prior(num_latents, shared_prior, dtype), constraints.unit_interval)  # type: ignore[assignment]
 
     @takes_arrays
@@ -116,14 +122,6 @@ class SuperposedCauses(DataModel):
         return with_latents(self, index)
 
 
-def _first_weight(constraint: constraints.Constraint, shape: tuple[int, int], dtype: torch.dtype | None) -> Tensor:
-    if constraint is constraints.real:
-        return torch.randn(shape, dtype=dtype)
-    uniform = torch.rand(shape, dtype=dtype)
-    # Neither small nor all the same.
-    return 0.2 + 0.5 * uniform if constraint is constraints.unit_interval else 0.5 + uniform
-
-
 class SparseCoding(SuperposedCauses):
     r"""Base of models :math:`s_h \sim \mathrm{Bernoulli}(\pi_h)`, :math:`y \sim p(y \mid s; W, \sigma)`.
 
@@ -153,8 +151,6 @@ class SparseCoding(SuperposedCauses):
     is_positive: ClassVar[bool] = False
     _has_met_data = False
 
-    weight: Tensor
-    prior: Tensor
     scale: Tensor
 
     def __init__(self, num_observed: int, num_latents: int, *, shared_prior: bool, dtype: torch.dtype | None = None) -> None:

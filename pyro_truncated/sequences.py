@@ -22,7 +22,7 @@ from pyro_truncated.ops.packed_states import WORD_BITS
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.utils.arguments import check_count, names_arguments
+from pyro_truncated.utils.arguments import check_count, leaves_inference_mode, names_arguments
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.console import ReprFromArguments
 
@@ -617,6 +617,7 @@ class ObservedSteps(NamedTuple):
             tables = [transition]
         return Transitions(safe_log(torch.stack(tables)), self.kind)
 
+    @leaves_inference_mode
     def expected_transitions(self, initial: Tensor, transition: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Returns expected first values and transitions of single steps.
 

@@ -2,6 +2,7 @@
 
 A private name stays in its file. A private function has at most 8 parameters. A file of less than 60 lines has two importers or a
 reason. Two files of one name hold one idea. A file imports from files, not from the list of names of a folder that it lies in.
+What "returns" does not yield.
 """
 
 from __future__ import annotations
@@ -47,6 +48,18 @@ def crowded(tree: ast.Module) -> Iterator[str]:
                 yield node.name
 
 
+def misdescribed(tree: ast.Module) -> Iterator[str]:
+    """Classes that "return", and functions that return what they "yield" or yield what they "return"."""
+    for node in ast.walk(tree):
+        says = (ast.get_docstring(node) or "").partition(" ")[0] if isinstance(node, ast.FunctionDef | ast.ClassDef) else ""
+        if says in ("Returns", "Yields"):
+            parts, kind = set(map(type, ast.walk(node))), ast.unparse(getattr(node, "returns", None) or [])
+            yields, iterates = not parts.isdisjoint((ast.Yield, ast.YieldFrom)), "Iterator" in kind
+            returns = ast.Return in parts and not yields and not iterates
+            if isinstance(node, ast.ClassDef) or (returns if says == "Yields" else yields and iterates):
+                yield node.name
+
+
 def names_from_own_lists(root: Path, path: str, tree: ast.Module) -> Iterator[str]:
     """What a file imports from the `__init__` of a folder that it lies in: with the way back, that is a loop."""
     above = [] if path.startswith(ABOVE) or path.endswith("__init__.py") else path.split("/")[:-1]
@@ -74,6 +87,7 @@ def findings(root: Path) -> Iterator[str]:
         if not path.startswith(KERNELS):
             yield from (f"{path}: {name} has more than {MAX_PARAMETERS} parameters" for name in crowded(tree))
         yield from (f"{path}: takes {name} from the list of names of its own folder" for name in names_from_own_lists(root, path, tree))
+        yield from (f"{path}: {name} does not do what its docstring's first word says" for name in misdescribed(tree))
     for path, tree in trees.items():
         module = ("pyro_truncated/" * path.startswith("models/") + path).removesuffix(".py").replace("/", ".")
         is_short = texts[path].count("\n") < MIN_LINES

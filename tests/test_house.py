@@ -21,10 +21,18 @@ BROKEN = {
         "takes pyro_truncated.AutoTruncated from the list of names of its own folder",
     ),
 }
+LIES = {
+    "class": DOC + 'class A:\n    """Returns twos."""\n',
+    "generator": DOC + 'def A() -> Iterator[int]:\n    """Returns twos."""\n    yield 2\n',
+    "list": DOC + 'def A() -> list[int]:\n    """Yields twos."""\n    return [2]\n',
+}
+BROKEN |= {name: (text, "A does not do what its docstring's first word says") for name, text in LIES.items()}
 ALLOWED = {
     "of others": DOC + "from torch.utils import _pytree\n",
     "eight": DOC + f"class A:\n    def _f(self, {', '.join('abcdefgh')}):\n        return 1\n",
     "public": DOC + f"def f({', '.join('abcdefghi')}):\n    return 1\n",
+    "yields": DOC + 'def f() -> Iterator[int]:\n    """Yields twos."""\n    yield 2\n',
+    "generator expression": DOC + 'def f() -> Iterator[int]:\n    """Yields twos."""\n    return (2 for _ in "ab")\n',
     "file of the folder": DOC + "from pyro_truncated.states.space import StateSpace\nfrom pyro_truncated import states\n",
 }
 

@@ -535,7 +535,7 @@ def loo_pit(idata: Any, *, name: str | None = None, seed: int = 0) -> np.ndarray
     likelihood = likelihood[:, : len(samples) // chains].reshape(len(samples), -1)
     num_data = likelihood.shape[1]
     observed, samples = observed.reshape(num_data, -1), samples.reshape(len(samples), num_data, -1)
-    weights = np.exp(compat.smoothed_weights(-likelihood.T)).T[..., None]
+    weights = np.exp(compat.pareto_smooth(-likelihood.T)[0]).T[..., None]
     weights /= weights.sum(0)
     below, equal = (weights * (samples < observed)).sum(0), (weights * (samples == observed)).sum(0)
     # As a rank among the draws, so that a finite number of them does not spoil uniformity.

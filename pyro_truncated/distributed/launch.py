@@ -26,16 +26,6 @@ from pyro_truncated.utils.console import ReprFromArguments
 _made: WeakSet[AllReduced] = WeakSet()
 
 
-def local_names() -> frozenset[str]:
-    """Names of the parameters that are left to every process.
-
-    Optimisers of other runs, whose parameters the store does not hold, do not count.
-    """
-    shared_ids = {id(value) for _, value in pyro.get_param_store().named_parameters()}
-    stepped = {optimizer: {id(value) for value in optimizer.optimizer.optim_objs} for optimizer in _made}
-    return frozenset().union(*(optimizer.local for optimizer, own in stepped.items() if not own or own & shared_ids))
-
-
 class AllReduced(ReprFromArguments, PyroOptim):
     r"""An optimiser that follows the sum of all processes' gradients.
 
@@ -238,7 +228,11 @@ def start_as_first(model: Any, guide: Any, search: Any) -> None:
         parameters |= {f"{name}.{key}": value for key, value in module.named_parameters()}
     if "model" in modules:
         parameters |= {f"model.{key}": value for key, value in model.named_buffers()}
-    local_ids = {id(tensor) for name, tensor in parameters.items() if name in local_names()}
+    # Optimisers of other runs, whose parameters the store does not hold, do not count.
+    shared_ids = {id(value) for _, value in pyro.get_param_store().named_parameters()}
+    stepped = {optimizer: {id(value) for value in optimizer.optimizer.optim_objs} for optimizer in _made}
+    local_names = frozenset().union(*(optimizer.local for optimizer, own in stepped.items() if not own or own & shared_ids))
+    local_ids = {id(tensor) for name, tensor in parameters.items() if name in local_names}
     tensors = [tensor for _, tensor in sorted(parameters.items()) if id(tensor) not in local_ids]
     for tensor, value in zip(tensors, collectives.agree([tensor.detach() for tensor in tensors]), strict=True):
         tensor.copy_(value)

@@ -95,14 +95,12 @@ class LinearSuperposition(GaussianSuperposition):
             ``(N, C)``.
         """
         dtype = torch.promote_types(self.weight.dtype, value.dtype)
-        num_latents = self.weight.shape[-1]
         logits = self.weight.new_zeros(1) if state_logits is None else state_logits
-        logits = logits.double().expand(len(value), num_latents)
+        logits = logits.double().expand(len(value), self.weight.shape[-1])
         terms = self._terms(value)
         if terms is None:
             error = ops.square_error(words, value.double() - self.bias.double(), self.weight, self._precision())
-            prior = ops.pair_energy(words, logits, logits.new_zeros(num_latents, num_latents))
-            return (prior - 0.5 * error + self._log_normalizer(value).unsqueeze(-1)).to(dtype)
+            return (ops.linear_energy(words, logits) - 0.5 * error + self._log_normalizer(value).unsqueeze(-1)).to(dtype)
         linear, pairwise, constant = terms
         return (ops.pair_energy(words, linear + logits, pairwise) + constant.unsqueeze(-1)).to(dtype)
 

@@ -62,12 +62,10 @@ class MaximumSuperposition(GaussianSuperposition):
 
     def packed_log_prob(self, words: Tensor, value: Tensor, state_logits: Tensor | None = None) -> Tensor:
         r"""Log density under packed binary states, plus :math:`\sum_h s_h\,\mathrm{logit}_h`: :meth:`Superposition.packed_log_prob`."""
-        num_latents = self.weight.shape[-1]
         error = ops.maximum_error(words, value, self.weight, self._precision())
         log_prob = self._log_normalizer(value).unsqueeze(-1) - 0.5 * error
         if state_logits is not None:
-            linear = state_logits.double().expand(len(value), num_latents)
-            log_prob = log_prob + ops.pair_energy(words, linear, linear.new_zeros(num_latents, num_latents))
+            log_prob = log_prob + ops.linear_energy(words, state_logits.double().expand(len(value), self.weight.shape[-1]))
         return log_prob.to(torch.promote_types(self.weight.dtype, value.dtype))
 
     @torch.no_grad()
@@ -266,12 +264,11 @@ class FamilyMaximum(Superposition):
 
     def packed_log_prob(self, words: Tensor, value: Tensor, state_logits: Tensor | None = None) -> Tensor:
         r"""Log density under packed binary states, plus :math:`\sum_h s_h\,\mathrm{logit}_h`: :meth:`Superposition.packed_log_prob`."""
-        num_latents, means = self.weight.shape[-1], self._means()
+        means = self._means()
         base = self._elementwise_base(value).sum(-1, keepdim=True)
         score = ops.maximum_score(words, value, self.natural(means), self.partition(means)) + base
         if state_logits is not None:
-            linear = state_logits.double().expand(len(value), num_latents)
-            score = score + ops.pair_energy(words, linear, linear.new_zeros(num_latents, num_latents))
+            score = score + ops.linear_energy(words, state_logits.double().expand(len(value), self.weight.shape[-1]))
         return score.to(torch.promote_types(self.weight.dtype, value.dtype))
 
     @torch.no_grad()
@@ -305,14 +302,6 @@ class FamilyMaximum(Superposition):
         """The ``wins`` and what is ``won`` alone, for comparing dictionaries; see :meth:`.MaximumSuperposition.wins`."""
         _, _, wins, won = ops.maximum_wins(words, weights, rows, _round(self._means()))
         return {"wins": wins, "won": won}
-
-    def expected_loss(self, statistics: Statistics) -> Tensor:
-        r"""Returns expected negative log densities of every dimension, ``(D,)``.
-
-        The statistics must come from this very dictionary.
-        """
-        means = self._means()
-        return (self.partition(means) * statistics["wins"] - self.natural(means) * statistics["won"]).sum(1) - statistics["bases"]
 
     @torch.no_grad()
     def reconstruct(self, population: Population, value: Tensor) -> Tensor:

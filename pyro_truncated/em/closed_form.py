@@ -139,7 +139,8 @@ class ClosedForm(ReprFromArguments, PyroOptim):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if "model" in state:
+        # A shallow copy leaves the model to the one that trains it.
+        if "model" in state and ClosedForm.find(self.model) is None:
             self.drive()
 
     def previous(self, population: Population, indices: Tensor | None) -> Population | None:

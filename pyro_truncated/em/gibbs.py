@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
@@ -40,6 +41,7 @@ from pyro_truncated.utils.arguments import Renamed, check_count, describe, names
 from pyro_truncated.utils.arrays import check_column_names
 from pyro_truncated.utils.devices import module_device
 from pyro_truncated.utils.parameter_store import spare_random_numbers
+from pyro_truncated.utils.references import Reference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +92,12 @@ class GibbsModel(Protocol):
         sweeps: int,
         temperature: float = 1.0,
         generator: torch.Generator | None = None,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Draws ``(n, sweeps, K)`` for latents ``(n, K)``, and their probabilities."""
+        """Draws ``(n, sweeps, K)`` for latents ``(n, K)``, and their probabilities.
+
+        ``rows (n,)`` are the positions of the data points among all, by which processes draw alike.
+        """
 
     def singletons(self, y: Tensor) -> Tensor:
         """Log joint of no and of each single active latent, ``(n, 1 + H)``."""
@@ -162,6 +168,14 @@ class GibbsGuide(PyroModule):
         """The model whose posterior the sampler draws from."""
         return self._model[0]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> GibbsGuide:
+        # A model that was copied before goes with the copy, else it is the same.
+        duplicate = self.__class__.__new__(self.__class__)
+        memo[id(self)] = duplicate
+        model = memo.get(id(self.model), self.model)
+        vars(duplicate).update(copy.deepcopy({**vars(self), "_model": ()}, memo), _model=(model,))
+        return duplicate
+
     def marginals(self, indices: Tensor | None = None) -> Tensor:
         """Returns posterior probabilities that latents are active, ``(N, H)``."""
         self._check_has_draws()
@@ -229,7 +243,7 @@ class GibbsGuide(PyroModule):
     def _keep_(self, rows: slice | Tensor, selected: Tensor, coefficients: Tensor, chances: Tensor) -> None:
         self.unit[rows] = self.model.unit
         self.selected[rows], self.coefficients[rows] = selected, coefficients
-        self.probabilities[rows] = torch.zeros_like(self.probabilities[rows]).scatter_(1, selected, chances)
+        self.probabilities[rows] = torch.zeros_like(self.probabilities[rows]).scatter_(1, selected, chances.to(self.probabilities))
 
     def infer(self, y: Tensor, search: Preselection, steps: int = 10, **kwargs: Any) -> GibbsGuide:
         """Returns a guide for unseen data ``(N, D)``; ``kwargs`` as for :meth:`update_`."""
@@ -385,8 +399,8 @@ class GibbsEM(ELBO):
         self.batch_size = batch_size
         self.generator = generator
         self.num_steps = 0
-        self._known_guide: Any = None
-        self._warm_guide: Any = None
+        self._known_guide: Reference[GibbsGuide] = Reference()
+        self._warm_guide: Reference[GibbsGuide] = Reference()
 
     def loss(self, model: Any, guide: Any, y: Tensor, *args: Any, **kwargs: Any) -> float:
         """Returns minus the mean log joint of the present draws."""
@@ -403,10 +417,10 @@ class GibbsEM(ELBO):
             raise TypeError("GibbsEM needs ClosedForm(model) as the optimiser; to train by gradients use an AutoTruncated guide")
         with propagate_shard_errors(y):
             is_part = find_part(y) is not None
-            if is_part and self._known_guide is not guide:
+            if is_part and self._known_guide.value is not guide:
                 start_as_first(model, guide, self.search)
                 synchronize_generator(self.generator)
-            self._known_guide = _check(guide, model)
+            self._known_guide = Reference(_check(guide, model))
             indices, scale = self._subsample(y)
             self._warm_up(guide, y, indices)
             with defer_checks():
@@ -428,7 +442,7 @@ class GibbsEM(ELBO):
 
     def _warm_up(self, guide: GibbsGuide, y: Tensor, indices: Tensor | None) -> None:
         """Lets chains that have not begun come to the parameters."""
-        if self._warm_guide is guide:
+        if self._warm_guide.value is guide:
             return
         is_known = hasattr(guide, "unit") and len(guide.unit) == len(y)
         new = guide.unit[:, 0] == 0 if is_known else torch.ones(len(y), dtype=torch.bool, device=y.device)
@@ -439,7 +453,7 @@ class GibbsEM(ELBO):
         for _ in range(self.warm_up if num_given else 0):
             self._update(guide, y, None if len(rows) == len(y) else rows)
         if num_new == num_given:
-            self._warm_guide = guide
+            self._warm_guide = Reference(guide)
 
     def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
         return get_importance_trace("flat", math.inf, model, guide, args, kwargs)

@@ -143,19 +143,6 @@ class ActiveSet:
         variances = torch.cat([variance.expand_as(mean) for mean, variance in parts], -1)
         return means[..., order], variances[..., order]
 
-    def function_covariance(self, latents: Tensor) -> Tensor:
-        """The function's posterior covariance matrix ``(B, B)`` at latents ``(B, Q)``.
-
-        Raises:
-            ValueError: if entries of the active set are missing, so that outputs have different ones.
-        """
-        if len(self.factors) > 1 or not isinstance(self.factors[0].rows, slice):
-            raise ValueError(f"active points must be complete for a covariance that outputs share; got outputs {describe(self.outputs)}")
-        cross = covariance(self.kernel, self.latents, latents)
-        basis = torch.linalg.solve_triangular(self.factors[0].cholesky, cross, upper=False)
-        explained: Tensor = basis.mT @ basis
-        return covariance(self.kernel, latents, latents) - explained
-
 
 def conditional_log_prob(value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
     """Log densities ``(*batch, B)`` of observed entries ``(*batch, B, D)`` under independent normals."""

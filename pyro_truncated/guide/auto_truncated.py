@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.distributed.shards import Portion, find_part
-from pyro_truncated.guide.averaging import average_over_draws, readable, rescore_over_draws
+from pyro_truncated.guide.averaging import average_over_draws, draw_batches, readable, rescore_over_draws
 from pyro_truncated.guide.batch import Batch
 from pyro_truncated.guide.chain_batch import ChainBatch, ChainProgramRun, ChainReadings
 from pyro_truncated.guide.given_states import Init, old_layout
@@ -122,6 +122,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
     @property
     def words(self) -> Tensor:
         """The packed states of all data points, ``(N, S, num_words)``."""
+        self._refuse_product()
         return self.populations.words  # type: ignore[no-any-return]
 
     @property
@@ -130,6 +131,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
 
         They are NaN if never scored.
         """
+        self._refuse_product()
         return self.populations.log_joint  # type: ignore[no-any-return]
 
     def population(self, indices: Tensor | None = None) -> Any:
@@ -152,6 +154,11 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
                 if self.product is not None:
                     self._start_product(self.product, find_part(args, kwargs))
                     return
+                if isinstance(self.populations, ProductStore):
+                    raise ValueError(
+                        "the saved populations are sets of states of the nodes of a factor graph; this guide keeps whole states. Load them "
+                        "into a guide with the arguments of the one that was saved: without whole_states=True, and without a conditional"
+                    )
                 self.populations.start_(self.layout, self._init, self._device, portion)
         except BaseException:
             self._forget_model()
@@ -371,7 +378,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
             raise RuntimeError("the guide has not been used with its model yet; call guide.refresh_(*args) with the model's arguments")
         last_rows = self._last_rows
         with torch.no_grad(), spare_random_numbers():
-            batches = list(self._draw_batches(self._last_call))
+            batches = list(draw_batches(self, self._last_call, self.other_values(self._last_call)))
         self._last_rows = last_rows
         self._refuse_drawn_rows(batches[0].scorer.subsamples)
         return _reader(batches)
@@ -390,21 +397,6 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
                     "guide.refresh_(*args) with arguments for which the model takes all data"
                 )
 
-    def _draw_batches(self, call: Call) -> Iterator[ProductBatch | ChainBatch]:
-        """Returns batches under draws of the latents of other guides.
-
-        There are up to :attr:`num_draws`, or one where the draws do not differ.
-        """
-        values = self.other_values(call)
-        for _ in range(self.num_draws if values else 1):
-            batch = self.batch(call, values)
-            assert isinstance(batch, (ProductBatch, ChainBatch))
-            yield batch
-            next_values = self.other_values(call, subsamples=batch.scorer.subsamples)
-            if all(torch.equal(values[name], next_values[name]) for name in values):
-                return
-            values = next_values
-
     def _refuse_product(self) -> None:
         """Refuses to list whole states if each node has its own set.
 
@@ -417,7 +409,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
             raise NotImplementedError(NO_WHOLE_STATES)
 
     def weights(self, indices: Tensor | None = None) -> Tensor:
-        """Posterior weights of the states, ``(N, S)``, see :meth:`scored`."""
+        """Posterior weights of the states, ``(N, S)``, see :meth:`stored_posterior`."""
         self._refuse_product()
         return self.stored_posterior(indices).population.weights()  # type: ignore[no-any-return]
 

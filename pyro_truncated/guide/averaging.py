@@ -53,6 +53,23 @@ class _GivenSubsamples(Messenger):
             self.names.add(msg["name"])
 
 
+def draw_batches(
+    guide: WholeModelGuide, call: Call, values: Mapping[str, Tensor], subsamples: Mapping[str, Tensor] | None = None
+) -> Iterator[Any]:
+    """Yields batches under draws of the latents of other guides.
+
+    The first has the given ``values``. There are up to ``guide.num_draws``, or one where the draws do not differ.
+    """
+    for _ in range(guide.num_draws if values else 1):
+        batch = guide.batch(call, {**values, **(subsamples or {})})
+        yield batch
+        subsamples = batch.scorer.subsamples
+        next_values = guide.other_values(call, subsamples=subsamples)
+        if all(torch.equal(values[name], next_values[name]) for name in values):
+            return
+        values = next_values
+
+
 @torch.no_grad()
 def average_over_draws(guide: WholeModelGuide, call: Call, subsamples: Mapping[str, Tensor] | None = None) -> Population | None:
     r"""Returns populations of the selected data points under averaged weights.
@@ -85,16 +102,11 @@ def average_over_draws(guide: WholeModelGuide, call: Call, subsamples: Mapping[s
             has_draws = guide.conditional is not None and not guide.is_conditional_exact
             return _average_weights(guide, guide.batch(call, subsamples)) if has_draws else None
         num_draws, weights, free_energy = 0, torch.zeros(()), torch.zeros(())
-        while num_draws < guide.num_draws:
-            batch = guide.batch(call, {**values, **(subsamples or {})})
+        for batch in draw_batches(guide, call, values, subsamples):
             population: Population = batch.rescore()
             weights = weights + population.weights().double()
             free_energy = free_energy + population.free_energy()
-            num_draws, subsamples = num_draws + 1, batch.scorer.subsamples
-            next_values = guide.other_values(call, subsamples=subsamples)
-            if all(torch.equal(values[name], next_values[name]) for name in values):
-                break
-            values = next_values
+            num_draws += 1
         log_joint = (weights / num_draws).log() + (free_energy / num_draws).unsqueeze(-1)
     return dataclasses.replace(population, log_joint=log_joint.to(population.log_joint.dtype))
 

@@ -103,9 +103,9 @@ def given_population(layout: Layout, init: States | Callable[[], States], num_st
 
 
 def old_layout(state_dict: Mapping[str, Any], prefix: str) -> str | None:
-    """Converts the state of a guide whose populations were its buffers.
+    """Why a state with populations as the guide's buffers is refused.
 
-    ``None`` stands for any other state.
+    ``None`` of any other state.
     """
     if f"{prefix}words" not in state_dict:
         return None

@@ -47,7 +47,7 @@ from pyro_truncated.ops.packed_states import (
     unpack,
     value_probabilities,
 )
-from pyro_truncated.ops.quadratic import flip_energy, moments, pair_energy, square_error
+from pyro_truncated.ops.quadratic import flip_energy, linear_energy, moments, pair_energy, square_error
 from pyro_truncated.ops.slabs import expected_log_slab_prior, slab_log_prob, slab_moments, slab_moments_by_dimension
 from pyro_truncated.ops.streams import Source, Stream, draw_ahead, draw_seed, mix_bits, positions, uniform, uniform_integers
 from pyro_truncated.utils.budget import memory_budget
@@ -86,6 +86,7 @@ __all__ = [
     "initial_states",
     "is_vectorised",
     "lazy_values",
+    "linear_energy",
     "maximum_error",
     "maximum_score",
     "maximum_slab_gibbs",

@@ -79,12 +79,17 @@ class _NoisyOrLogProb(torch.autograd.Function):
 
 def _check_noisy_or(words: Tensor, value: Tensor, log_complement: Tensor, log_leak_complement: Tensor) -> None:
     check_likelihood(words, value, log_complement, log_leak_complement)
-    if not cached_answer(value, "is binary or missing", lambda: ((value == 0) | (value == 1) | value.isnan()).all()):
+    if not cached_answer(value, "is binary or missing", lambda: _equals_square(value) or _equals_square(value.nan_to_num(0.0))):
         observed = value[~value.isnan()]
         raise ValueError(
             "observations of a noisy-OR must be 0, 1 or, where missing, NaN; "
             f"got numbers from {float(observed.min()):g} to {float(observed.max()):g}"
         )
+
+
+def _equals_square(value: Tensor) -> bool:
+    """Whether numbers from zero to one equal their squares: zeros and ones."""
+    return torch.equal(value.clamp(0, 1).square(), value)
 
 
 # Weights of one have an infinite logarithm, for which this stands.

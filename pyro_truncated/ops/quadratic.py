@@ -30,6 +30,16 @@ def pair_energy(words: Tensor, linear: Tensor, pairwise: Tensor) -> Tensor:
     return _PairEnergy.apply(words, linear, pairwise)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def linear_energy(words: Tensor, linear: Tensor) -> Tensor:
+    r"""Linear function of binary states: :math:`E_{nc} = \sum_h s_h a_{nh}`, such as log-odds of independent priors.
+
+    The same as :func:`pair_energy` of no pairs, at a cost of :math:`O(k)` and without a matrix of zeros or of second moments. Returns
+    energies ``(N, C)`` of the type of ``linear``.
+    """
+    check_bits(words, check_rows(words, linear, "linear (N, H)")[1])
+    return _PairEnergy.apply(words, linear, None)  # type: ignore[no-any-return, no-untyped-call]
+
+
 @torch.no_grad()
 def flip_energy(words: Tensor, linear: Tensor, pairwise: Tensor) -> Tensor:
     r"""How much :func:`pair_energy` changes where one latent is flipped, for every latent.
@@ -60,23 +70,27 @@ def moments(words: Tensor, weights: Tensor, num_latents: int, per_datum: bool = 
 
 
 class _PairEnergy(torch.autograd.Function):
-    r"""Energies :math:`s^\top a_n + s^\top B s` of binary states."""
+    r"""Energies :math:`s^\top a_n + s^\top B s` of binary states, or without the second term."""
 
     @staticmethod
-    def forward(ctx: Any, words: Tensor, linear: Tensor, pairwise: Tensor) -> Tensor:
+    def forward(ctx: Any, words: Tensor, linear: Tensor, pairwise: Tensor | None) -> Tensor:
         """Returns energies ``(N, C)``."""
         ctx.save_for_backward(words)
         remember_context(ctx)
-        ctx.options = (linear.dtype, pairwise.dtype, pairwise.dim() == 3, linear.shape[-1])
+        ctx.linear_type, ctx.num_latents = linear.dtype, linear.shape[-1]
+        ctx.pairwise = None if pairwise is None else (pairwise.dtype, pairwise.dim() == 3)
         return backend("quadratic", words).pair_energy(words, linear, pairwise).to(linear.dtype)  # type: ignore[no-any-return]
 
     @staticmethod
     @differentiable_gradient
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor | None]:
         """Gradients: the moments of the states, weighted by those of the energies."""
-        linear_type, pairwise_type, per_datum, num_latents = ctx.options
-        first, second = _Moments.apply(*ctx.saved_tensors, grad, num_latents, per_datum)  # type: ignore[no-untyped-call]
-        return None, first.to(linear_type), second.to(pairwise_type)
+        if not ctx.needs_input_grad[2]:
+            first = _FirstMoments.apply(*ctx.saved_tensors, grad, ctx.num_latents)  # type: ignore[no-untyped-call]
+            return None, first.to(ctx.linear_type), None
+        pairwise_type, per_datum = ctx.pairwise
+        first, second = _Moments.apply(*ctx.saved_tensors, grad, ctx.num_latents, per_datum)  # type: ignore[no-untyped-call]
+        return None, first.to(ctx.linear_type), second.to(pairwise_type)
 
 
 class _Moments(torch.autograd.Function):
@@ -94,6 +108,23 @@ class _Moments(torch.autograd.Function):
     def backward(ctx: Any, first: Tensor, second: Tensor) -> tuple[None, Tensor, None, None]:
         """Gradients: energies whose coefficients are the gradients of the moments."""
         return None, _PairEnergy.apply(*ctx.saved_tensors, first, second), None, None  # type: ignore[no-untyped-call]
+
+
+class _FirstMoments(torch.autograd.Function):
+    r"""First moments :math:`\sum_c w_{nc} s`, linear in the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, words: Tensor, weights: Tensor, num_latents: int) -> Tensor:
+        """Returns first moments."""
+        ctx.save_for_backward(words)
+        remember_context(ctx)
+        return backend("quadratic", weights).first_moments(words, weights, num_latents)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @differentiable_gradient
+    def backward(ctx: Any, first: Tensor) -> tuple[None, Tensor, None]:
+        """Gradients: energies whose coefficients are the gradients of the moments."""
+        return None, _PairEnergy.apply(*ctx.saved_tensors, first, None), None  # type: ignore[no-untyped-call]
 
 
 def square_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tensor) -> Tensor:

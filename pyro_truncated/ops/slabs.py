@@ -25,7 +25,7 @@ from torch import Tensor
 from pyro_truncated.ops.backend import backend, gradient, remember_context
 from pyro_truncated.ops.deferred_checks import cholesky
 from pyro_truncated.ops.packed_states import check_likelihood, check_weights
-from pyro_truncated.ops.quadratic import pair_energy
+from pyro_truncated.ops.quadratic import linear_energy
 from pyro_truncated.utils.arguments import renames
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.constraints import without_missing
@@ -35,7 +35,7 @@ def slab_terms(value: Tensor, weight: Tensor, precision: Tensor) -> tuple[Tensor
     """Products ``(N, H)`` of data and dictionary, the scaled dictionary, and a mask."""
     rows, is_observed = without_missing(value)
     rows, weight, precision = rows.detach(), weight.detach().double(), precision.detach().double()
-    return (rows * precision) @ weight, weight * precision.sqrt().unsqueeze(-1), is_observed
+    return rows @ (weight * precision.unsqueeze(-1)), weight * precision.sqrt().unsqueeze(-1), is_observed
 
 
 def noise_log_density(value: Tensor, precision: Tensor) -> Tensor:
@@ -45,13 +45,6 @@ def noise_log_density(value: Tensor, precision: Tensor) -> Tensor:
     normalizers = 0.5 * (precision.log() - math.log(2 * math.pi))
     normalizer = normalizers.sum() if is_observed is None else is_observed.double() @ normalizers
     return (normalizer - 0.5 * rows.square() @ precision).unsqueeze(-1)
-
-
-def linear_energy(words: Tensor, linear: Tensor, num_data: int, num_latents: int) -> Tensor:
-    """Returns values ``(N, C)`` of linear functions of the states, as prior logits."""
-    if linear.shape != (num_data, num_latents):
-        raise ValueError(f"linear must have shape (N, H) = {(num_data, num_latents)}; got {tuple(linear.shape)}")
-    return pair_energy(words, linear.double(), linear.new_zeros(num_latents, num_latents))
 
 
 def data_gradients(
@@ -86,8 +79,10 @@ def slab_log_prob(
     linear function of the state to add, such as prior logits. Returns log densities ``(N, C)``.
     """
     _check(words, value, weight, precision, slab_mean, spread)
+    if linear is not None and linear.shape != (len(value), weight.shape[1]):
+        raise ValueError(f"linear must have shape (N, H) = {(len(value), weight.shape[1])}; got {tuple(linear.shape)}")
     out: Tensor = _LogProb.apply(words, value, weight, precision, slab_mean, spread)  # type: ignore[no-untyped-call]
-    return out if linear is None else out + linear_energy(words, linear, len(value), weight.shape[1])
+    return out if linear is None else out + linear_energy(words, linear.double())
 
 
 @renames(slab_deviation="spread", slab_covariance="spread")

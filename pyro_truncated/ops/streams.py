@@ -15,9 +15,8 @@ from torch import Tensor
 from pyro_truncated.ops.backend import backend, is_vectorised
 from pyro_truncated.utils.budget import rows_per_block
 
-# Odd numbers with well spread bits, as signed 64-bit integers: the golden ratio, and one of a published 64-bit finaliser.
-GOLDEN, FINALISER = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64
-_SECOND = 0x94D049BB133111EB
+# Odd numbers with well spread bits, as signed 64-bit integers: the golden ratio, and those of a published 64-bit finaliser (splitmix64).
+GOLDEN, FINALISER, SECOND_FINALISER = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 _WORD = 2**64 - 1
 
 
@@ -115,7 +114,7 @@ def mix_bits(*numbers: int) -> int:
 
 def _mix(x: int) -> int:
     x = ((x ^ (x >> 30)) * FINALISER) & _WORD
-    x = ((x ^ (x >> 27)) * _SECOND) & _WORD
+    x = ((x ^ (x >> 27)) * SECOND_FINALISER) & _WORD
     return x ^ (x >> 31)
 
 

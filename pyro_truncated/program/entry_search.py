@@ -19,9 +19,8 @@ from torch import Tensor
 from pyro_truncated.ops.elimination import IMPOSSIBLE
 from pyro_truncated.program.densities import coarsest_dtype
 from pyro_truncated.program.entries import Entries, flatten, with_entries
-from pyro_truncated.program.generic_parameters import generic_parameters
 from pyro_truncated.program.layout import SiteLayout
-from pyro_truncated.program.product_scorer import ProductScorer
+from pyro_truncated.program.product_scorer import ProductScorer, generic_parameters
 from pyro_truncated.program.sites import is_subsampled, strip_events
 from pyro_truncated.utils.arrays import rounding_tolerance
 

@@ -119,61 +119,27 @@ def build_graph(
         num_states: most states of a node.
         entries: by observed site, what its entries depend on, where that is known.
     """
+    entries = entries or {}
+    factors, plates = _factors(trace, scopes, sites, entries)
+    builder = _Builder(factors, plates, sites, num_states)
+    return dataclasses.replace(builder.explain(builder.build(), trace), entries=entries)
+
+
+def _factors(
+    trace: Any, scopes: Mapping[str, frozenset[str]], sites: Mapping[str, DiscreteSite], entries: Mapping[str, Entries]
+) -> tuple[dict[Any, frozenset[str]], dict[Any, set[Plate]]]:
+    """Latents and plates of each density, or part of its entries."""
     # What follows from other sites has no density of its own.
     plates: dict[Any, set[Plate]] = {
         name: {(frame.name, frame.dim, frame.size) for frame in node["cond_indep_stack"] if frame.vectorized}
         for name, node in density_nodes(sample_nodes(trace)).items()
     }
-    factors: dict[Any, frozenset[str]] = {
-        name: frozenset(scope & sites.keys()) | ({name} & sites.keys()) for name, scope in scopes.items() if name in plates
-    }
-    entries = {} if entries is None else entries
+    factors: dict[Any, frozenset[str]] = {name: frozenset((scopes[name] | {name}) & sites.keys()) for name in scopes if name in plates}
     for name, own in entries.items():
         del factors[name]
         factors |= {(name, number): scope for number, scope in enumerate(own.scopes)}
         plates |= {(name, number): plates[name] | own.plates for number in range(len(own.scopes))}
-    factors = {name: scope for name, scope in factors.items() if scope}
-    places = {name: set(plates[name]) for name in sites}
-    joins: dict[str, tuple[str, str]] = {}
-    for name, scope in factors.items():
-        for site in scope:
-            if beyond := places[site] - plates[name]:
-                joins[site] = name if isinstance(name, str) else name[0], min(beyond)[0]
-            places[site] &= plates[name]
-    sizes = {name: math.prod(site.in_plates({plate for plate, _, _ in places[name]}).cardinalities) for name, site in sites.items()}
-    graph = _Builder(factors, places, sizes, num_states).build()
-    joins = {site: join for site, join in joins.items() if sizes[site] > num_states}
-    joined = [
-        f"'{name}' depends on several members of the plate '{plate}' of '{site}': they are one decision, with {num_states} of "
-        f"{readable_count(sizes[site])} states. "
-        "Members stay apart where each entry depends on one of them, as by an index of one plate, u[group]."
-        for site, (name, plate) in joins.items()
-    ]
-    observed = {name: scope for name, scope in factors.items() if isinstance(name, str) and name not in sites}
-    stacked, coupling_sites = [], [name for name, _ in joins.values() if name in observed]
-    for node in graph.nodes:
-        own_sites, size = frozenset(node.sites), math.prod(sizes[name] for name in node.sites)
-        if size <= num_states:
-            continue
-        number = node.num_members
-        divisible = [name for name, scope in observed.items() if scope & own_sites and trace.nodes[name]["fn"].shape().numel() > number]
-        coupling_sites += [name for name in divisible if len(observed[name] & own_sites) > 1]
-        # Sites that take entries of one stack all seem to depend on all of it.
-        single = Counter(scope for name, scope in observed.items() if len(scope & own_sites) > 1 and name not in divisible)
-        coupling_sites += [name for name, scope in observed.items() if name not in divisible and single[scope] > 1]
-        # Latents that depend on each other otherwise too, as the steps of a chain.
-        is_sparse = any(factors[name] & own_sites - {name} for name in own_sites)
-        is_sparse = is_sparse and not any(factors[name] >= own_sites for name in own_sites)
-        whole = [name for name in divisible if observed[name] == own_sites]
-        if is_sparse and whole:
-            stacked.append(
-                f"'{whole[0]}' depends on all of the sites {shorten_names(node.sites)}: a population holds whole states, {num_states} "
-                f"of {readable_count(size)}. If each entry depends on few of them, as on one step, observe each by a site of its own."
-            )
-    # What holds of many steps is said of the first one.
-    alike = [(kind[0], f" The same holds of {len(kind) - 1} more." if len(kind) > 1 else "") for kind in (joined, stacked) if kind]
-    sentences = graph.whole or tuple(sentence + more for sentence, more in alike)
-    return dataclasses.replace(graph, entries=entries, coupling_sites=tuple(dict.fromkeys(coupling_sites)), whole=sentences)
+    return {name: scope for name, scope in factors.items() if scope}, plates
 
 
 class _Builder:
@@ -183,22 +149,27 @@ class _Builder:
     """
 
     def __init__(
-        self, scopes: Mapping[Any, frozenset[str]], places: Mapping[str, set[Plate]], sizes: Mapping[str, int], num_states: int
+        self, scopes: Mapping[Any, frozenset[str]], plates: Mapping[Any, set[Plate]], sites: Mapping[str, DiscreteSite], num_states: int
     ) -> None:
-        self._scopes, self._places, self._sizes, self._num_states = scopes, places, sizes, num_states
-        self._nodes: dict[str, frozenset[str]] = {site: frozenset({site}) for site in sizes}
-        self._order = {site: place for place, site in enumerate(sizes)}
+        places = {name: set(plates[name]) for name in sites}
+        self._scopes, self._places, self._num_states, self._joins = scopes, places, num_states, {}
+        for name, scope in scopes.items():
+            for site in scope:
+                if beyond := places[site] - plates[name]:
+                    self._joins[site] = name if isinstance(name, str) else name[0], min(beyond)[0]
+                places[site] &= plates[name]
+        self._sizes = {name: math.prod(site.in_plates({place[0] for place in places[name]}).cardinalities) for name, site in sites.items()}
+        self._nodes: dict[str, frozenset[str]] = {site: frozenset({site}) for site in sites}
+        self._order = {site: place for place, site in enumerate(sites)}
         # By site, plates whose members are one decision.
-        self._joint_plates: dict[str, frozenset[Plate]] = dict.fromkeys(sizes, frozenset())
+        self._joint_plates: dict[str, frozenset[Plate]] = dict.fromkeys(sites, frozenset())
         self._whole: list[str] = []
 
     def build(self) -> FactorGraph:
         """Merges discrete sites into nodes, and returns the graph of nodes."""
         for group in self._decisions():
-            if (
-                self._node_size(group) <= self._num_states
-                or math.prod(self._node_limit(self._nodes[site]) for site in group) > self._density_limit
-            ):
+            table = math.prod(self._node_limit(self._nodes[site]) for site in group)
+            if self._node_size(group) <= self._num_states or table > self._density_limit:
                 self._merge(group)
         for component in self._components():
             # All sites lie at one place, and one density that is not that of a discrete latent depends on
@@ -209,6 +180,41 @@ class _Builder:
             elif len(component) > 1:
                 self._merge_until_narrow(component)
         return self._graph()
+
+    def explain(self, graph: FactorGraph, trace: Any) -> FactorGraph:
+        """Adds which sites couple nodes, and what is kept as whole states."""
+        factors, sizes, num_states = self._scopes, self._sizes, self._num_states
+        joins = {site: join for site, join in self._joins.items() if sizes[site] > num_states}
+        joined = [
+            f"'{name}' depends on several members of the plate '{plate}' of '{site}': they are one decision, with {num_states} of "
+            f"{readable_count(sizes[site])} states. "
+            "Members stay apart where each entry depends on one of them, as by an index of one plate, u[group]."
+            for site, (name, plate) in joins.items()
+        ]
+        observed = {name: scope for name, scope in factors.items() if isinstance(name, str) and name not in sizes}
+        stacked, coupling_sites = [], [name for name, _ in joins.values() if name in observed]
+        for node in graph.nodes:
+            own, size = frozenset(node.sites), math.prod(sizes[name] for name in node.sites)
+            if size <= num_states:
+                continue
+            near = {name: trace.nodes[name]["fn"].shape().numel() for name, scope in observed.items() if scope & own}
+            divisible = [name for name, number in near.items() if number > node.num_members]
+            coupling_sites += [name for name in divisible if len(observed[name] & own) > 1]
+            # Sites that take entries of one stack all seem to depend on all of it.
+            single = Counter(scope for name, scope in observed.items() if len(scope & own) > 1 and name not in divisible)
+            coupling_sites += [name for name, scope in observed.items() if name not in divisible and single[scope] > 1]
+            # Latents that depend on each other otherwise too, as the steps of a chain.
+            is_sparse = any(factors[name] & own - {name} for name in own) and not any(factors[name] >= own for name in own)
+            whole = [name for name in divisible if observed[name] == own]
+            if is_sparse and whole:
+                stacked.append(
+                    f"'{whole[0]}' depends on all of the sites {shorten_names(node.sites)}: a population holds whole states, {num_states} "
+                    f"of {readable_count(size)}. If each entry depends on few of them, as on one step, observe each by a site of its own."
+                )
+        # What holds of many steps is said of the first one.
+        alike = [(kind[0], f" The same holds of {len(kind) - 1} more." if len(kind) > 1 else "") for kind in (joined, stacked) if kind]
+        sentences = graph.whole or tuple(sentence + more for sentence, more in alike)
+        return dataclasses.replace(graph, coupling_sites=tuple(dict.fromkeys(coupling_sites)), whole=sentences)
 
     # --- which sites are one node ---
 
@@ -259,7 +265,12 @@ class _Builder:
                     self._merge(group)
             self._decide_members_together(component)
         if len(self._current(component)) == 1 or self._eliminate(component) is None:
-            self._keep_whole(component)
+            names, size = [name for name in self._sizes if name in component], readable_count(self._node_size(component))
+            self._whole.append(
+                f"the {len(names)} sites {shorten_names(names)} depend on each other too densely for a set of states each: a population "
+                f"holds whole states, {self._num_states} of {size}. Fewer sites in one density, or a larger num_states, would help."
+            )
+            self._merge(component)
 
     def _decide_members_together(self, component: frozenset[str]) -> bool:
         """Makes all members of some plates one decision, to keep cliques small.
@@ -310,15 +321,6 @@ class _Builder:
                     if len({self._nodes[site] for site in scope - own}) > 1:
                         return scope - own
         return None
-
-    def _keep_whole(self, component: frozenset[str]) -> None:
-        names = [name for name in self._sizes if name in component]
-        size = readable_count(self._node_size(component))
-        self._whole.append(
-            f"the {len(names)} sites {shorten_names(names)} depend on each other too densely for a set of states each: a population "
-            f"holds whole states, {self._num_states} of {size}. Fewer sites in one density, or a larger num_states, would help."
-        )
-        self._merge(component)
 
     # --- nodes as they are now ---
 
@@ -371,7 +373,6 @@ class _Builder:
             order.extend(plan)
             separators |= plan
             components.append(tuple(place[node] for node in self._current(component)))
-        graph_nodes = [self._node(node) for node in nodes]
         # What stacks nodes broadcasts their states: in a dimension all have the same number.
         has_parts = any(not isinstance(name, str) for name in self._scopes)
         colours = _colour(order, separators, {node: self._node_limit(node) for node in order} if has_parts else None)
@@ -380,7 +381,10 @@ class _Builder:
         for name, scope in self._scopes.items():
             sites[name if isinstance(name, str) else name[0]] |= scope
         return FactorGraph(
-            nodes=tuple(graph_nodes),
+            nodes=tuple(
+                Node(tuple(site for site in self._sizes if site in node), tuple(sorted(self._plates(node), key=lambda plate: plate[1])))
+                for node in nodes
+            ),
             factors={name: tuple(sorted({place[self._nodes[site]] for site in scope})) for name, scope in sites.items()},
             order=tuple(place[node] for node in order),
             separators=tuple(tuple(sorted(place[other] for other in separators[node])) for node in nodes),
@@ -388,10 +392,6 @@ class _Builder:
             components=tuple(components),
             whole=tuple(self._whole),
         )
-
-    def _node(self, sites: frozenset[str]) -> Node:
-        plates = sorted(self._plates(sites), key=lambda plate: plate[1])
-        return Node(tuple(site for site in self._sizes if site in sites), tuple(plates))
 
 
 def eliminate(

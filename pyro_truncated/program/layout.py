@@ -295,6 +295,8 @@ class Layout(SiteLayout):
             )
             findings.append((problem, "Compute within data points, or make the plate an event."))
         for name in self.cut_sites:
+            if len(marginals[name]) == 0:
+                continue
             mass = marginals[name][..., -1].nan_to_num(0.0).reshape(len(marginals[name]), -1).amax(1)
             worst = int(mass.argmax())
             if float(mass[worst]) > 0.01:

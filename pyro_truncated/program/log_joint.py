@@ -19,6 +19,7 @@ from pyro_truncated.program.packed_scoring import PackedModel
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.states.population import Moments
 from pyro_truncated.utils.budget import budget_on, memory_budget
+from pyro_truncated.utils.constraints import at_least_single
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +196,7 @@ class LogJoint(Probe):
 
     def _sum_up(self, terms: Mapping[str, Tensor]) -> Tensor:
         """Log joints ``(N, C)`` from the log probabilities of sites."""
-        total = sum_block(terms)
+        total = at_least_single(sum_block(terms))
         names: Set[str] = self.layout.sites_to_check
         if not is_vectorised(total) and bool(total.isnan().any()):
             names = names | (self.layout.sites.keys() - self.observed_sites)
@@ -226,7 +227,7 @@ class LogJoint(Probe):
     # --- blocks that fit into memory ---
 
     def row_blocks(self, states_per_row: int, proposed_per_row: int = 0) -> list[slice]:
-        """Yields slices of data points within the memory budget.
+        """Returns slices of data points within the memory budget.
 
         Each can be scored on its own.
 

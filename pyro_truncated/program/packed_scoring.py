@@ -17,6 +17,7 @@ from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.sites import unwrap
 from pyro_truncated.program.zero_probabilities import certain_values
 from pyro_truncated.states.space import StateSpace
+from pyro_truncated.utils.constraints import at_least_single
 
 
 @runtime_checkable
@@ -127,7 +128,7 @@ class PackedModel:
             total = total + fn.packed_log_prob(words, value[index], logits)
             logits = None
         constant = self.constant if self.constant.dim() == 0 else self.constant[index].unsqueeze(-1)
-        total = total + constant
+        total = at_least_single(total + constant)
         if self.certain is None:
             return total
         never, always = (bits if bits.dim() == 1 else bits[index].unsqueeze(1) for bits in self.certain)

@@ -24,7 +24,6 @@ from pyro_truncated.program.call import Call
 from pyro_truncated.program.densities import MAX_STACKED, coarsest_dtype, count_entries, log_density, site_log_densities
 from pyro_truncated.program.entries import flatten, weigh, with_entries
 from pyro_truncated.program.factor_graph import DENSITY_LIMIT
-from pyro_truncated.program.generic_parameters import generic_parameters
 from pyro_truncated.program.known_levels import KnownLevels
 from pyro_truncated.program.operations import Operations, recognisable_size
 from pyro_truncated.program.probe import Probe
@@ -33,6 +32,7 @@ from pyro_truncated.program.sites import density_nodes, is_subsampled, sample_no
 from pyro_truncated.program.supports import log_prob_on_support
 from pyro_truncated.program.zero_probabilities import exact_log_prob, without_impossible
 from pyro_truncated.utils.arrays import once, rounding_tolerance
+from pyro_truncated.utils.parameter_store import load_snapshot, snapshot, spare_random_numbers
 
 # How many states of each set, and different arguments of one kind, are tried.
 NUM_TRIED = 3
@@ -586,3 +586,58 @@ class ProductScorer(Probe):
                 table = torch.take_along_dim(table, places[node], dim=tree.dim(node))
         table, expected = (own.double().clamp(min=IMPOSSIBLE) for own in (table, expected))
         return bool(((table - expected).abs() <= rounding_tolerance(expected, *dtypes)).all())
+
+
+@contextlib.contextmanager
+def generic_parameters(scorer: Probe, names: Iterable[str], generator: torch.Generator) -> Iterator[None]:
+    """Moves the parameters of some sites' densities a little, for a while.
+
+    Those that are zero or equal hide what densities depend on.
+    """
+    names = list(names)
+    with torch.enable_grad():
+        log_probs = _log_probs(scorer, names)
+    tensors = [leaf.data for leaf in _leaves(log_probs)]
+    values = snapshot(tensors)
+    try:
+        for tensor, value in zip(tensors, values, strict=True):
+            noise = torch.randn(value.shape, generator=generator).to(value)
+            size = torch.where(value == 0, value.abs().mean().clamp(min=1e-3), value.abs())
+            tensor.add_(0.1 * size * noise)
+        try:
+            moved = _log_probs(scorer, names)
+        except Exception:  # whatever a program raises, as by an assertion
+            moved = []
+        # Some parameters, such as raw covariances, are none any more.
+        if [bool(one.isnan().any()) for one in moved] != [bool(one.isnan().any()) for one in log_probs]:
+            load_snapshot(tensors, values)
+        yield
+    finally:
+        load_snapshot(tensors, values)
+
+
+def _log_probs(scorer: Probe, names: Iterable[str]) -> list[Tensor]:
+    with pyro.validation_enabled(False), spare_random_numbers():
+        nodes = sample_nodes(scorer.run(scorer.values))
+        return [
+            node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"]) for node in (nodes[name] for name in names if name in nodes)
+        ]
+
+
+def _leaves(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The parameters that tensors are computed from.
+
+    Those are left out whose elements have no places of their own, as expanded ones.
+    """
+    leaves: dict[int, Tensor] = {}
+    functions, seen = [tensor.grad_fn for tensor in tensors], set[Any]()
+    while functions:
+        function: Any = functions.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        if (variable := getattr(function, "variable", None)) is not None:
+            leaves[id(variable)] = variable
+        functions += [after for after, _ in function.next_functions]
+    dense = [leaf for leaf in leaves.values() if leaf.layout == torch.strided]
+    return [leaf for leaf in dense if all(stride or size < 2 for size, stride in zip(leaf.shape, leaf.stride(), strict=True))]

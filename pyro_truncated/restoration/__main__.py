@@ -65,7 +65,9 @@ def restore_in_tiles(
     with progress_bar(progress, total=len(places), desc="tiles") as bar:
         for place in places:
             part = restore(image[place], False)
-            weight = torch.outer(*(_tile_weights(span) for span in place)).to(image)
+            # Weights fade to overlapping ends, never to zero.
+            pixels = (torch.arange(1, span.stop - span.start + 1, dtype=torch.float64) for span in place)
+            weight = torch.outer(*(along.minimum(along.flip(0)).clamp(max=_OVERLAP_PIXELS) for along in pixels)).to(image)
             share[place] += weight
             total[place] += part.image * weight.reshape(weight.shape + (1,) * (image.dim() - 2))
             squares += part.noise**2 / len(places)
@@ -85,17 +87,6 @@ def spans(size: int, side: int) -> list[slice]:
     return [slice(start, start + side) for start in starts]
 
 
-def _tile_weights(span: slice) -> Tensor:
-    """Returns weights that fade to overlapping ends, never to zero."""
-    places = torch.arange(span.stop - span.start, dtype=torch.float64)
-    return (places + 1).minimum(places.flip(0) + 1).clamp(max=_OVERLAP_PIXELS)
-
-
-# Pixels of a mask are missing from this far from its white on, of the distance to its black.
-# Edges of drawn text are grey, and blocks of JPEG are, too.
-_MIN_DARKNESS, _MIN_DARKNESS_IF_LOSSY, _LOSSY = 1 / 50, 1 / 8, ("JPEG", "WEBP")
-# Black and white of masks of eight bits differ by more than this, but for masks of zeros and ones.
-_MAX_BLACK_LEVEL = 16
 # Grey, of sixteen or thirty-two bits.
 _DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 _IMAGE = (
@@ -276,7 +267,8 @@ def _mask_values(path: Path) -> tuple[np.ndarray, float, bool]:
     whether pixels have more than eight bits.
     """
     with Image.open(path) as opened:
-        least = _MIN_DARKNESS_IF_LOSSY if opened.format in _LOSSY else _MIN_DARKNESS
+        # Edges of drawn text are grey, and blocks of lossy formats are, too.
+        least = 1 / 8 if opened.format in ("JPEG", "WEBP") else 1 / 50
         picture = ImageOps.exif_transpose(opened)
         if picture.mode in _DEEP:
             return np.array(picture, dtype=np.float32), least, True
@@ -304,11 +296,11 @@ def _hidden_pixels(path: Path, *, is_inverted: bool) -> np.ndarray:
         middle = (observed[observed <= middle].mean() + observed[observed > middle].mean()) / 2
     is_white = observed > middle
     levels = [float(np.median(some)) if len(some) else float(middle) for some in (observed[~is_white], observed[is_white])]
-    is_noise = (
-        not is_deep and levels[1] - levels[0] <= _MAX_BLACK_LEVEL and (observed.max() > _MAX_BLACK_LEVEL or len(np.unique(observed)) > 2)
-    )
+    # Black and white of masks of eight bits differ by more than this, but for masks of zeros and ones.
+    most_black = 16
+    is_noise = not is_deep and levels[1] - levels[0] <= most_black and (observed.max() > most_black or len(np.unique(observed)) > 2)
     if is_noise or levels[0] == levels[1]:
-        is_all_white = levels[1] > (_MAX_BLACK_LEVEL if is_noise else 0)
+        is_all_white = levels[1] > (most_black if is_noise else 0)
         return np.asarray(np.isnan(values) | (is_all_white == is_inverted))
     white, other = levels if is_inverted else levels[::-1]
     # The standard deviation of normal numbers by their median absolute deviation.

@@ -19,8 +19,6 @@ from torch import Tensor
 LEAST_RADIUS, FULL_DEPTH = 7.0, 4.0
 # A hole that is moved hides at least this part of its size; all of them leave this part of what is seen.
 LEAST_OVERLAP, LEAST_LEFT = 0.5, 0.6
-# Distance in pixels at which a gradient counts a fourth of one at the place itself; from four times of it on it does not count.
-_DISTANCE = 4
 
 
 def fill_large_holes(image: Tensor, estimate: Tensor, restore: Callable[[Tensor], Tensor]) -> Tensor:
@@ -90,7 +88,10 @@ def _shift_hole(is_hole: Tensor) -> list[Tensor]:
     shifted = [is_hole.roll(shifts, (0, 1)) for shifts in ((half[0], 0), (0, half[1]), half)]
     least, most = LEAST_OVERLAP * int(is_hole.sum()), (1 - LEAST_LEFT) * int((~is_hole).sum())
     copies, is_covered = [], is_hole
-    for other in (*_mirror(is_hole), *_mirror(_transpose(near_corner)), *shifted):
+    # Rows as columns, in the largest square at the first corner.
+    side, transposed = min(is_hole.shape), torch.zeros_like(is_hole)
+    transposed[:side, :side] = near_corner[:side, :side].mT
+    for other in (*_mirror(is_hole), *_mirror(transposed), *shifted):
         new = other & ~is_covered
         if int(new.sum()) >= least and int(((is_covered | new) & ~is_hole).sum()) <= most:
             copies.append(new)
@@ -100,13 +101,6 @@ def _shift_hole(is_hole: Tensor) -> list[Tensor]:
 
 def _mirror(is_hole: Tensor) -> list[Tensor]:
     return [is_hole.flip(dims) for dims in ((), (0,), (1,), (0, 1))]
-
-
-def _transpose(is_hole: Tensor) -> Tensor:
-    """Returns rows as columns, in the largest square at the first corner."""
-    side, transposed = min(is_hole.shape), torch.zeros_like(is_hole)
-    transposed[:side, :side] = is_hole[:side, :side].mT
-    return transposed
 
 
 def anisotropic_membrane(image: Tensor) -> Tensor:
@@ -188,15 +182,17 @@ def _directed_gradient(planes: np.ndarray) -> sparse.csc_array:
 
 def _structure_tensors(planes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns which squares are not seen, and their tensors, ``(N, 2, 2)``."""
+    # In pixels: there a gradient counts a fourth of one at the place itself; from four times of it on it does not count.
+    distance = 4
     down, across = (np.diff(planes, axis=axis) for axis in (0, 1))
     gradients = np.stack([down[:, 1:] + down[:, :-1], across[1:] + across[:-1]], -1) / 2
     products = np.einsum("hwci,hwcj->hwij", gradients, gradients)
     is_cut = np.isnan(products).any((2, 3))
     products[is_cut] = 0.0
     products /= max(products.max(), np.finfo(float).tiny)
-    reach = 4 * _DISTANCE + math.ceil(distance_transform_edt(is_cut).max())
+    reach = 4 * distance + math.ceil(distance_transform_edt(is_cut).max())
     squares = np.arange(-reach, reach + 1) ** 2
-    weights = (1 + (squares + squares[:, None]) / _DISTANCE**2) ** -2.0
+    weights = (1 + (squares + squares[:, None]) / distance**2) ** -2.0
     tensors = oaconvolve(products, weights[..., None, None], mode="same", axes=(0, 1))[is_cut]
     # Both eigenvalues grow by a hundredth of the trace. Where all is constant, but for rounding of the largest products, no direction
     # is told from another.

@@ -13,9 +13,6 @@ from pyro_truncated.ops.components import posterior_means
 from pyro_truncated.restoration.noise import fill_missing, smooth_image
 from pyro_truncated.restoration.windows import Patches
 
-# Chosen on images that are not reported: tests/papers/results/restoration.md.
-_GROUP_SIZE, _SEARCH_RADIUS = 24, 12
-
 
 def average_groups(image: Tensor, estimate: Tensor, errors: Tensor, noise: float, channels: int | None = None) -> Tensor:
     """Averages a restored image with groups of similar noisy windows, see :func:`denoise_groups`.
@@ -65,23 +62,23 @@ def denoise_groups(image: Tensor, estimate: Tensor, noise: float, *, channels: i
     return windows.assemble(total / whole, share), windows.assemble((expected / whole).expand(y.shape), share)
 
 
-def similar(windows: Tensor, centres: Tensor, counts: list[int], members: int | None = None) -> Tensor:
+def similar(windows: Tensor, centres: Tensor, counts: list[int], members: int = 24) -> Tensor:
     """Returns numbers ``(G, K)`` of the nearest windows, the own one first.
 
-    ``windows (N, D)`` are all in their order, ``counts`` along each dimension. Of those near ``centres (G, 2)`` so many ``members`` are
-    found, 24 by default.
+    ``windows (N, D)`` are all in their order, ``counts`` along each dimension. Of those up to twelve from ``centres (G, 2)`` so many
+    ``members`` are found. Both numbers were chosen on images that are not reported: tests/papers/results/restoration.md.
     """
     size, row = centres.new_tensor(counts), centres.new_tensor([counts[1], 1])
     own = windows[(centres * row).sum(1)]
     numbers, distances = [], []
-    for shift in itertools.product(range(-_SEARCH_RADIUS, _SEARCH_RADIUS + 1), repeat=2):
+    for shift in itertools.product(range(-12, 13), repeat=2):
         places = centres + centres.new_tensor(shift)
         is_inside = ((places >= 0) & (places < size)).all(1)
         numbers.append((places.clamp(min=0).minimum(size - 1) * row).sum(1))
         distance = (windows[numbers[-1]] - own).square().sum(1)
         distances.append(torch.where(is_inside, distance, math.inf) if any(shift) else torch.full_like(distance, -1.0))
     distance = torch.stack(distances, 1)
-    number = min(members or _GROUP_SIZE, int(distance.isfinite().sum(1).min()))
+    number = min(members, int(distance.isfinite().sum(1).min()))
     return torch.stack(numbers, 1).gather(1, distance.topk(number, 1, largest=False).indices)
 
 
@@ -117,9 +114,6 @@ def shrink_singular_values(matrices: Tensor, noise: float) -> tuple[Tensor, Tens
     return restored, errors.sum(1) * (large * noise**2 / (number * entries))
 
 
-# Chosen on images that are not reported: tests/papers/results/restoration.md.
-_SIDE_IF_MISSING, _GROUP_SIZE_IF_MISSING = 8, 60
-_BREGMAN_STEPS, _NUM_DEVIATIONS = 8, 4.0
 # Groups whose singular values are found at once.
 _GROUPS_PER_BLOCK = 1024
 
@@ -143,36 +137,34 @@ def average_low_rank_groups(image: Tensor, estimate: Tensor, noise: float, chann
     # Smaller images have too few windows that could be alike.
     if image.dim() != (2 if channels is None else 3) or min(image.shape[:2]) < 32:
         return estimate
-    is_observed, result = ~image.isnan(), estimate
+    # All numbers were chosen on images that are not reported: tests/papers/results/restoration.md.
+    is_observed, result, threshold = ~image.isnan(), estimate, 4.0 * noise
     residual = torch.zeros_like(estimate)
-    patches = Patches(image.shape[:2], _SIDE_IF_MISSING, channels=channels)
+    patches = Patches(image.shape[:2], 8, channels=channels)
     groups = _groups(torch.where(is_observed, image, estimate), patches, stride)
-    for _ in range(_BREGMAN_STEPS):
-        result = _low_rank_mean(torch.where(is_observed, image + residual, result), patches, groups, _NUM_DEVIATIONS * noise)
+    for _ in range(8):
+        result = _low_rank_mean(torch.where(is_observed, image + residual, result), patches, groups, threshold)
         residual = residual + torch.where(is_observed, image - result, 0.0)
-    # The share of the groups in the average.
-    return torch.where(is_observed | ~_with_texture(image, noise, channels), estimate, torch.lerp(estimate, result, 0.4))
-
-
-def _with_texture(image: Tensor, noise: float, channels: int | None) -> Tensor:
-    """Returns which channels deviate by more than the threshold, ``(channels,)``."""
     rows = image.reshape(-1, channels or 1)
-    return ((rows - rows.nanmean(0)).square().nanmean(0) > (_NUM_DEVIATIONS * noise) ** 2).reshape([channels] if channels else [])
+    has_texture = ((rows - rows.nanmean(0)).square().nanmean(0) > threshold**2).reshape([channels] if channels else [])
+    # The share of the groups in the average.
+    return torch.where(is_observed | ~has_texture, estimate, torch.lerp(estimate, result, 0.4))
 
 
-def _groups(image: Tensor, patches: Patches, stride: int) -> Tensor:
+def _groups(image: Tensor, patches: Patches, stride: int, members: int = 60) -> Tensor:
     """Numbers of the windows of all groups, ``(G, K)``."""
-    stride = min((4 if patches.channels is None else 6) * stride, _SIDE_IF_MISSING)
-    windows, counts = patches.extract(image), [size - _SIDE_IF_MISSING + 1 for size in patches.shape]
-    centres = Patches(patches.shape, _SIDE_IF_MISSING, stride).places().to(windows.device)
-    return torch.cat([similar(windows, block, counts, _GROUP_SIZE_IF_MISSING) for block in centres.split(_GROUPS_PER_BLOCK)])
+    side = patches.size[0]
+    stride = min((4 if patches.channels is None else 6) * stride, side)
+    windows, counts = patches.extract(image), [size - side + 1 for size in patches.shape]
+    centres = Patches(patches.shape, side, stride).places().to(windows.device)
+    return torch.cat([similar(windows, block, counts, members) for block in centres.split(_GROUPS_PER_BLOCK)])
 
 
-def _low_rank_mean(image: Tensor, patches: Patches, groups: Tensor, noise: float) -> Tensor:
+def _low_rank_mean(image: Tensor, patches: Patches, groups: Tensor, threshold: float) -> Tensor:
     """Returns the mean of all groups without small singular values."""
     windows = patches.extract(image)
     total, share = torch.zeros_like(windows), windows.new_zeros(len(windows), 1)
-    largest = (noise * (math.sqrt(groups.shape[1]) + math.sqrt(windows.shape[1]))) ** 2
+    largest = (threshold * (math.sqrt(groups.shape[1]) + math.sqrt(windows.shape[1]))) ** 2
     for members in groups.split(_GROUPS_PER_BLOCK):
         group = windows[members]
         squares, directions = torch.linalg.eigh(group @ group.mT)
@@ -233,20 +225,14 @@ def predict_missing(image: Tensor, num_dims: int, noise: float) -> Tensor:
     neighbours, index = rest, torch.arange(len(rows), device=rows.device)
     # The first learns from what is seen, the others from what is predicted, too.
     for _ in range(3):
-        factor = _directions(_covariances(neighbours, patches), noise)
+        variances, directions = torch.linalg.eigh(_covariances(neighbours, patches))
+        variances = torch.where(variances > _MIN_VARIANCE_RATIO * noise**2, variances, 0.0)
+        rank = max(1, int((variances > 0).sum(1).max()))
+        factor = (directions * variances.sqrt().unsqueeze(1))[..., -rank:].flip(-1)
         center = rows.new_zeros(len(factor), rows.shape[1])
         means, variances = posterior_means(rows, index, place, center, factor, rows.new_full((len(factor),), noise))
         neighbours = patches.assemble(means, 1 / (variances.mean(1) + _MIN_VARIANCE_RATIO * noise**2))
     return smooth + neighbours.to(image.dtype)
-
-
-def _directions(covariance: Tensor, noise: float) -> Tensor:
-    """Directions ``(T, D, R)`` of covariances ``(T, D, D)``, the longest first."""
-    variances, directions = torch.linalg.eigh(covariance)
-    variances = torch.where(variances > _MIN_VARIANCE_RATIO * noise**2, variances, 0.0)
-    rank = max(1, int((variances > 0).sum(1).max()))
-    longest: Tensor = (directions * variances.sqrt().unsqueeze(1))[..., -rank:].flip(-1)
-    return longest
 
 
 # --- covariances of windows, by place ---

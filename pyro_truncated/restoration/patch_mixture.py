@@ -203,13 +203,8 @@ def _shares(population: Population, temperature: float = 1.0) -> tuple[Tensor, T
     return probable.states(torch.int64)[..., 0], probable.weights(temperature)
 
 
-# Chosen on images that are not reported: tests/papers/results/restoration.md.
-_ITERATIONS, _CANDIDATES = 4, 12
-# Steps in which patches agree.
-_CONSENSUS_STEPS = 2
-# How many times as many the rounds have, the last number from there on: of one channel and of several, and without noise.
-_GROWTH, _GROWTH_OF_COLOURS = (1.0, 2.0), (1.0, 2.0, 4.0)
-_GROWTH_IF_CLEAN = (0.4, 0.4, 1.2, 1.2, 3.0)
+# EM steps of a mixture. The numbers of this file were chosen on images that are not reported: tests/papers/results/restoration.md.
+_ITERATIONS = 4
 # Steps count as many numbers as they go through, which says nothing to anybody.
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
 
@@ -278,8 +273,9 @@ def expected_errors(fits: Sequence[MixtureFit], weights: Tensor | None = None) -
 
 def _num_components(patches: Patches, number: int, *, is_clean: bool) -> int:
     """Components of the mixture of a round."""
-    usual = _GROWTH if patches.channels is None else _GROWTH_OF_COLOURS
-    growth = _GROWTH_IF_CLEAN if is_clean else usual
+    # How many times as many the rounds have, the last number from there on.
+    usual = (1.0, 2.0) if patches.channels is None else (1.0, 2.0, 4.0)
+    growth = (0.4, 0.4, 1.2, 1.2, 3.0) if is_clean else usual
     # Of several channels in roots of the number of a patch's entries: more entries are more parameters of a component.
     first = len(patches) / (120 if patches.channels is None else 20 * math.sqrt(patches.num_observed))
     return math.ceil(growth[min(number, len(growth) - 1)] * first)
@@ -317,7 +313,10 @@ def _fit_mixture(
     y, x = patches.extract(image), patches.extract(estimate)
     filled, places = torch.where(y.isnan(), x, y), patches.places().to(x)
     # How near in place patches of a first cluster are, in deviations of the noise per entry.
-    nearest = _clusters(torch.cat([x, 0.08 * noise * places], 1), num_components, generator)
+    points = torch.cat([x, 0.08 * noise * places], 1)
+    order = torch.randperm(len(points), generator=generator, device=generator_device(generator))[:num_components].to(points.device)
+    # Lloyd's algorithm from random points, in six steps; then each patch has 32 candidates.
+    nearest = nearest_centres(points, k_means(points, points[order], 6), 32)
     mixture = PatchMixture(x.shape[1], num_components, places.shape[1], noise, x)
     guide = _run_em(mixture, nearest, (filled, x, places), bar)
     population = guide.population()
@@ -334,11 +333,11 @@ def _assemble(mixture: PatchMixture, means: Tensor, errors: Tensor, y: Tensor, p
     return patches.assemble(means, 1 / (errors + least_error * mixture.scale.square()))
 
 
-def find_consensus(image: Tensor, fits: Sequence[MixtureFit], weights: Tensor | None = None) -> Tensor:
+def find_consensus(image: Tensor, fits: Sequence[MixtureFit], weights: Tensor | None = None, steps: int = 2) -> Tensor:
     """Makes all patches agree on one array, by half-quadratic splitting.
 
-    The mixtures are given a mean of the restored and the noisy array, with half the noise. The mean
-    of their results, with ``weights`` of the sides, is the next restored array.
+    In each step the mixtures are given a mean of the restored and the noisy array, with half the
+    noise. The mean of their results, with ``weights`` of the sides, is the next restored array.
 
     Reference:
         Zoran and Weiss, "From learning models of natural image patches to whole image restoration", International Conference on Computer
@@ -349,7 +348,7 @@ def find_consensus(image: Tensor, fits: Sequence[MixtureFit], weights: Tensor | 
     # Patches that agree have half the noise, and three tenths of the noisy array.
     for mixture in sharper:
         mixture.scale = 0.5 * mixture.scale
-    for _ in range(_CONSENSUS_STEPS):
+    for _ in range(steps):
         between = torch.lerp(estimate, image, 0.3)
         pairs = zip(fits, sharper, strict=True)
         estimate = weighted_mean([_apply_mixture(between, fit, mixture) for fit, mixture in pairs], weights)
@@ -363,15 +362,11 @@ def _apply_mixture(image: Tensor, fit: MixtureFit, mixture: PatchMixture) -> Ten
     return _assemble(mixture, *mixture.posterior_means(population, y), y, fit.patches)
 
 
-def _clusters(points: Tensor, number: int, generator: torch.Generator | None, *, lloyd_steps: int = 6) -> Tensor:
-    """Returns each point's nearest clusters, by Lloyd's algorithm from random points."""
-    order = torch.randperm(len(points), generator=generator, device=generator_device(generator))[:number].to(points.device)
-    # Each point has 32 candidates.
-    return nearest_centres(points, k_means(points, points[order], lloyd_steps), 32)
-
-
 def _run_em(mixture: PatchMixture, nearest: Tensor, data: tuple[Tensor, Tensor, Tensor], bar: ProgressBar) -> AutoTruncated:
-    """Runs EM on patches without noise, at first with the nearest clusters."""
+    """Runs EM on patches without noise, at first with the nearest clusters.
+
+    Then each patch has 12 candidates.
+    """
     space = StateSpace([mixture.num_components])
     population = Population(space, space.pack(nearest[:, :1, None]), torch.zeros_like(nearest[:, :1], dtype=data[0].dtype))
     guide = _guide(mixture, nearest)
@@ -380,7 +375,7 @@ def _run_em(mixture: PatchMixture, nearest: Tensor, data: tuple[Tensor, Tensor, 
         with spare_random_numbers():
             population = guide.refresh_(*data)
         if number == 0:
-            guide = _guide(mixture, most_probable(population, _CANDIDATES).states(torch.int64)[..., 0])
+            guide = _guide(mixture, most_probable(population, 12).states(torch.int64)[..., 0])
         bar.update(data[1].numel())
     return guide
 

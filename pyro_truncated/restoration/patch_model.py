@@ -38,7 +38,7 @@ class Pursuit(Search):
     :math:`\arg\max_h |w_h^\top r|`, and :math:`r \leftarrow r - (w_h^\top r) w_h`. Source: Mallat
     and Zhang, "Matching pursuits with time-frequency dictionaries", IEEE Transactions on Signal
     Processing 41, 1993. Missing entries count as zero. For models of binary latents with a ``weight
-    (D, H)``.
+    (D, H)`` and one observed site.
 
     Example:
         >>> y = torch.randn(20, 16)
@@ -48,21 +48,33 @@ class Pursuit(Search):
     Args:
         model: has the dictionary, ``weight``.
         length: number of states on a path.
+
+    Raises:
+        TypeError: if the model has no dictionary.
+        ValueError: if the length is not positive; when searching, if data or latents are not those of the dictionary.
     """
+
+    binary_only = True
 
     @names_arguments
     def __init__(self, model: Any, length: int = 6) -> None:
+        if not isinstance(getattr(model, "weight", None), Tensor):
+            raise TypeError(f"model must have a dictionary, weight (D, H); got {type(model).__name__}")
         self.model = model
         self.length = check_count("length", length)
 
     def propose(self, batch: SearchBatch) -> Population:
         """The ``length`` states of the path of every data point."""
+        self.check_space(batch.space)
         directions = F.normalize(self.model.weight.detach(), dim=0)
+        shapes = {name: tuple(value.shape) for name, value in batch.observations.items()}
+        if [shape[1:] for shape in shapes.values()] != [directions.shape[:1]] or batch.space.num_latents != directions.shape[1]:
+            raise ValueError(
+                f"Pursuit by a dictionary {tuple(directions.shape)} is for one observed site (N, D) and H latents; got sites {shapes} and "
+                f"{batch.space.num_latents} latents"
+            )
         (y,) = batch.observations.values()
-        words = self._path(y.nan_to_num(0.0).to(directions) @ directions, directions.mT @ directions, batch)
-        return batch.evaluate(words)
-
-    def _path(self, similarity: Tensor, gram: Tensor, batch: SearchBatch) -> Tensor:
+        similarity, gram = y.nan_to_num(0.0).to(directions) @ directions, directions.mT @ directions
         # States of single elements, as bits: a state with one element more is "or".
         single = batch.space.pack(torch.eye(len(gram), dtype=torch.uint8, device=gram.device))
         path = [single.new_zeros(len(similarity), single.shape[1])]
@@ -70,11 +82,8 @@ class Pursuit(Search):
             best = similarity.abs().argmax(1)
             similarity = similarity - similarity.gather(1, best.unsqueeze(1)) * gram[best]
             path.append(path[-1] | single[best])
-        return torch.stack(path[1:], 1)
+        return batch.evaluate(torch.stack(path[1:], 1))
 
-
-# Share of the passes at a higher temperature, and passes that are compared with as many before.
-_ANNEALED_SHARE, _PATIENCE_PASSES = 0.25, 3
 
 ModelOfPatches = torch.nn.Module | Callable[[int], Any]
 
@@ -112,13 +121,17 @@ def start(model: Any, complete: Tensor, noise: float, generator: torch.Generator
 def train(model: Any, y: Tensor, passes: int, num_states: int, batch_size: int, progress: bool | None) -> tuple[AutoTruncated, list[float]]:
     """Trains by online EM where M-steps are closed-form, else by gradients.
 
-    Both use minibatches, and the temperature falls at first. Returns the guide, and the free energy per patch after each pass until it
-    stops growing.
+    Both use minibatches, and the temperature falls in the first share of the passes. Returns the guide, and the free energy per patch after
+    each pass until it stops growing: the last passes are compared with as many before.
     """
+    annealed_share, patience = 0.25, 3
     per_pass = max(1, round(len(y) / batch_size))
     guide = AutoTruncated(model, num_states=num_states)
     optimizer: Any = ClosedForm(model, minibatch="online") if isinstance(model, ClosedFormModel) else ClippedAdam({"lr": 0.01})
-    elbo = Truncated_ELBO(_search(model), temperature=cooling(3.0, passes * per_pass, _ANNEALED_SHARE))
+    # Evolution, beside greedy pursuit where contributions add up.
+    search: Search = EvolutionarySearch(5, 4, 1)
+    search = search if getattr(model, "is_positive", True) else Pursuit(model) + search
+    elbo = Truncated_ELBO(search, temperature=cooling(3.0, passes * per_pass, annealed_share))
     svi = SVI(model, guide, optimizer, elbo)
     free_energies: list[float] = []
     with progress_bar(progress, total=passes * per_pass, desc="restoring") as bar:
@@ -129,18 +142,12 @@ def train(model: Any, y: Tensor, passes: int, num_states: int, batch_size: int, 
                 bar.update()
             free_energies.append(total)
             bar.set_postfix(free_energy=f"{total:.2f}")
-            if number >= _ANNEALED_SHARE * passes + 2 * _PATIENCE_PASSES:
+            if number >= annealed_share * passes + 2 * patience:
                 # The last passes gained less than 0.0002 nats per entry.
-                now, before = free_energies[-_PATIENCE_PASSES:], free_energies[-2 * _PATIENCE_PASSES : -_PATIENCE_PASSES]
-                if sum(now) - sum(before) < 2e-4 * _PATIENCE_PASSES * y.shape[1]:
+                now, before = free_energies[-patience:], free_energies[-2 * patience : -patience]
+                if sum(now) - sum(before) < 2e-4 * patience * y.shape[1]:
                     break
     return guide, free_energies
-
-
-def _search(model: Any) -> Search:
-    """Returns the search: evolution, beside greedy pursuit where contributions add up."""
-    evolution = EvolutionarySearch(5, 4, 1)
-    return evolution if getattr(model, "is_positive", True) else Pursuit(model) + evolution
 
 
 @torch.no_grad()
@@ -151,27 +158,23 @@ def posterior_means(model: Any, guide: AutoTruncated, y: Tensor) -> Tensor:
     return torch.cat([model.reconstruct(block, y) for block in guide.population(torch.arange(len(y))).split(2**14)])
 
 
-# Sides of patches of images up to this ratio of noise and signal: tests/papers/results/restoration.md.
-_SIDES = ((0.4, (5, 6, 8)), (0.8, (6, 7, 8)), (math.inf, (7, 8, 10)))
-_MIN_EXTENT_PIXELS = 100
-_SIDES_OF_COLOURS, _SIDES_OF_VOLUMES, _SIDES_OF_SIGNALS = (4, 5, 6, 8), (4, 5), (32, 64)
-# If of so few pixels anything is seen, windows have to be larger to show any stripes: of grey images and of colours.
-_FEW_PIXELS_SHARE, _SIDES_IF_FEW, _SIDES_OF_COLOURS_IF_FEW = 1 / 3, (6, 10), (5, 7)
-_SIDES_OF_MODELS = ((0.4, 8), (0.8, 12), (math.inf, 16))
-
-
 def mixture_patch_sides(image: Tensor, noise: float, shape: torch.Size, has_channels: bool) -> list[int]:
-    """Sides of patches for mixtures, of which axes may be shorter."""
+    """Sides of patches for mixtures, of which axes may be shorter.
+
+    They were chosen on images that are not reported: tests/papers/results/restoration.md.
+    """
     sides: tuple[int, ...]
     if len(shape) != 2:
-        sides = _SIDES_OF_SIGNALS if len(shape) == 1 else _SIDES_OF_VOLUMES
-    elif (~(image.isnan().all(-1) if has_channels else image.isnan())).double().mean() < _FEW_PIXELS_SHARE:
-        sides = _SIDES_OF_COLOURS_IF_FEW if has_channels else _SIDES_IF_FEW
+        sides = (32, 64) if len(shape) == 1 else (4, 5)
+    elif (~(image.isnan().all(-1) if has_channels else image.isnan())).double().mean() < 1 / 3:
+        # If of so few pixels anything is seen, windows have to be larger to show any stripes.
+        sides = (5, 7) if has_channels else (6, 10)
     elif has_channels:
         # Where entries are missing two are as good as four, in a fourth of the time, as every window has a covariance of its own.
-        sides = _SIDES_OF_COLOURS[:2] if bool(image.isnan().any()) else _SIDES_OF_COLOURS
+        sides = (4, 5) if bool(image.isnan().any()) else (4, 5, 6, 8)
     else:
-        sides = _by_noise(_SIDES, image, noise)
+        ratio = _ratio(image, noise)
+        sides = (5, 6, 8) if ratio <= 0.4 else (6, 7, 8) if ratio <= 0.8 else (7, 8, 10)
     # Patches may be as long as a quarter of the longest axis, though other axes are shorter.
     most = max(min(shape), max(shape) // 4)
     return sorted({min(side, most) for side in sides})
@@ -179,7 +182,7 @@ def mixture_patch_sides(image: Tensor, noise: float, shape: torch.Size, has_chan
 
 def allows_stacking(image: Tensor, noise: float) -> bool:
     """Whether an image has some size, little noise and no missing entries."""
-    is_large = image.dim() == 2 and min(image.shape) >= _MIN_EXTENT_PIXELS
+    is_large = image.dim() == 2 and min(image.shape) >= 100
     # Up to this ratio the last round of images of some size has sides that suit the image.
     return is_large and not bool(image.isnan().any()) and _ratio(image, noise) <= 0.4
 
@@ -197,15 +200,9 @@ def side_for_model(image: Tensor, noise: float, shape: torch.Size) -> int:
     """Returns the side of a mixture's patches, which grows with the noise."""
     if len(shape) == 1:
         return min(64, len(image))
-    side: int = _by_noise(_SIDES_OF_MODELS, image, noise) if len(shape) == 2 else 8
-    smallest: int = min(side, *shape)
+    ratio = _ratio(image, noise) if len(shape) == 2 else 0.0
+    smallest: int = min(8 if ratio <= 0.4 else 12 if ratio <= 0.8 else 16, *shape)
     return smallest
-
-
-def _by_noise(table: tuple[tuple[float, Any], ...], image: Tensor, noise: float) -> Any:
-    """Returns a table's first entry whose limit reaches the noise-to-signal ratio."""
-    ratio = _ratio(image, noise)
-    return next(value for limit, value in table if ratio <= limit)
 
 
 def _ratio(image: Tensor, noise: float) -> float:

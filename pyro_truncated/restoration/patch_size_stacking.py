@@ -18,8 +18,6 @@ from pyro_truncated.utils.devices import generator_device
 # Noise that is added to the first of two arrays, relative to that of the image. All numbers here were chosen on images that are not
 # reported: tests/papers/results/restoration.md.
 _ADDED_NOISE = 0.5
-# By the noise of flat places at most that part of the expected squared error is given back: larger shares lost on smooth drawings.
-_MAX_RETURNED_SHARE = 0.75
 
 
 def restore_with_stacked_sides(
@@ -110,14 +108,14 @@ def oversmoothing_share(image: Tensor, estimate: Tensor, noisier: Tensor, from_n
     return share if -0.12 < share < 0.1 else 0.0
 
 
-def plausible_share(share: float, errors: Tensor, noise: float) -> float:
+def plausible_share(share: float, errors: Tensor, noise: float, most: float = 0.75) -> float:
     r"""Returns a share to add back, or zero if it is implausible.
 
-    It is too large above :math:`0.75 v / \sigma^2` for the expected squared errors :math:`v`. What :func:`oversmoothing_share` finds is
-    the squared error without the noise that is followed, as a part of about :math:`\sigma^2`. If that is more than can be expected, the
-    noise of flat places, with which it was found, is too low.
+    It is too large above :math:`0.75 v / \sigma^2` for the expected squared errors :math:`v`; larger shares lost on smooth drawings. What
+    :func:`oversmoothing_share` finds is the squared error without the noise that is followed, as a part of about :math:`\sigma^2`. If that
+    is more than can be expected, the noise of flat places, with which it was found, is too low.
     """
-    return share if share <= _MAX_RETURNED_SHARE * float(errors.double().mean()) / noise**2 else 0.0
+    return share if share <= most * float(errors.double().mean()) / noise**2 else 0.0
 
 
 def split(image: Tensor, noise: float, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
@@ -151,22 +149,12 @@ def array_weights(arrays: Tensor, held_out: Tensor, noise: float) -> Tensor:
     the most probable weights under a normal prior around equal ones, with standard deviation :math:`\tau = 0.2`. ``arrays (S, *shape)``
     :math:`x_s` are made from the first array of :func:`split`, and :math:`y''` is the second one, whose variance :math:`v` is five times
     that of the image. The data count the more, the more entries there are and the further the arrays lie apart. The squared distance is
-    in expectation that from the truth and a constant.
-    """
-    return stacking_weights(arrays, held_out, noise**2 * (1 + _ADDED_NOISE**-2) / 0.2**2)
-
-
-def stacking_weights(arrays: Tensor, held_out: Tensor, shrinkage: float) -> Tensor:
-    r"""Returns weights ``(S,)`` of arrays ``(S, *shape)``: not negative, with sum one.
-
-    .. math:: \arg\min_w \; \Bigl\| y - \sum_s w_s x_s \Bigr\|^2 + \lambda \sum_s (w_s - 1/S)^2
-
-    All subsets are tried, so that there may be a few.
+    in expectation that from the truth and a constant. All subsets are tried, so that there may be a few.
 
     Reference:
         Breiman, "Stacked regressions", Machine Learning 24, 1996.
     """
-    number = len(arrays)
+    number, shrinkage = len(arrays), noise**2 * (1 + _ADDED_NOISE**-2) / 0.2**2
     centre = arrays.double().mean(0)
     deviations = (arrays.double() - centre).flatten(1)
     quadratic = deviations @ deviations.mT + shrinkage * torch.eye(number, dtype=torch.float64, device=arrays.device)

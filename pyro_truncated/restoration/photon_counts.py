@@ -177,7 +177,8 @@ def _noise_growth(image: Tensor, num_dims: int, levels: float | Tensor) -> tuple
     classes = _brightness_classes(image / levels, num_dims)
     if classes is None:
         return False, 0.0
-    noise, texture = (torch.stack([estimate(part) for part in classes]) for estimate in (_principal_noise, _lower_texture))
+    noise = torch.stack([_principal_noise(part) for part in classes])
+    texture = torch.stack([texture_energy(part).quantile(QUANTILE_OF_TEXTURE).sqrt() for part in classes])
     is_large = float(noise[-1]) * root_mean_square(levels) >= MIN_SHARE_OF_SIGNAL * float(deviation(image))
     grows = all(
         bool(level[-1] > MIN_GROWTH * level[0]) and bool(level[-1] > MIN_GROWTH_FROM_SECOND * level[1]) for level in (noise, texture)
@@ -203,11 +204,6 @@ def _principal_noise(windows: Tensor) -> Tensor:
     points = windows.flatten(1)
     noise: Tensor = torch.linalg.eigvalsh(points.mT.cov())[: points.shape[1] // 4].mean().clamp(min=0.0).sqrt()
     return noise
-
-
-def _lower_texture(windows: Tensor) -> Tensor:
-    """Returns the root of the lowest tenth of squared differences."""
-    return texture_energy(windows).quantile(QUANTILE_OF_TEXTURE).sqrt()
 
 
 def _is_poisson_noise(image: Tensor, num_dims: int) -> bool:

@@ -294,7 +294,9 @@ def _by_mixtures(
 
 def _by_model(model: Any, image: Tensor, level: float, patches: Patches, settings: _Settings) -> Restored:
     # Positive causes explain what is above the darkest entry.
-    base = _per_channel_least(image, patches) if getattr(model, "is_positive", False) else _per_channel_mean(image, patches)
+    base = _per_channel_mean(image, patches)
+    if getattr(model, "is_positive", False):
+        base = image.nan_to_num(math.inf).flatten(0, -1 if patches.channels is None else -2).amin(0)
     y = patches.extract(image - base)
     model.to(y.device)
     start(model, patches.extract(fill_missing(image, len(patches.shape)) - base), level, settings.generator)
@@ -309,12 +311,6 @@ def _by_model(model: Any, image: Tensor, level: float, patches: Patches, setting
 def _per_channel_mean(image: Tensor, patches: Patches) -> Tensor:
     """Returns the mean of what is seen, of each channel."""
     return image.nanmean() if patches.channels is None else image.flatten(0, -2).nanmean(0)
-
-
-def _per_channel_least(image: Tensor, patches: Patches) -> Tensor:
-    """Returns the least of what is seen, of each channel."""
-    filled_up = image.nan_to_num(math.inf)
-    return filled_up.min() if patches.channels is None else filled_up.flatten(0, -2).amin(0)
 
 
 def _check_mask(mask: Any) -> Tensor:

@@ -114,9 +114,10 @@ class Patches:
             raise ValueError(f"patches must have shape {(number, entries)}; got {tuple(patches.shape)}")
         weight = patches.new_ones(number) if weights is None else as_tensors(weights)
         if weight.shape not in ((number,), (number, 1), (number, entries)) or not bool(((weight >= 0) & weight.isfinite()).all()):
-            raise ValueError(
-                f"weights must have shape {(number,)} or {(number, entries)}, finite and not negative; got {_describe(weight)}"
-            )
+            least, most = (float(weight.min()), float(weight.max())) if weight.numel() else (math.nan, math.nan)
+            shapes = f"{(number,)} or {(number, entries)}"
+            given = f"shape {tuple(weight.shape)}, between {least:g} and {most:g}"
+            raise ValueError(f"weights must have shape {shapes}, finite and not negative; got {given}")
         weight = (weight if weight.dim() == 2 else weight.unsqueeze(-1)).double().expand(patches.shape)
         counts = [len(starts) for starts in self._starts]
         window = (*self.size, *([] if self.channels is None else [self.channels]))
@@ -137,11 +138,6 @@ class Patches:
     @staticmethod
     def _grid(starts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return torch.meshgrid(*starts, indexing="ij")
-
-
-def _describe(weight: Tensor) -> str:
-    least, most = (float(weight.min()), float(weight.max())) if weight.numel() else (math.nan, math.nan)
-    return f"shape {tuple(weight.shape)}, between {least:g} and {most:g}"
 
 
 def _starts(count: int, stride: int) -> Tensor:

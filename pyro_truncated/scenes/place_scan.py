@@ -21,11 +21,12 @@ from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
 from pyro_truncated.ops.components import k_means
 from pyro_truncated.ops.scenes import scan_at, scan_places, scene_pixel_log_prob
-from pyro_truncated.search.base import SearchBatch, forget, get_state, set_state
+from pyro_truncated.search.base import SearchBatch
 from pyro_truncated.search.gp_select import LearnedAffinity, gather_function
+from pyro_truncated.search.preselection import AffinityOwner
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.utils.arguments import check_counts
+from pyro_truncated.utils.arguments import check_count, check_counts
 from pyro_truncated.utils.budget import row_slices, rows_per_block
 
 
@@ -159,9 +160,9 @@ class PlaceScan:
     ) -> None:
         if not callable(scene):
             raise TypeError(f"scene must be a function that returns the current parameters; got {type(scene).__name__}")
-        if num_candidates < 1 or not 0 <= clutter < 1:
-            raise ValueError(f"num_candidates must be positive and clutter in [0, 1); got {num_candidates} and {clutter}")
-        self.scene, self.canvas, self.num_candidates = scene, canvas, num_candidates
+        if not 0 <= clutter < 1:
+            raise ValueError(f"clutter must lie in [0, 1); got {clutter}")
+        self.scene, self.canvas, self.num_candidates = scene, canvas, check_count("num_candidates", num_candidates)
         self.clutter, self.min_mask, self.site = clutter, min_mask, site
 
     def __call__(self, batch: SearchBatch) -> Candidates:
@@ -198,7 +199,7 @@ class PlaceScan:
         return scan_at(self._images(batch), self.scene(), self.canvas, objects, places, clutter=self.clutter, min_mask=self.min_mask)
 
 
-class RefinedPlaces:
+class RefinedPlaces(AffinityOwner):
     """Moves another affinity's candidates to the best place nearby.
 
     Example:
@@ -218,21 +219,8 @@ class RefinedPlaces:
     """
 
     def __init__(self, affinity: PlaceAffinity, scan: PlaceScan, num_objects: int, *, radius: int = 1) -> None:
-        if num_objects < 1 or radius < 1:
-            raise ValueError(f"num_objects and radius must be positive; got {num_objects} and {radius}")
-        self.affinity, self.scan, self.num_objects, self.radius = affinity, scan, num_objects, radius
-
-    def forget(self) -> None:
-        """Lets the affinity forget what it has learned of data."""
-        forget(self.affinity)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the affinity has learned of data."""
-        return get_state(self.affinity)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Lets the affinity go on from where it has been."""
-        set_state(self.affinity, state)
+        self.affinity, self.scan = affinity, scan
+        self.num_objects, self.radius = check_counts(num_objects=num_objects, radius=radius)
 
     def __call__(self, batch: SearchBatch) -> Candidates:
         """Candidates of the batch's data points."""

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.scenes.occlusion import depth_code, depth_rank
-from pyro_truncated.scenes.place_scan import PlaceAffinity, PlaceScan, scene_sizes
+from pyro_truncated.scenes.place_scan import Candidates, PlaceAffinity, PlaceScan, scene_sizes
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.search.preselection import AffinitySearch
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.utils.arguments import renames
+from pyro_truncated.utils.arguments import check_count, check_counts, check_kinds, renames
 
 
 class PlacementSelection(AffinitySearch):
@@ -66,15 +66,13 @@ class PlacementSelection(AffinitySearch):
     ) -> None:
         if not callable(affinity):
             raise TypeError(f"affinity must be a function of a SearchBatch, such as a PlaceScan; got {type(affinity).__name__}")
-        if num_selected < 1 or (max_active is not None and max_active < 1) or parents < 0:
-            raise ValueError(
-                f"num_selected and max_active must be positive and parents not negative; got {num_selected}, {max_active} and {parents}"
-            )
+        self.num_selected, self.parents = check_count("num_selected", num_selected), check_count("parents", parents, least=0)
+        self.max_active = None if max_active is None else check_count("max_active", max_active)
         for name, share in (("explore", explore), ("explore_places", explore_places)):
             if not 0 <= share <= 1:
                 raise ValueError(f"{name} must lie in [0, 1]; got {share}")
-        self.affinity, self.num_selected, self.max_active, self.parents = affinity, num_selected, max_active, parents
-        self.explore, self.explore_places, self.generator = explore, explore_places, generator
+        check_kinds(PlacementSelection.__init__, generator=generator)
+        self.affinity, self.explore, self.explore_places, self.generator = affinity, explore, explore_places, generator
 
     def propose(self, batch: SearchBatch) -> Population:
         """Proposes scenes of selected objects, and best states with one added."""
@@ -87,7 +85,12 @@ class PlacementSelection(AffinitySearch):
         for slot in range(self.num_selected):
             words |= options[:, slot, table[:, slot]]
         if self.parents:
-            words = torch.cat([words, self._extend(batch.population, objects.repeat_interleave(num_places, 1), singles.flatten(1, 2))], 1)
+            # Every object at each of its places in the best states.
+            population, objects = batch.population, objects.repeat_interleave(num_places, 1)
+            best = population.log_joint.topk(min(self.parents, population.num_states), 1).indices
+            full = _place(space, objects, torch.full_like(objects, -1)).unsqueeze(1)
+            more = (population.take(best).unsqueeze(2) & ~full) | singles.flatten(1, 2).unsqueeze(1)
+            words = torch.cat([words, more.flatten(1, 2)], 1)
         return batch.evaluate(words)
 
     def select(self, batch: SearchBatch) -> tuple[Tensor, Tensor]:
@@ -99,14 +102,12 @@ class PlacementSelection(AffinitySearch):
         num_objects, num_places = scene_sizes(batch.space)
         candidates = self.affinity(batch)
         expected = (len(batch.population), num_objects)
-        if (
-            candidates.scores.shape[:2] != expected
-            or candidates.places.shape != candidates.scores.shape
-            or bool(candidates.scores.isnan().any())
-        ):
-            raise ValueError(
-                f"affinity must return numbers of shape {(*expected, 'C')}, none NaN; got shape {tuple(candidates.scores.shape)}"
-            )
+        if not isinstance(candidates, Candidates):
+            raise TypeError(f"affinity must return Candidates; got {type(candidates).__name__}")
+        is_same = candidates.scores.shape[:2] == expected and candidates.places.shape == candidates.scores.shape
+        if not is_same or bool(candidates.scores.isnan().any()):
+            shape = tuple(candidates.scores.shape)
+            raise ValueError(f"affinity must return numbers of shape {(*expected, 'C')}, none NaN; got shape {shape}")
         if self.num_selected > num_objects:
             raise ValueError(f"num_selected must be at most the number of objects, {num_objects}: cannot select {self.num_selected}")
         draws, shape = batch.draws(self.generator), (self.num_selected,)
@@ -123,14 +124,6 @@ class PlacementSelection(AffinitySearch):
         random_places = ops.uniform_integers(bound=num_places, shape=shape, **draws)
         places[..., -1] = torch.where(is_random, random_places, places[..., -1])
         return objects, places
-
-    def _extend(self, population: Population, objects: Tensor, singles: Tensor) -> Tensor:
-        """Puts the objects ``(N, K)`` at their places in the best states."""
-        space, number = population.space, min(self.parents, population.num_states)
-        best = population.log_joint.topk(number, 1).indices
-        parents = population.take(best).unsqueeze(2)
-        full = _place(space, objects, torch.full_like(objects, -1))
-        return ((parents & ~full.unsqueeze(1)) | singles.unsqueeze(1)).flatten(1, 2)
 
 
 def _place(space: StateSpace, objects: Tensor, places: Tensor) -> Tensor:
@@ -182,9 +175,8 @@ class PlacementCompletion(Search):
     """
 
     def __init__(self, scan: PlaceScan, num_added: int = 4, *, generator: torch.Generator | None = None) -> None:
-        if num_added < 1:
-            raise ValueError(f"num_added must be positive; got {num_added}")
-        self.scan, self.num_added, self.generator = scan, num_added, generator
+        check_kinds(PlacementCompletion.__init__, generator=generator)
+        self.scan, self.num_added, self.generator = scan, check_count("num_added", num_added), generator
 
     def propose(self, batch: SearchBatch) -> Population:
         """Proposes ``(N, 2^num_added)`` scenes with all combinations of additions."""
@@ -264,12 +256,13 @@ class PlacementMoves(Search):
         shares: tuple[float, float, float, float, float] = (0.4, 0.1, 0.2, 0.15, 0.15),
         generator: torch.Generator | None = None,
     ) -> None:
-        if parents < 1 or children < 1 or min(grid) < 1:
-            raise ValueError(f"parents, children and grid must be positive; got {parents}, {children} and {grid}")
+        self.parents, self.children = check_counts(parents=parents, children=children)
+        rows, columns = grid
+        self.grid = check_count("grid", rows), check_count("grid", columns)
         if len(shares) != len(MOVES) or min(shares) < 0 or not sum(shares) > 0:
             raise ValueError(f"shares must be {len(MOVES)} numbers that are not negative, one per move {MOVES}; got {shares}")
-        self.grid, self.parents, self.children, self.wrap = grid, parents, children, wrap
-        self.shares, self.generator = shares, generator
+        check_kinds(PlacementMoves.__init__, generator=generator)
+        self.wrap, self.shares, self.generator = wrap, shares, generator
 
     def propose(self, batch: SearchBatch) -> Population:
         """The children, ``(N, parents * children)``.

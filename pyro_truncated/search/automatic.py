@@ -73,7 +73,8 @@ class AutomaticSearch(Search):
         return f"AutomaticSearch(chosen={self.chosen!r})"
 
     def _choose(self, batch: SearchBatch) -> Search:
-        space, size = batch.space, self._conditional.num_candidates_for(batch.population.num_states)
+        space, device = batch.space, batch.population.words.device
+        size = self._conditional.num_candidates_for(batch.population.num_states)
         how, by_flips = "by full conditionals (ConditionalSearch)", "by the most promising flips of the best one (CombinedFlips)"
         self.chosen = self._conditional
         if space.size <= size:
@@ -82,16 +83,12 @@ class AutomaticSearch(Search):
             self.chosen, how = CombinedFlips(), by_flips
         elif has_many_latents(space) or (space.is_binary and space.num_latents > self.SEVERAL and batch.is_linear):
             self.chosen, how = self._conditional + CombinedFlips(), f"{how} and {by_flips}"
-        elif batch.is_global and (chains := self._num_chains(batch)):
+        # Chains score four times as much as the conditional search.
+        elif batch.is_global and (chains := 4 * size // (single_changes(space, device).count * IteratedLocalSearch.ROUNDS)):
             self.chosen, how = self._conditional + IteratedLocalSearch(chains, generator=self.generator), f"{how} and iterated local search"
         if not batch.population.is_complete:
             note_once(f"no search was given: spaces of {space.readable_size} states are searched {how}")
         return self.chosen
-
-    def _num_chains(self, batch: SearchBatch) -> int:
-        """Chains that score four times as much as the conditional search."""
-        number = single_changes(batch.space, batch.population.words.device).count * IteratedLocalSearch.ROUNDS
-        return 4 * self._conditional.num_candidates_for(batch.population.num_states) // number
 
 
 def has_many_latents(space: StateSpace) -> bool:

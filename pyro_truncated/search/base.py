@@ -116,6 +116,17 @@ def flat_observations(batch: SearchBatch) -> Tensor:
     return torch.cat(parts, 1)
 
 
+def regression_inputs(batch: SearchBatch, inputs: Callable[[SearchBatch], Tensor] | None) -> Tensor:
+    """Returns what to regress on, ``(n, D)``: a function's values, or observations."""
+    if inputs is None:
+        return flat_observations(batch)
+    values, size = inputs(batch), len(batch.population)
+    if not isinstance(values, Tensor) or values.dim() != 2 or len(values) != size:
+        got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise ValueError(f"inputs must return a matrix of {size} rows, one per data point of the batch; got {got}")
+    return values.detach().double()
+
+
 @functools.lru_cache(maxsize=1)
 def _in_order(first: int, number: int, device: torch.device) -> Tensor:
     # The same tensor in every step: what random numbers are made of for these positions is then known.
@@ -162,9 +173,11 @@ class Search(ReprFromArguments, Stateful, abc.ABC):
 
     Attributes:
         binary_only: whether it refuses latents of more than two values.
+        mixture_only: whether it refuses more than one latent.
     """
 
     binary_only: ClassVar[bool] = False
+    mixture_only: ClassVar[bool] = False
 
     @property
     def takes_activity(self) -> bool:
@@ -193,6 +206,9 @@ class Search(ReprFromArguments, Stateful, abc.ABC):
         """
         if self.binary_only and not space.is_binary:
             raise ValueError(f"{type(self).__name__} is for binary latents; the model has {space}")
+        if self.mixture_only and space.num_latents != 1:
+            what = "is for mixtures, whose one latent is the component"
+            raise ValueError(f"{type(self).__name__} {what}; the model has {space.num_latents} latents")
 
     def meet(self, batch: SearchBatch) -> None:
         """Learns from shards of data, once for all; every process calls it.
@@ -224,21 +240,6 @@ def check_search(search: object, advice: str | None = None) -> None:
         kind = repr(search) if isinstance(search, type) else f"a {type(search).__name__}"
         hint = "" if advice is None else f"; {advice}"
         raise TypeError(f"search must be a pyro_truncated search, such as EvolutionarySearch(); got {kind}{hint}")
-
-
-def forget(part: object) -> None:
-    """Calls ``forget`` of a part of a search, if it has one."""
-    getattr(part, "forget", lambda: None)()
-
-
-def get_state(part: object) -> dict[str, Any]:
-    """Returns what a part of a search has learned; empty if nothing."""
-    return dict(getattr(part, "state_dict", dict)())
-
-
-def set_state(part: object, state: Mapping[str, Any]) -> None:
-    """Gives a part of a search what :func:`get_state` has returned."""
-    getattr(part, "load_state_dict", lambda state: None)(state)
 
 
 class CombinedSearch(Search):

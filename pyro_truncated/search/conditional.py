@@ -114,7 +114,10 @@ class ConditionalSearch(Search):
         choices = num_parents * moves.count if num_moves < moves.count else 0
         ops.draw_ahead([num_changed, num_changed, 5 * num_changed, num_changed, 2 * num_changed, *([choices] if choices else [])], **draws)
         before, others = (_members(population, num_changed, draws) for _ in range(2))
-        after = _change_states(before, others, space, draws)
+        # A run of latents changes, or one in a quarter of states.
+        after = _replace_runs(before, others, space, draws)
+        single = (ops.uniform(shape=before.shape[1:2], **draws) < 0.25) | (after == before).all(-1)
+        after = torch.where(single.unsqueeze(-1), ops.flip_random(before, space.fields, **draws), after)
         # Half of the parents are states of the population themselves.
         after[:, : num_parents // 2] = before[:, : num_parents // 2]
         before, parents = before[:, :num_parents], after[:, :num_parents]
@@ -187,14 +190,6 @@ def _members(population: Population, count: int, draws: dict[str, Any]) -> Tenso
     # Equal ones, impossible ones too, in the same order on every device.
     place = population.log_joint.argsort(dim=1, descending=True, stable=True).gather(1, rank)
     return population.take(place)
-
-
-def _change_states(words: Tensor, others: Tensor, space: StateSpace, draws: dict[str, Any]) -> Tensor:
-    """Changes a run of latents, or one in a quarter of states."""
-    runs = _replace_runs(words, others, space, draws)
-    single = ops.uniform(shape=words.shape[1:2], **draws) < 0.25
-    single |= (runs == words).all(-1)
-    return torch.where(single.unsqueeze(-1), ops.flip_random(words, space.fields, **draws), runs)
 
 
 def _conditionals(before: Tensor, parents: Tensor, gain: Tensor, latent: Tensor, value: Tensor, space: StateSpace) -> Tensor:

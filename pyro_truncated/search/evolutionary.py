@@ -131,6 +131,10 @@ class EvolutionarySearch(Search):
             pool = join([pool, children]) if self.overlapping else children
         return join(generations)
 
+    def max_proposals(self, num_states: int) -> int:
+        """Returns roughly how many states it proposes per data point."""
+        return super().max_proposals(num_states) if self._automatic is None else self._automatic.max_proposals(num_states)
+
     def step(self, batch: SearchBatch) -> Population:
         """Returns the populations after one step of the search."""
         return super().step(batch) if self._automatic is None else self._automatic.step(batch)

@@ -96,7 +96,7 @@ class SampledSearch(Search):
         if not 0 <= prior_share <= 1:
             raise ValueError(f"prior_share must lie in [0, 1]; got {prior_share}")
         self.num_samples = num_samples
-        self.num_prior = round(prior_share * num_samples)
+        self.prior_share = prior_share
         check_kinds(SampledSearch.__init__, generator=generator)
         self.generator = generator
 
@@ -106,10 +106,10 @@ class SampledSearch(Search):
         cardinality = space.fields.on(marginals.device, "cardinality").unsqueeze(-1)
         uniform = (torch.arange(marginals.shape[-1], device=marginals.device) < cardinality) / cardinality
         prior = ((marginals.sum(0) + uniform) / (len(marginals) + 1)).expand_as(marginals)
-        draws = batch.draws(self.generator)
+        draws, num_prior = batch.draws(self.generator), round(self.prior_share * self.num_samples)
         words = [
             ops.draw_values(probabilities, number, space.fields, **draws)
-            for probabilities, number in ((prior, self.num_prior), (marginals, self.num_samples - self.num_prior))
+            for probabilities, number in ((prior, num_prior), (marginals, self.num_samples - num_prior))
         ]
         return batch.evaluate(torch.cat(words, 1))
 

@@ -16,7 +16,7 @@ from pyro_truncated.distributed import collectives
 from pyro_truncated.gp.cholesky import stable_cholesky
 from pyro_truncated.gp.noisy_covariance import SMALLEST_SHARE
 from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
-from pyro_truncated.search.base import SearchBatch, Stateful, flat_observations
+from pyro_truncated.search.base import SearchBatch, Stateful, regression_inputs
 from pyro_truncated.search.exhaustive import draw_by_weight
 from pyro_truncated.search.preselection import AffinitySearch, Preselection, space_options
 from pyro_truncated.states.population import Population
@@ -51,6 +51,7 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
     _drew_seed: bool = True
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
+        check_kinds(LearnedAffinity.__init__, generator=generator)
         self.generator = generator
         self.forget()
 
@@ -187,14 +188,6 @@ def batch_rows(inputs: Tensor, indices: Tensor | None) -> Tensor:
 MOST_ROWS = 20_000
 
 
-def gather_some_rows(values: Tensor, positions: Tensor, seed: int, most: int | None) -> Tensor:
-    """All rows of all processes, or roughly ``most``, however they share them."""
-    number = sum(collectives.gather(len(values)))
-    if most is not None and number > most:
-        values = values[ops.uniform(positions, generator=ops.Stream(seed)) < most / number]
-    return torch.cat(collectives.gather(values))
-
-
 class ExactRegression:
     """A leave-one-out regression; each process has all inputs and targets."""
 
@@ -298,7 +291,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         generator: torch.Generator | None = None,
     ) -> None:
         check_counts(refit_every=refit_every, fit_steps=fit_steps, max_fit=max_fit)
-        check_kinds(RegressionAffinity.__init__, inputs=inputs, generator=generator)
+        check_kinds(RegressionAffinity.__init__, inputs=inputs)
         if isinstance(inputs, Tensor) and inputs.dim() != 2:
             raise ValueError(f"inputs must have shape (N, D), one row per data point of the full data set; got {tuple(inputs.shape)}")
         self.kernel = kernel
@@ -364,20 +357,14 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         return result
 
     def _regression_data(self, batch: SearchBatch) -> Tensor:
+        if not isinstance(self.inputs, Tensor):
+            return regression_inputs(batch, self.inputs)
         size, indices = len(batch.population), batch.population.indices
-        if callable(self.inputs):
-            inputs: Any = self.inputs(batch)
-            if not isinstance(inputs, Tensor) or inputs.dim() != 2 or len(inputs) != size:
-                got = tuple(inputs.shape) if isinstance(inputs, Tensor) else type(inputs).__name__
-                raise ValueError(f"inputs must return a matrix of {size} rows, one per data point of the batch; got {got}")
-            return inputs.detach().double()
-        if self.inputs is not None:
-            if batch.is_new:
-                raise ValueError("inputs hold the rows of the training data; for new data, make inputs a function of a SearchBatch")
-            if indices is None and len(self.inputs) != size:
-                raise ValueError(f"inputs hold {len(self.inputs)} rows, but the batch is all data and has {size} data points")
-            return (self.inputs if indices is None else self.inputs[indices.to(self.inputs.device)]).double()
-        return flat_observations(batch)
+        if batch.is_new:
+            raise ValueError("inputs hold the rows of the training data; for new data, make inputs a function of a SearchBatch")
+        if indices is None and len(self.inputs) != size:
+            raise ValueError(f"inputs hold {len(self.inputs)} rows, but the batch is all data and has {size} data points")
+        return (self.inputs if indices is None else self.inputs[indices.to(self.inputs.device)]).double()
 
     def _train(self, visit: int, seed: int, batch: SearchBatch) -> None:
         """Fits anew when due, or when the data met have doubled."""
@@ -401,10 +388,17 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         self._share(self.regression)
 
     def _gather_training(self, values: Tensor, rows: Tensor) -> Tensor:
-        """Returns remembered values at these rows, and other processes' training values."""
+        """Returns remembered values at these rows, and other processes' training values.
+
+        Where there are very many it is a random part of them, however processes share them.
+        """
+        values = values[rows]
         if not self._is_spread:
-            return values[rows]
-        return gather_some_rows(values[rows], self._first_position + rows, self._seed, None if self.rank is None else MOST_ROWS)
+            return values
+        number = sum(collectives.gather(len(values)))
+        if self.rank is not None and number > MOST_ROWS:
+            values = values[ops.uniform(self._first_position + rows, generator=ops.Stream(self._seed)) < MOST_ROWS / number]
+        return torch.cat(collectives.gather(values))
 
     def _share(self, regression: LeaveOneOutRegression) -> None:
         """Gives each of several processes the predictions of its data points."""
@@ -481,6 +475,8 @@ class GPSelect(Preselection):
             kernel=kernel, refit_every=refit_every, rank=rank, pivots=pivots, inputs=inputs, fit_steps=fit_steps, generator=generator
         )
         super().__init__(affinity, num_selected, max_active=max_active, explore=explore, merge=merge, generator=generator)
+        self.kernel, self.refit_every, self.rank, self.pivots = kernel, refit_every, rank, pivots
+        self.inputs, self.fit_steps = inputs, fit_steps
 
 
 def _fill(inputs: Tensor, centre: Tensor) -> Tensor:
@@ -544,6 +540,7 @@ class LearnedFlips(AffinitySearch):
         self.mean_flips = mean_flips
         self.generator = generator
         self.affinity = RegressionAffinity(kernel=kernel, refit_every=refit_every, rank=rank, inputs=inputs, generator=generator)
+        self.kernel, self.refit_every, self.rank, self.inputs = kernel, refit_every, rank, inputs
 
     def propose(self, batch: SearchBatch) -> Population:
         """Children ``(N, children)``; repetitions are possible."""

@@ -11,8 +11,7 @@ from torch import Tensor
 from pyro_truncated.ops.streams import uniform_integers
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population
-from pyro_truncated.states.space import StateSpace
-from pyro_truncated.utils.arguments import check_count
+from pyro_truncated.utils.arguments import check_count, check_kinds
 
 
 class NeighbourSearch(Search):
@@ -57,10 +56,13 @@ class NeighbourSearch(Search):
         distances need no more than scores, so any mixture will do.
     """
 
+    mixture_only = True
+
     def __init__(self, num_neighbours: int = 8, *, parents: int = 4, num_random: int = 1, generator: torch.Generator | None = None) -> None:
         self.num_neighbours = check_count("num_neighbours", num_neighbours)
         self.parents = check_count("parents", parents)
         self.num_random = check_count("num_random", num_random)
+        check_kinds(NeighbourSearch.__init__, generator=generator)
         self.generator = generator
         self.forget()
 
@@ -82,13 +84,6 @@ class NeighbourSearch(Search):
         super().load_state_dict(state)
         if "neighbours" in state:
             self.neighbours, self._distance, self._weight = (state[name].clone() for name in ("neighbours", "distance", "weight"))
-
-    def check_space(self, space: StateSpace) -> None:
-        """Refuses all but a single latent."""
-        if space.num_latents != 1:
-            raise ValueError(
-                f"NeighbourSearch is for mixtures, whose one latent is the component; the model has {space.num_latents} latents"
-            )
 
     def propose(self, batch: SearchBatch) -> Population:
         """Neighbours and random components, repetitions included; ``parents * num_neighbours + num_random`` of them."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.ops.packed_states import combine, single_states
-from pyro_truncated.search.base import Search, SearchBatch, forget, get_state, set_state
+from pyro_truncated.search.base import Search, SearchBatch, Stateful
 from pyro_truncated.states.population import Population, join
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import check_count, check_kinds, names_arguments
@@ -53,10 +53,10 @@ def space_options(space: StateSpace, device: torch.device | str = "cpu") -> Opti
 Affinity = Callable[[SearchBatch], Tensor]
 
 
-class AffinitySearch(Search):
-    """A search that ranks by an affinity, which may learn from data.
+class AffinityOwner(Stateful):
+    """An object that ranks by an affinity, which may learn from data.
 
-    What it has learned is forgotten, saved and restored with the search.
+    What it has learned is forgotten, saved and restored with the object.
     """
 
     affinity: Any
@@ -73,16 +73,20 @@ class AffinitySearch(Search):
 
     def forget(self) -> None:
         """Lets the affinity forget what it has learned of data."""
-        forget(self.affinity)
+        getattr(self.affinity, "forget", lambda: None)()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the generator's state and what the affinity has learned."""
-        return {**super().state_dict(), "affinity": get_state(self.affinity)}
+        return {**super().state_dict(), "affinity": dict(getattr(self.affinity, "state_dict", dict)())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from where a search has been."""
         super().load_state_dict(state)
-        set_state(self.affinity, state["affinity"])
+        getattr(self.affinity, "load_state_dict", lambda state: None)(state["affinity"])
+
+
+class AffinitySearch(AffinityOwner, Search):
+    """A search that ranks by an affinity."""
 
 
 class Singletons:
@@ -115,7 +119,13 @@ class _Dictionary(abc.ABC):
 
     def __call__(self, batch: SearchBatch) -> Tensor:
         """Scores ``(N, H)`` of the data points of a batch."""
-        observed, weight = self._observations(batch), self.weight().detach()
+        names = list(batch.observations)
+        if self.site is None and len(names) != 1:
+            raise ValueError(f"{type(self).__name__} needs the name of one observed site (site=...); the model has {names}")
+        if self.site is not None and self.site not in names:
+            raise ValueError(f"{type(self).__name__} found no observed site {self.site!r}; the model has {names}")
+        observed, weight = batch.observations[names[0] if self.site is None else self.site], self.weight().detach()
+        observed = observed if observed.is_floating_point() else observed.to(torch.get_default_dtype())
         if weight.dim() != 2 or observed.dim() != 2 or weight.shape[0] != observed.shape[1]:
             raise ValueError(
                 f"{type(self).__name__} compares observations (N, D) with a dictionary (D, H); "
@@ -126,15 +136,6 @@ class _Dictionary(abc.ABC):
     @abc.abstractmethod
     def _compare(self, observed: Tensor, weight: Tensor) -> Tensor:
         """Scores ``(N, H)`` of observations ``(N, D)``."""
-
-    def _observations(self, batch: SearchBatch) -> Tensor:
-        names = list(batch.observations)
-        if self.site is None and len(names) != 1:
-            raise ValueError(f"{type(self).__name__} needs the name of one observed site (site=...); the model has {names}")
-        if self.site is not None and self.site not in names:
-            raise ValueError(f"{type(self).__name__} found no observed site {self.site!r}; the model has {names}")
-        value = batch.observations[names[0] if self.site is None else self.site]
-        return value if value.is_floating_point() else value.to(torch.get_default_dtype())
 
 
 class Projection(_Dictionary):

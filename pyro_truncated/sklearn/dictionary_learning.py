@@ -25,8 +25,6 @@ from pyro_truncated.training.loop import fit
 from pyro_truncated.utils.arguments import check_count, check_counts
 
 _FAMILIES = ("spike_slab", "gaussian", "bernoulli")
-# Of fewer rows, partial_fit only collects statistics (Cappé and Moulines, 2009).
-_MIN_ROWS = 20
 
 
 class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
@@ -318,7 +316,8 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         self._num_rows += len(rows)
         rate, old = (len(rows) / self._num_rows) ** 0.6, self._statistics
         self._statistics = {name: rate * value / len(rows) + ((1 - rate) * old[name] if old else 0.0) for name, value in total.items()}
-        if self._num_rows >= _MIN_ROWS:
+        # Of fewer rows, statistics are only collected (Cappé and Moulines, 2009).
+        if self._num_rows >= 20:
             driver = ClosedForm(self.model_)
             driver.collect({name: self._num_rows * value for name, value in self._statistics.items()}, None, None, self._num_rows)
             driver([])

@@ -235,9 +235,6 @@ class SteepestAscent(Search):
         return population
 
 
-_ROWS_PER_BLOCK = 4096
-
-
 def binary_posteriors(
     model: Any, y: Tensor, num_latents: int, num_states: int, max_steps: int = 200
 ) -> Iterator[tuple[Tensor, Population]]:
@@ -254,7 +251,7 @@ def binary_posteriors(
     """
     num_states = min(num_states, 2**num_latents)
     first = _sparsest(num_latents, num_states)
-    for rows in y.split(_ROWS_PER_BLOCK):
+    for rows in y.split(4096):
         guide = AutoTruncated(model, num_states, init=first.expand(len(rows), -1, -1))
         yield rows, guide.search_(SteepestAscent(), guide.make_scorer(rows), max_steps)
 

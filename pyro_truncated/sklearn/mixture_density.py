@@ -27,8 +27,6 @@ from pyro_truncated.training.loop import fit
 from pyro_truncated.utils.arguments import check_count, check_counts
 from pyro_truncated.utils.arrays import check_units, find_package, holds_arrays
 
-# Columns with more values, in numbers and as a share of the rows, are hardly categorical.
-_MANY_CATEGORIES, _MAX_SHARE_OF_CATEGORIES = 10, 0.5
 _FAMILIES = ("gaussian", "poisson", "categorical")
 _COVARIANCE_TYPES = ("full", "diag", "spherical", "tied")
 
@@ -253,8 +251,10 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         if self.family == "categorical":
             return self._codes(X, reset=reset)
         data = validated_data(self, X, reset=reset, dtype=[np.float64, np.float32], ensure_min_samples=2 if reset else 1)
-        if self.family == "poisson":
-            _check_counts(data)
+        if self.family == "poisson" and len(others := np.argwhere((data < 0) | (data != np.floor(data)))):
+            row, column = others[0]
+            place = f"{data[row, column]} in row {row}, column {column}"
+            raise ValueError(f"X must hold counts (0, 1, 2, ...) for family='poisson'; got {place}")
         return torch.from_numpy(np.array(data))
 
     def _codes(self, X: Any, *, reset: bool) -> Tensor:
@@ -347,21 +347,14 @@ def _make_encoder(data: Any, dtypes: list[Any]) -> OrdinalEncoder:
 def _warn_if_many(numbers_of_values: list[int], num_rows: int) -> None:
     """Warns of a column with more values than categories have."""
     most = max(numbers_of_values)
-    if most > max(_MANY_CATEGORIES, _MAX_SHARE_OF_CATEGORIES * num_rows):
+    # More values than ten, and than half of the rows, are hardly categories.
+    if most > max(10, 0.5 * num_rows):
         warnings.warn(
             f"column {numbers_of_values.index(most)} has {most} values in {num_rows} rows, and each is a category of its own for "
             "family='categorical': sort numbers into a few bins, or take family='gaussian'.",
             UserWarning,
             stacklevel=5,
         )
-
-
-def _check_counts(data: Any) -> None:
-    """Refuses what is no count, by its place in ``X``."""
-    impossible = np.argwhere((data < 0) | (data != np.floor(data)))
-    if len(impossible):
-        row, column = impossible[0]
-        raise ValueError(f"X must hold counts (0, 1, 2, ...) for family='poisson'; got {data[row, column]} in row {row}, column {column}")
 
 
 @np.vectorize

@@ -211,7 +211,14 @@ class SpikeSlabRegressor(RegressorMixin, BaseEstimator):
             population = self._search(n_models, max_iter)
         order = population.log_joint[0].argsort(descending=True, stable=True)
         states, weights = population.states()[0][order], population.weights()[0][order]
-        self._keep(states, weights, float(population.free_energy()[0]), max_iter)
+        posterior, shares = self._models.coefficients(states), weights.double().unsqueeze(-1)
+        zeros = torch.zeros(states.shape, dtype=torch.float64)
+        coefficients = (shares * zeros.scatter(1, posterior.positions, posterior.mean)).sum(0) / self._scale
+        self.models_, self.model_probabilities_ = states.bool().numpy(), weights.double().numpy()
+        self.inclusion_probabilities_ = (shares * states).sum(0).numpy()
+        self.coef_ = coefficients.numpy()
+        self.intercept_ = float(self._mean - self._center @ coefficients)
+        self.log_evidence_, self.n_iter_ = float(population.free_energy()[0]), max_iter
         return self
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
@@ -260,17 +267,6 @@ class SpikeSlabRegressor(RegressorMixin, BaseEstimator):
         for search, steps in searches:
             guide.search_(search, log_joint, steps)
         return guide.population()
-
-    def _keep(self, states: Tensor, weights: Tensor, log_evidence: float, num_steps: int) -> None:
-        posterior = self._models.coefficients(states)
-        shares = weights.double().unsqueeze(-1)
-        zeros = torch.zeros(states.shape, dtype=torch.float64)
-        coefficients = (shares * zeros.scatter(1, posterior.positions, posterior.mean)).sum(0) / self._scale
-        self.models_, self.model_probabilities_ = states.bool().numpy(), weights.double().numpy()
-        self.inclusion_probabilities_ = (shares * states).sum(0).numpy()
-        self.coef_ = coefficients.numpy()
-        self.intercept_ = float(self._mean - self._center @ coefficients)
-        self.log_evidence_, self.n_iter_ = log_evidence, num_steps
 
     # --- predicting ---
 

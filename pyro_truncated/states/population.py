@@ -18,7 +18,7 @@ from pyro_truncated.utils.constraints import missing_where
 
 
 class Moments(NamedTuple):
-    """Returns means and variances of the observations in ``M`` states.
+    """Means and variances of the observations in ``M`` states.
 
     The states may belong to any data points. All sites stand side by side.
 
@@ -89,9 +89,9 @@ class Population:
         return self.num_states >= self.space.size
 
     def split(self, rows: int) -> list[Population]:
-        """Yields populations of at most so many data points, in order.
+        """Returns populations of at most so many data points, in order.
 
-        A population that is not larger is yielded itself.
+        A population that is not larger is returned itself.
         """
         if len(self) <= rows:
             return [self]

@@ -41,7 +41,7 @@ from pyro_truncated.utils.parameter_store import (
 )
 
 # Raised whenever older files can be read no more: names of modules, buffers or parts have changed.
-LAYOUT = 4
+LAYOUT = 5
 _FORMAT = "pyro_truncated checkpoint"
 _PARTS = {"format", "run", "settings", "history", "modules", "params", "optim", "counts", "search", "generators"}
 

@@ -50,6 +50,7 @@ from pyro_truncated.utils.arguments import check_counts, check_kinds
 from pyro_truncated.utils.budget import memory_budget, rows_per_block
 from pyro_truncated.utils.console import ReprFromArguments
 from pyro_truncated.utils.parameter_store import PrefixStrippingModule, refuse_shadowed_parameters, spare_random_numbers
+from pyro_truncated.utils.references import Reference
 
 
 class Truncated_ELBO(ReprFromArguments, ELBO):
@@ -116,7 +117,7 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
         self._others = MixedGuides(**kwargs)
         # Of the populations that statistics were last collected of.
         self._revision: int | None = None
-        self._known_guide: Any = None
+        self._known_guide: Reference[Any] = Reference()
         self._num_looks = 0
 
     def __call__(self, model: torch.nn.Module, guide: torch.nn.Module) -> ELBOModule:
@@ -256,7 +257,7 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
             hint = f"leave it out beside other guides; got {type(guide).__name__}"
             raise NotImplementedError(f"a temperature needs a guide that is one AutoTruncated; {hint}")
         with spare_random_numbers():
-            is_new = self._known_guide is not guide
+            is_new = self._known_guide.value is not guide
             if is_new:
                 refuse_shadowed_parameters(call.model, guide)
             parts = self._others.parts(call, guide)
@@ -270,12 +271,12 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
 
     def _meet(self, call: Call, guide: Any) -> None:
         """Prepares a guide before its first training step."""
-        if self._known_guide is not guide:
+        if self._known_guide.value is not guide:
             refuse_shadowed_parameters(call.model, guide, training=True)
             broadcast_start(call, guide, self)
             if isinstance(guide, AutoTruncated):
                 guide.populations.seen.is_new = False
-            self._known_guide = guide
+            self._known_guide = Reference(guide)
 
     def _temperature(self) -> float:
         return temperature_at(self.temperature, self.num_evaluations)
@@ -387,7 +388,7 @@ class MixedGuides(TraceEnum_ELBO):
     def __init__(self, **kwargs: Any) -> None:
         # Labels may leave nothing to enumerate.
         super().__init__(**{"strict_enumeration_warning": False, **kwargs})  # type: ignore[no-untyped-call]
-        self._known_parts: tuple[Any, list[AutoTruncated]] | None = None
+        self._known_parts: Reference[tuple[Any, list[AutoTruncated]]] = Reference()
 
     def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """The loss; nothing changes."""
@@ -420,11 +421,13 @@ class MixedGuides(TraceEnum_ELBO):
 
     def parts(self, call: Call, guide: Any) -> list[AutoTruncated]:
         """Runs a guide once; truncated parts announce themselves at their index sites."""
-        if self._known_parts is None or self._known_parts[0] is not guide:
+        known, parts = self._known_parts.value or (None, [])
+        if known is not guide:
             with spare_random_numbers(), poutine.block(), torch.no_grad(), _silence_impossible():
                 marks: list[Any] = [node["infer"].get("truncated") for node in sample_nodes(call.with_program(guide).trace()).values()]
-            self._known_parts = guide, list(dict.fromkeys(mark["guide"]() for mark in marks if mark is not None))
-        return self._known_parts[1]
+            parts = list(dict.fromkeys(mark["guide"]() for mark in marks if mark is not None))
+            self._known_parts = Reference((guide, parts))
+        return parts
 
     def prepare(self, call: Call, guide: Any) -> None:
         """Lets Pyro's ELBO count plates before training."""

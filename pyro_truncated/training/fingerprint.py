@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -47,7 +48,9 @@ def describe(value: Any, depth: int = 6) -> str:
     if value is None or isinstance(value, (bool, int, complex, str, torch.dtype, torch.device)):
         return repr(value)
     if isinstance(value, (Tensor, np.ndarray)):
-        return f"{type(value).__name__}{tuple(value.shape)}"
+        # Few numbers are settings, as the values of a latent, many are data.
+        numbers = value.tolist() if math.prod(value.shape) <= 64 else ""
+        return f"{type(value).__name__}{tuple(value.shape)}{numbers}"
     if depth == 0:
         return type(value).__qualname__
     if isinstance(value, Mapping):
@@ -68,12 +71,12 @@ def _call(name: str, arguments: Mapping[Any, Any], depth: int) -> str:
 
 
 def _configuration(value: Any) -> Iterator[tuple[str, Any]]:
-    """Returns the constructor arguments that an object stores, and its submodules."""
+    """Yields the constructor arguments that an object stores, and its submodules."""
     if hasattr(value, "pt_optim_constructor"):
         yield from ((name, attributes) for name, attributes in vars(value).items() if name.startswith("pt_") or name == "kwargs")
         return
     names = {name for kind in type(value).__mro__ for name in _constructor_parameters(kind)} - _LEFT_OUT
-    attributes = vars(value) if hasattr(value, "__dict__") else {}
+    attributes = {**getattr(value, "_buffers", {}), **vars(value)} if hasattr(value, "__dict__") else {}
     yield from ((name, attributes[name]) for name in sorted(names & attributes.keys()) if not isinstance(attributes[name], torch.nn.Module))
     if "conditional" in names:
         yield "conditional", getattr(value, "conditional", None)

@@ -57,7 +57,7 @@ class Training:
         record: one list per quantity, one entry per step: ``free_energy`` (minus the loss), and what callbacks return.
             ``to_arviz(..., training=training.record)`` takes it as it is.
         seconds: duration of each step.
-        stopped_early: whether the free energy had stopped growing before the last step asked for.
+        stopped_early: whether it ended before the last step asked for: the free energy had stopped growing, or a callback said so.
     """
 
     svi: SVI

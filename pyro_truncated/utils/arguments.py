@@ -21,6 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
@@ -77,7 +78,7 @@ _FROM_BELOW = (AssertionError, AttributeError, IndexError, KeyError, OverflowErr
 _UNTOUCHED = (NotImplementedError, RecursionError, torch.OutOfMemoryError)
 # Of a kernel that there is for other types of numbers only, torch says the same as of what nobody has written yet.
 _OF_TORCH = " not implemented for '"
-_LONGEST = 120
+
 _HERE = __name__.partition(".")[0] + "."
 _KINDS: dict[Any, str] = {Tensor: "a tensor", float: "a number", int: "an integer", bool: "True or False", str: "a string", None: "None"}
 
@@ -109,6 +110,22 @@ def names_arguments(function: Callable[P, T]) -> Callable[P, T]:
             if (complaint := _complaint(function, signature, args, kwargs, error)) is None:
                 raise
             raise complaint from error
+
+    return wrapper
+
+
+def leaves_inference_mode(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorates what passes no gradients, but takes some inside or keeps tensors.
+
+    It does in :func:`torch.inference_mode` what it does elsewhere. Arguments that were made there are copied.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+        """The function, on ordinary tensors."""
+        with torch.inference_mode(False), torch.no_grad():
+            args, kwargs = tree_map_only(Tensor, lambda value: value.clone() if value.is_inference() else value, (args, kwargs))
+            return function(*args, **kwargs)
 
     return wrapper
 
@@ -233,7 +250,7 @@ def describe(value: Any) -> str:
     if isinstance(value, torch.nn.Module):
         return type(value).__name__
     text = " ".join(repr(value).split())
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return text if len(text) <= 120 else f"{text[:120]}..."
 
 
 def renames(*removed: str, **names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:

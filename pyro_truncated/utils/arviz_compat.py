@@ -58,17 +58,8 @@ def read_netcdf(path: str | Path) -> Any:
     return _arviz().from_netcdf(str(path))
 
 
-def pareto_shapes(log_ratios: np.ndarray) -> np.ndarray:
-    """Pareto tail indices ``(N,)`` of log importance ratios ``(N, M)``."""
-    return _smooth(log_ratios)[1]
-
-
-def smoothed_weights(log_ratios: np.ndarray) -> np.ndarray:
-    """Pareto-smoothed, normalised log weights ``(N, M)`` of log ratios."""
-    return _smooth(log_ratios)[0]
-
-
-def _smooth(log_ratios: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def pareto_smooth(log_ratios: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Smoothed log weights ``(N, M)`` of log ratios, and tail indices ``(N,)``."""
     ratios = np.asarray(log_ratios, dtype=float)
     lowest = np.min(ratios, where=np.isfinite(ratios), initial=0.0)
     # Impossible draws are far from the tail that is fitted, but infinite logs would spoil the sorting.
@@ -77,13 +68,7 @@ def _smooth(log_ratios: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     # Ratios that are equal but for rounding have no tail.
     varies = np.ptp(ratios, axis=1) > 1e-10 * (1 + np.abs(ratios).max(axis=1))
     if varies.any():
-        smooth = _smooth_rows if ARVIZ_V1 else _smooth_all
-        weights[varies], shapes[varies] = smooth(ratios[varies])
-    return weights, shapes
-
-
-def _smooth_all(ratios: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    weights, shapes = _arviz().psislw(ratios, reff=1.0)
+        weights[varies], shapes[varies] = _smooth_rows(ratios[varies]) if ARVIZ_V1 else _arviz().psislw(ratios[varies], reff=1.0)
     return weights, shapes
 
 
@@ -145,7 +130,7 @@ def _loo(idata: Any, var_name: str) -> Any:
     if ARVIZ_V1:
         likelihood = get_dataset(idata, "log_likelihood")[var_name].transpose("chain", "draw", ...)
         draws = likelihood.values.reshape(likelihood.sizes["chain"] * likelihood.sizes["draw"], -1)
-        log_weights, shapes = _smooth(-draws.T)
+        log_weights, shapes = pareto_smooth(-draws.T)
         options["log_weights"] = likelihood.copy(data=log_weights.T.reshape(likelihood.shape))
         options["pareto_k"] = likelihood.isel(chain=0, draw=0, drop=True).copy(data=shapes.reshape(likelihood.shape[2:]))
     with quiet():

@@ -114,9 +114,17 @@ def without_missing(value: Tensor) -> tuple[Tensor, Tensor | None]:
     return value.double().masked_fill(is_missing, 0.0), ~is_missing
 
 
+def at_least_single(value: Tensor) -> Tensor:
+    """Floating-point numbers in single precision where they have half of it."""
+    return value.float() if value.dtype.itemsize < 4 else value
+
+
 def has_missing(value: Tensor) -> bool:
-    """Whether entries are missing."""
-    return cached_answer(value, "has missing entries", lambda: value.isnan().any())
+    """Whether entries are missing.
+
+    Where their sum is a finite number none is: a pass that writes nothing.
+    """
+    return cached_answer(value, "has missing entries", lambda: ~value.detach().sum().isfinite() and value.isnan().any())
 
 
 def missing_where(value: Tensor, other: Tensor) -> Tensor:

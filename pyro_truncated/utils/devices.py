@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -31,6 +31,16 @@ def module_device(module: Any) -> torch.device:
     if not isinstance(module, torch.nn.Module):
         return torch.device("cpu")
     return next((tensor.device for tensor in itertools.chain(module.parameters(), module.buffers())), torch.device("cpu"))
+
+
+class DoubleModule(torch.nn.Module):
+    """A module that computes in float64, on any device."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        dtype = fn(torch.empty(0, dtype=torch.float64, device=module_device(self))).dtype
+        if dtype != torch.float64:
+            raise TypeError(f"{type(self).__name__} computes in float64 and does not convert to {dtype}; convert what it predicts")
+        return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def to_device(state: Any, device: torch.device) -> Any:
@@ -64,7 +74,7 @@ def cached_answers(value: Tensor) -> dict[str, bool]:
     return answers
 
 
-def cached_answer(value: Tensor, question: str, find_out: Callable[[], Tensor]) -> bool:
+def cached_answer(value: Tensor, question: str, find_out: Callable[[], Tensor | bool]) -> bool:
     """The answer about a tensor's entries, kept on a device."""
     answers = cached_answers(value)
     if question not in answers:

@@ -134,7 +134,7 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
 
 
 def store_parameters(module: torch.nn.Module) -> Iterator[Parameter]:
-    """Returns a module's parameters under their names in Pyro's store."""
+    """Yields a module's parameters under their names in Pyro's store."""
     for part in module.modules():
         if not isinstance(part, PyroModule):
             continue
@@ -174,7 +174,7 @@ _holders: Any = WeakIdKeyDictionary()
 
 
 def replaced_parameters(*programs: Any) -> Iterator[tuple[Parameter, Tensor]]:
-    """Returns parameters for which Pyro's store holds another tensor, and that tensor."""
+    """Yields parameters for which Pyro's store holds another tensor, and that tensor."""
     store = pyro.get_param_store()._params
     for module in program_modules(*programs):
         for parameter in store_parameters(module):
@@ -228,6 +228,8 @@ class ShadowWatch(Messenger):
 
 def hold(parameter: Parameter, training: bool) -> None:
     """Records a parameter's owner and the store's tensor that replaces it."""
+    if parameter.tensor.is_inference():
+        raise ValueError(f"parameter '{parameter.name}' was made inside torch.inference_mode(); make the model outside of it")
     replacement = pyro.get_param_store()._params.get(parameter.name, parameter.tensor)
     tensors = [parameter.tensor, replacement] if training or _may_go_on(parameter, replacement) else [parameter.tensor]
     for tensor in tensors:

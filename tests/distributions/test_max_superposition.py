@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_truncated.distributions import MaximumSuperposition
+from pyro_truncated.distributions import LinearSuperposition, MaximumSuperposition, PoissonMaximum, Superposition
 from pyro_truncated.states import Population, StateSpace
 from pyro_truncated.utils.budget import memory_budget
+from tests.program.test_factor_graph import LargestTensor
 
 NUM_DATA, NUM_CANDIDATES, NUM_OBSERVED, NUM_LATENTS = 4, 6, 7, 5
 RELATIVE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -59,6 +60,29 @@ def test_dense_and_packed_are_a_normal(dtype: torch.dtype, scale_dim: int, with_
             torch.testing.assert_close(ours, theirs, rtol=RELATIVE[dtype], atol=RELATIVE[dtype] * theirs.abs().max().item())
     (slope,) = torch.autograd.grad(with_logits, logits, weights)
     torch.testing.assert_close(slope, torch.einsum("cn,cnh->h", weights, states), rtol=RELATIVE[dtype], atol=RELATIVE[dtype])
+
+
+def not_quadratic(number: int) -> dict[str, tuple[Superposition, Tensor]]:
+    """Likelihoods that are not quadratic in the states, and data."""
+    none, weight = torch.zeros(number), torch.rand(2, number)
+    value = torch.rand(1, 2).round()
+    return {
+        "maximum": (MaximumSuperposition(none, weight, 1.0), value),
+        "maximum of counts": (PoissonMaximum(none, weight + 1, 0.5), value),
+        "sum": (LinearSuperposition(none, weight, 1.0), torch.tensor([[1.0, math.nan]])),
+    }
+
+
+@pytest.mark.parametrize("name", not_quadratic(1))
+def test_independent_priors_take_no_matrix_of_all_pairs_of_latents(name: str) -> None:
+    number = 2000
+    likelihood, value = not_quadratic(number)[name]
+    words = StateSpace([2] * number).pack(torch.bernoulli(torch.full((1, 5, number), 3 / number)))
+    logits = torch.randn(number, requires_grad=True)
+    with LargestTensor() as largest:
+        log_prob = likelihood.packed_log_prob(words, value, logits)
+        log_prob.sum().backward()
+    assert largest.number < number**2
 
 
 def test_values_and_gradients_in_blocks() -> None:

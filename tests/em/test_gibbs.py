@@ -15,6 +15,7 @@ from torch import Tensor
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, GibbsEM, GibbsGuide, GPSelect, Preselection
 from pyro_truncated.datasets import linear_bars, matched_bars
 from pyro_truncated.em import GibbsModel
+from pyro_truncated.em.gibbs import GibbsDraws
 from pyro_truncated.models import BinarySparseCoding, MaxSpikeSlabSparseCoding
 from pyro_truncated.search import Cosine, SearchBatch, Singletons
 from tests.models.enumeration import generate
@@ -237,3 +238,76 @@ def test_what_makes_a_model_one_to_sample_is_found_without_asking_it():
     assert "gibbs" in members
     for name in members:
         inspect.getattr_static(MaxSpikeSlabSparseCoding(3, 2), name)
+
+
+class BernoulliNoise(torch.nn.Module):
+    """A model with what :class:`GibbsModel` asks for, and no more: latents that the data say nothing of."""
+
+    num_latents = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = torch.ones(4)
+
+    def gibbs(
+        self,
+        y: Tensor,
+        selected: Tensor,
+        coefficients: Tensor,
+        *,
+        burn_in: int,
+        sweeps: int,
+        temperature: float = 1.0,
+        generator: torch.Generator | None = None,
+        rows: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        return torch.ones(len(y), sweeps, selected.shape[1]), torch.full(selected.shape, 0.5)
+
+    def singletons(self, y: Tensor) -> Tensor:
+        return torch.zeros(len(y), 5)
+
+    def site_values(self, coefficients: Tensor) -> dict[str, Tensor]:
+        return {"s": (coefficients != 0).float()}
+
+    def expected_log_joint(self, draws: GibbsDraws, y: Tensor) -> Tensor:
+        return torch.zeros(())
+
+    def sufficient_statistics(self, draws: GibbsDraws, y: Tensor) -> dict[str, Tensor]:
+        return {}
+
+    def maximize(self, statistics: dict[str, Tensor]) -> None:
+        pass
+
+
+def test_a_model_written_to_the_protocol_is_sampled() -> None:
+    kinds = GibbsModel, BernoulliNoise, MaxSpikeSlabSparseCoding
+    assert len({frozenset(inspect.signature(kind.gibbs).parameters) for kind in kinds}) == 1
+    model = BernoulliNoise()
+    assert isinstance(model, GibbsModel)
+    guide = GibbsGuide(model)
+    guide.update_(Preselection(Spy(), 2), torch.zeros(6, 3), sweeps=2)
+    assert guide.marginals().sum(1).tolist() == [1.0] * 6
+
+
+def test_a_copied_guide_samples_the_same_model() -> None:
+    model, y = problem()
+    svi = SVI(model, GibbsGuide(model), ClosedForm(model), GibbsEM(Preselection(Singletons(), 3)))
+    svi.step(y)
+    guide = copy.deepcopy(svi.guide)
+    assert guide.model is model
+    before = guide.coefficients.clone()
+    svi.step(y)
+    assert torch.equal(guide.coefficients, before)
+    SVI(model, guide, svi.optim, GibbsEM(Preselection(Singletons(), 3))).step(y)
+    both, twin = copy.deepcopy((model, guide))
+    assert twin.model is both
+
+
+def test_a_shallow_copy_leaves_the_model_to_the_one_that_trains_it() -> None:
+    model, y = problem()
+    svi = SVI(model, GibbsGuide(model), ClosedForm(model), GibbsEM(Preselection(Singletons(), 3)))
+    svi.step(y)
+    shallow = copy.copy(svi.optim)
+    assert ClosedForm.find(model) is svi.optim
+    del shallow
+    svi.step(y)

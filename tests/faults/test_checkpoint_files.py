@@ -83,7 +83,7 @@ def test_files_that_were_cut_short_are_refused(length, tmp_path):
 
 def test_a_file_of_something_else_with_a_checksum_is_refused(tmp_path):
     checkpoint_file.write(tmp_path / "run.pt", {"format": "pyro_truncated checkpoint 2"})
-    with pytest.raises(ValueError, match="its layout is 2, this version reads layout 4"):
+    with pytest.raises(ValueError, match="its layout is 2, this version reads layout 5"):
         load_checkpoint(tmp_path / "run.pt", runs.make("full")[0])
 
 

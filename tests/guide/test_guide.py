@@ -607,3 +607,35 @@ def test_scales_per_data_point_are_refused():
 
     with pytest.raises(ValueError, match="one positive scale for all data points"):
         run(model, torch.randn(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("whole_states", [True, False])
+def test_programs_in_half_precision_are_scored_in_single(dtype, whole_states):
+    loc = torch.tensor([-1.0, 1.5], dtype=dtype)
+
+    def model(y):
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(torch.full((2,), 0.25, dtype=dtype)).to_event(1))
+            pyro.sample("y", dist.Normal((s.to(dtype) * loc).sum(-1), torch.ones((), dtype=dtype)), obs=y)
+
+    y = torch.tensor([0.5, -1.0, 2.0], dtype=dtype)
+    guide = AutoTruncated(model, num_states=4, whole_states=whole_states)
+    guide.refresh_(y)
+    states = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    table = dist.Normal(states @ loc.float(), 1.0).log_prob(y.float().unsqueeze(-1)) + dist.Bernoulli(0.25).log_prob(states).sum(-1)
+    found = guide.marginals()["s"]
+    assert found.dtype == torch.float32
+    # All numbers are sums of powers of two, and densities keep three digits.
+    torch.testing.assert_close(found, table.softmax(-1) @ states, rtol=0.02, atol=0.02)
+
+
+def test_no_data_points_can_be_read():
+    def model(y):
+        with pyro.plate("data", len(y)):
+            n = pyro.sample("n", dist.Poisson(2.0))
+            pyro.sample("y", dist.Normal(n, 1.0), obs=y)
+
+    guide = AutoTruncated(model, num_states=4, max_count=5, whole_states=True)
+    guide.refresh_(torch.tensor([1.0, 2.0]))
+    assert guide.marginals(torch.empty(0, dtype=torch.int64))["n"].shape == (0, 6)

@@ -7,8 +7,10 @@ import torch
 from pyro.infer import SVI
 from pyro.optim import Adam
 
-from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, Truncated_ELBO
+from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, Truncated_ELBO, learn
 from pyro_truncated import models as library
+from pyro_truncated.datasets import linear_bars
+from pyro_truncated.models import BinarySparseCoding
 
 MODELS = {
     "BinarySparseCoding": 16,
@@ -44,3 +46,19 @@ def test_a_guide_first_used_in_inference_mode(name, missing):
     losses = [svi.step(y) for _ in range(3)]
     assert losses[0] == pytest.approx(expected, rel=1e-5)
     assert losses[2] < losses[0]
+
+
+USES = {
+    "learn": lambda model, y: learn(model, y, progress=False),
+    "infer": lambda model, y: AutoTruncated(model, num_states=8).infer(y, steps=1),
+    "step": lambda model, y: SVI(model, AutoTruncated(model, num_states=8), ClosedForm(model), Truncated_ELBO()).step(y),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_models_made_in_inference_mode_are_refused_by_name(use):
+    y = linear_bars(20, 3, mean_active=2.0).data
+    with torch.inference_mode():
+        model = BinarySparseCoding(9, 6).initialize(y)
+        with pytest.raises(ValueError, match=r"parameter '.*weight' was made inside torch.inference_mode"):
+            USES[use](model, y)

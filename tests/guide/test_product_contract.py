@@ -232,3 +232,20 @@ def test_whole_states_are_refused_with_advice(y):
             read()
     with pytest.raises(AttributeError, match="whole_states=True"):
         _ = guide.population().words
+
+
+def test_lists_of_whole_states_are_refused_where_there_are_none(y):
+    guide, _ = trained(y)
+    for name in ("words", "log_joint"):
+        with pytest.raises(NotImplementedError, match="each node"):
+            getattr(guide, name)
+
+
+def test_a_state_of_sets_is_refused_by_a_guide_of_whole_states(y):
+    guide, _ = trained(y)
+    other = AutoTruncated(chain, num_states=3, whole_states=True)
+    other.load_state_dict(guide.state_dict())
+    with pytest.raises(
+        ValueError, match="the saved populations are sets of states of the nodes of a factor graph; this guide keeps whole states"
+    ):
+        other(y)

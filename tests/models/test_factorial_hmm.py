@@ -214,3 +214,12 @@ def test_restarts_that_share_every_latent_of_the_best_agree(third: list[int], is
     doubt = rule.disagreement()
     assert (doubt is None) is not is_doubted
     assert doubt is None or doubt.startswith("some chains of the best of 3 restarts were found by no other one")
+
+
+def test_statistics_in_inference_mode_are_those_outside():
+    y, _ = draw(2, 6, 5, num_data=2)
+    model = FactorialHMM(6, 2, dtype=DOUBLE).initialize(y)
+    expected = model.sufficient_statistics(model.posterior(y, 4), y)
+    with torch.inference_mode():
+        found = model.sufficient_statistics(model.posterior(y.clone(), 4), y.clone())
+    assert all(torch.equal(found[name], value) for name, value in expected.items())

@@ -147,7 +147,7 @@ def test_nothing_is_expected_of_what_the_constructor_draws(kind: str, dtype: tor
 
 def test_a_search_for_mixtures_refuses_other_models() -> None:
     model, y = BinarySparseCoding(4, 5), torch.randn(10, 4)
-    with pytest.raises(ValueError, match="for mixtures, whose one latent is the component; got 5 latents"):
+    with pytest.raises(ValueError, match="for mixtures, whose one latent is the component; the model has 5 latents"):
         AutoTruncated(model, num_states=2).infer(y, problem("diag")[0].default_search(2), steps=1)
 
 

@@ -29,6 +29,7 @@ def calls(words: torch.Tensor) -> dict:
     logs = torch.log1p(-weight / 2), torch.log1p(-precision / 2)
     return {
         "pair_energy": lambda: ops.pair_energy(words, torch.rand(len(words), H), torch.rand(H, H)),
+        "linear_energy": lambda: ops.linear_energy(words, torch.rand(len(words), H)),
         "moments": lambda: ops.moments(words, weights, H),
         "noisy_or_log_prob": lambda: ops.noisy_or_log_prob(words, value, *logs),
         "noisy_or_statistics": lambda: ops.noisy_or_statistics(words, weights, value, *logs),

@@ -60,6 +60,7 @@ def test_pair_energy(num_latents: int, is_shared: bool) -> None:
     words = words[:1].expand(3, -1, -1) if is_shared else words
     assert_close(*both(ops.pair_energy, words, draw(3, num_latents), draw(num_latents, num_latents)))
     assert_close(*both(ops.pair_energy, words, draw(3, num_latents), draw(3, num_latents, num_latents)))
+    assert_close(*both(ops.linear_energy, words, draw(3, num_latents)))
 
 
 @pytest.mark.parametrize("num_latents", [*LATENTS, 300])

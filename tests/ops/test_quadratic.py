@@ -42,6 +42,23 @@ def test_pair_energy_gradients(kind: str, per_datum: bool) -> None:
     assert torch.autograd.gradgradcheck(lambda a, b: ops.pair_energy(words, a, b).logsumexp(-1), (linear, pairwise))
 
 
+def test_linear_energy_is_pair_energy_without_pairs(kind: str, space: StateSpace) -> None:
+    words, _ = draw(space)
+    linear = torch.randn(NUM_DATA, space.num_latents, dtype=torch.float64, requires_grad=True)
+    energy, zeros = ops.linear_energy(words, linear), torch.zeros(space.num_latents, space.num_latents).double()
+    expected = ops.pair_energy(words, linear, zeros.requires_grad_())
+    assert torch.equal(energy, expected)
+    weights = torch.randn(NUM_DATA, NUM_STATES).double()
+    torch.testing.assert_close(*(torch.autograd.grad(one, linear, weights) for one in (energy, expected)), rtol=1e-12, atol=1e-12)
+
+
+def test_linear_energy_gradients(kind: str) -> None:
+    words, _ = draw(StateSpace([2] * 6))
+    linear = torch.randn(NUM_DATA, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda a: ops.linear_energy(words, a), (linear,))
+    assert torch.autograd.gradgradcheck(lambda a: ops.linear_energy(words, a).logsumexp(-1), (linear,))
+
+
 def test_pair_energy_sums_in_float64_on_the_cpu() -> None:
     space = StateSpace([2] * 3)
     words = space.pack(torch.ones(1, 1, 3))
@@ -145,6 +162,8 @@ def test_wrong_inputs_are_refused() -> None:
         ops.pair_energy(words.float(), torch.zeros(3, 4), torch.zeros(4, 4))
     with pytest.raises(ValueError, match="one row for each of the 3"):
         ops.pair_energy(words, torch.zeros(2, 4), torch.zeros(4, 4))
+    with pytest.raises(ValueError, match=r"linear \(N, H\) must have one row for each of the 3"):
+        ops.linear_energy(words, torch.zeros(2, 4))
     with pytest.raises(ValueError, match="fills 2 words"):
         ops.pair_energy(words, torch.zeros(3, 65), torch.zeros(65, 65))
     with pytest.raises(ValueError, match=r"pairwise must have shape .* got \(4, 3\)"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_truncated.restoration import inpaint
+from pyro_truncated.restoration import inpaint, restore
 from pyro_truncated.restoration import nonlocal_groups as groups
 from pyro_truncated.restoration.windows import Patches
 
@@ -29,10 +29,9 @@ def holed(image: Tensor, share: float) -> Tensor:
 
 @pytest.mark.parametrize("channels", [None, 3])
 def test_a_step_drops_small_singular_values_of_every_group(channels: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "_GROUP_SIZE_IF_MISSING", 9)
     monkeypatch.setattr(groups, "_GROUPS_PER_BLOCK", 5)
     image = torch.randn(13, 12, *([channels] if channels else []), generator=torch.Generator().manual_seed(1)).double() + 3
-    side, noise = groups._SIDE_IF_MISSING, 0.4
+    side, noise = 8, 0.4
     corners = [(i, j) for i in range(13 - side + 1) for j in range(12 - side + 1)]
     windows = torch.stack([image[i : i + side, j : j + side].flatten() for i, j in corners])
     total, share = torch.zeros_like(image), torch.zeros_like(image)
@@ -47,7 +46,7 @@ def test_a_step_drops_small_singular_values_of_every_group(channels: int | None,
                 total[a : a + side, b : b + side] += window.view(side, side, *image.shape[2:])
                 share[a : a + side, b : b + side] += 1
     patches = Patches(image.shape[:2], side, channels=channels)
-    found = groups._low_rank_mean(image, patches, groups._groups(image, patches, 1), noise)
+    found = groups._low_rank_mean(image, patches, groups._groups(image, patches, 1, 9), noise)
     is_covered = share > 0
     torch.testing.assert_close(found[is_covered], (total / share)[is_covered], rtol=1e-9, atol=1e-9)
 
@@ -85,8 +84,8 @@ def test_signals_volumes_and_small_images_stay_as_they_are() -> None:
 def test_restored_images_gain(monkeypatch: pytest.MonkeyPatch) -> None:
     image = stripes(40).float()
     y, errors = holed(image, 0.5), []
-    for steps in (groups._BREGMAN_STEPS, 0):
-        monkeypatch.setattr(groups, "_BREGMAN_STEPS", steps)
+    for averaged in (groups.average_low_rank_groups, lambda image, estimate, *options: estimate):
+        monkeypatch.setattr(restore, "average_low_rank_groups", averaged)
         restored = inpaint(y, generator=torch.Generator().manual_seed(0), progress=False).image
         assert torch.equal(restored[~y.isnan()], y[~y.isnan()])
         errors.append(float((restored - image).square().mean()))

@@ -15,11 +15,9 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def test_the_most_similar_windows_near_by_are_found(monkeypatch):
-    monkeypatch.setattr(nonlocal_groups, "_SEARCH_RADIUS", 2)
-    monkeypatch.setattr(nonlocal_groups, "_GROUP_SIZE", 5)
+def test_the_most_similar_windows_near_by_are_found():
     windows, centres = torch.randn(6 * 7, 4, generator=generator()), torch.tensor([[0, 0], [3, 4], [5, 2]])
-    for found, (row, column) in zip(similar(windows, centres, [6, 7]).tolist(), centres.tolist(), strict=True):
+    for found, (row, column) in zip(similar(windows, centres, [6, 7], members=5, radius=2).tolist(), centres.tolist(), strict=True):
         near = [i for i in range(42) if abs(i // 7 - row) <= 2 and abs(i % 7 - column) <= 2]
         own = windows[7 * row + column]
         assert found == sorted(near, key=lambda i, own=own: float((windows[i] - own).square().sum()))[:5]

@@ -10,7 +10,7 @@ import torch
 from scipy.optimize import minimize
 from torch.nn import functional as F
 
-from pyro_truncated.restoration import Patches, denoise, nonlocal_groups, patch_model, patch_size_stacking, restore
+from pyro_truncated.restoration import Patches, denoise, nonlocal_groups, patch_size_stacking, restore
 from pyro_truncated.restoration.patch_size_stacking import (
     array_weights,
     first_noise,
@@ -173,7 +173,7 @@ def test_sides_are_chosen_for_large_grey_images_with_little_noise_alone(monkeypa
 
 @pytest.mark.nightly
 def test_seeds_reproduce_the_choice(monkeypatch):
-    monkeypatch.setattr(patch_model, "_MIN_EXTENT_PIXELS", 20)
+    monkeypatch.setattr(restore, "allows_stacking", lambda *arguments: True)
     monkeypatch.setattr(restore, "_CANDIDATES", (4, 6))
     image = torch.linspace(0, 100, 20).expand(20, 20) + 5 * torch.randn(20, 20, generator=generator())
     images = [denoise(image, 5.0, num_components=3, rounds=2, generator=generator(1), progress=False).image for _ in range(2)]
@@ -241,10 +241,10 @@ def test_if_the_noise_is_known_a_share_of_what_was_taken_off_is_given_back(monke
         return last[-1]
 
     for module, name, value in [
-        (patch_model, "_MIN_EXTENT_PIXELS", 20),
+        (restore, "allows_stacking", lambda *arguments: True),
         (restore, "_CANDIDATES", (4, 6)),
         (restore, "noise_levels", lambda *arguments: 5.0),
-        (patch_size_stacking, "_MAX_RETURNED_SHARE", most),
+        (patch_size_stacking, "plausible_share", functools.partial(plausible_share, most=most)),
         (patch_size_stacking, "average_groups", averaging),
         (patch_size_stacking, "noise_in_flat_places", lambda *arguments: flat),
         (patch_size_stacking, "oversmoothing_share", giving),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -74,6 +75,25 @@ def test_missing_entries_are_filled_from_near_to_far():
     torch.testing.assert_close(fill_missing(array, 1), torch.tensor([1.0, 2.0, 3.0, 3.0, 3.0, 3.0]))
 
 
+def test_pursuit_says_what_it_is_for():
+    def two_sites(y):
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", pyro.distributions.Bernoulli(0.5).expand([5]).to_event(1))
+            for name in ("a", "b"):
+                pyro.sample(name, pyro.distributions.Normal(s @ torch.ones(5, 6), 1.0).to_event(1), obs=y)
+
+    y = torch.randn(4, 6, generator=generator())
+    guide = AutoTruncated(two_sites, num_states=3)
+    with pytest.raises(ValueError, match=r"is for one observed site .* got sites \{'a': \(4, 6\), 'b': \(4, 6\)\} and 5 latents"):
+        guide.search_(Pursuit(BinarySparseCoding(6, 5)), guide.make_scorer(y))
+    model = BinarySparseCoding(6, 5)
+    guide = AutoTruncated(model, num_states=3)
+    with pytest.raises(ValueError, match=r"by a dictionary \(6, 4\) is for .* and 5 latents"):
+        guide.search_(Pursuit(BinarySparseCoding(6, 4)), guide.make_scorer(y))
+    with pytest.raises(TypeError, match=r"model must have a dictionary, weight \(D, H\); got BinaryVAE"):
+        Pursuit(BinaryVAE(6, 5))
+
+
 def test_pursuit_proposes_the_path_of_a_loop():
     torch.manual_seed(0)
     model, y = BinarySparseCoding(6, 5), torch.randn(4, 6, generator=generator())
@@ -117,7 +137,7 @@ def test_most_of_the_noise_goes_and_its_level_is_learned():
 @pytest.mark.slow
 @pytest.mark.parametrize("share_missing", [0.0, 0.1])
 def test_entries_are_averaged_by_the_inverse_of_their_expected_squared_errors(monkeypatch, share_missing):
-    monkeypatch.setattr(patch_mixture, "_CONSENSUS_STEPS", 0)
+    monkeypatch.setattr(restore, "find_consensus", functools.partial(patch_mixture.find_consensus, steps=0))
     monkeypatch.setattr(restore, "average_groups", lambda image, estimate, *others: estimate)
     damaged = picture(24).double() + 20 * torch.randn(24, 24, generator=generator(1))
     damaged = torch.where(torch.rand(24, 24, generator=generator(2)) < share_missing, math.nan, damaged)

@@ -28,7 +28,7 @@ from pyro_truncated.scenes import (
 )
 from pyro_truncated.scenes.occlusion import depth_code
 from pyro_truncated.scenes.place_scan import Candidates, best_places, place_probabilities
-from pyro_truncated.search import SearchBatch
+from pyro_truncated.search import NeighbourSearch, SearchBatch
 from pyro_truncated.states import Population
 from pyro_truncated.utils.budget import memory_budget
 
@@ -347,6 +347,15 @@ def test_regression_starts_anew_with_other_images_and_never_learns_new_ones() ->
     assert affinity.regression is None
 
 
+def test_what_is_refined_meets_shared_data_too() -> None:
+    batch, canvas = scene_batch()
+    affinity = PlaceRegression(canvas, generator=torch.Generator().manual_seed(0))
+    search = PlacementSelection(RefinedPlaces(affinity, PlaceScan(lambda: None, canvas), 2), 2)
+    assert search.learns
+    search.meet(batch)
+    assert affinity.regression is not None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [None, 20])
 def test_a_search_that_takes_back_what_another_has_learned_goes_on_to_the_same_proposals(rank: int | None, tmp_path: Path) -> None:
@@ -403,11 +412,16 @@ def test_colour_maps_tell_colours_apart_and_forgive_a_pixel() -> None:
     [
         (lambda: PlacementSelection(lambda b: b, 0), "num_selected"),
         (lambda: PlacementSelection(lambda b: b, 2, explore=2.0), "explore must lie"),
-        (lambda: PlacementMoves((0, 3)), "must be positive"),
+        (lambda: PlacementSelection(lambda b: b, 2.5), "num_selected must be a positive integer; got 2.5"),
+        (lambda: PlacementSelection(lambda b: b, 2, parents=0.5), "parents must be an integer of at least 0; got 0.5"),
+        (lambda: PlacementCompletion(None, 1.5), "num_added must be a positive integer; got 1.5"),
+        (lambda: PlacementMoves(GRID, children=1.5), "children must be a positive integer; got 1.5"),
+        (lambda: PlaceScan(lambda: None, Canvas(5, 6, 2, 2), num_candidates=1.5), "num_candidates must be a positive integer; got 1.5"),
+        (lambda: PlacementMoves((0, 3)), "grid must be a positive integer; got 0"),
         (lambda: PlacementMoves(GRID, shares=(1.0, 0, 0, 0)), "shares must be 5 numbers"),
         (lambda: PlaceRegression(Canvas(5, 6, 2, 2), refit_every=0), "refit_every must be a positive integer"),
-        (lambda: PlaceScan(lambda: None, Canvas(5, 6, 2, 2), clutter=1.0), "clutter in"),
-        (lambda: RefinedPlaces(fixed(None, None), None, 0), "num_objects and radius must be positive"),
+        (lambda: PlaceScan(lambda: None, Canvas(5, 6, 2, 2), clutter=1.0), "clutter must lie in"),
+        (lambda: RefinedPlaces(fixed(None, None), None, 0), "num_objects must be a positive integer; got 0"),
         (
             lambda: PlacementMoves(GRID).propose(make_batch(num_states=2)),
             "states of a population, 2: cannot select 6",
@@ -419,3 +433,24 @@ def test_colour_maps_tell_colours_apart_and_forgive_a_pixel() -> None:
 def test_bad_settings_are_refused(make, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **options: PlacementSelection(lambda b: b, 2, **options),
+        lambda **options: PlacementCompletion(None, **options),
+        lambda **options: PlacementMoves(GRID, **options),
+        lambda **options: PlaceRegression(Canvas(5, 6, 2, 2), **options),
+        NeighbourSearch,
+    ],
+)
+def test_a_seed_is_no_generator(make) -> None:
+    with pytest.raises(TypeError, match="generator must be a Generator or None; got 5"):
+        make(generator=5)
+
+
+def test_an_affinity_that_returns_scores_alone_is_refused() -> None:
+    batch, _ = scene_batch()
+    with pytest.raises(TypeError, match="affinity must return Candidates; got Tensor"):
+        PlacementSelection(lambda batch: torch.zeros(len(batch.population), 2), 1).propose(batch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import subprocess
 import sys
 from functools import partial
@@ -16,11 +18,14 @@ from pyro.nn import PyroModule, PyroParam
 from pyro.optim import Adam
 
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, GibbsEM, GibbsGuide, GPSelect, Truncated_ELBO
+from pyro_truncated import search as search_room
 from pyro_truncated.datasets import linear_bars
-from pyro_truncated.models import BinarySparseCoding, MaxSpikeSlabSparseCoding, SpikeSlabSparseCoding
-from pyro_truncated.search import AutomaticSearch, ConditionalSearch, SampledSearch
+from pyro_truncated.models import BinarySparseCoding, DiscreteSparseCoding, MaxSpikeSlabSparseCoding, SpikeSlabSparseCoding
+from pyro_truncated.search import AutomaticSearch, ConditionalSearch, LearnedFlips, SampledSearch, Singletons
 from pyro_truncated.training import checkpoint_file
 from pyro_truncated.training.checkpoint import load_checkpoint, save_checkpoint
+from pyro_truncated.training.fingerprint import describe
+from pyro_truncated.utils.console import ReprFromArguments
 
 
 def data_of(generator):
@@ -269,3 +274,31 @@ def test_a_checkpoint_of_the_old_layout_is_refused_by_name_and_nothing_changes(y
     with pytest.raises(ValueError, match=r"run\.pt .*'words' is of an earlier version.*or train anew"):
         load_checkpoint(tmp_path / "run.pt", svi)
     assert all(torch.equal(value, before[name]) for name, value in svi.guide.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (SampledSearch(16, prior_share=0.25), SampledSearch(16, prior_share=1.0)),
+        (LearnedFlips(4, kernel="linear"), LearnedFlips(4, kernel="rbf")),
+        (GPSelect(4, rank=5), GPSelect(4, rank=6)),
+        (DiscreteSparseCoding(9, 6, values=(-1, 0, 1)), DiscreteSparseCoding(9, 6, values=(-2, 0, 2))),
+    ],
+    ids=lambda part: type(part).__name__,
+)
+def test_other_arguments_are_another_run(one, other):
+    assert describe(one) != describe(other)
+    assert describe(one) == describe(copy.deepcopy(one))
+
+
+def test_searches_are_described_by_all_their_arguments():
+    kinds = [kind for kind in vars(search_room).values() if isinstance(kind, type) and issubclass(kind, ReprFromArguments)]
+    kinds = [kind for kind in kinds if not inspect.isabstract(kind)]
+    assert len(kinds) > 10
+    required = {"num_samples": 4, "num_selected": 4, "affinity": Singletons(), "searches": [SampledSearch(4)], "size": 2}
+    for kind in kinds:
+        parameters = inspect.signature(kind).parameters
+        if not all(name in required or parameter.default is not parameter.empty for name, parameter in parameters.items()):
+            continue
+        made = kind(**{name: required[name] for name, parameter in parameters.items() if parameter.default is parameter.empty})
+        assert parameters.keys() <= vars(made).keys(), kind

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 
 import pyro
 import pyro.distributions as dist
@@ -10,7 +12,7 @@ import pyro.poutine as poutine
 import pytest
 import torch
 from pyro.infer import SVI, TraceEnum_ELBO
-from pyro.infer.autoguide import AutoDelta, AutoGuideList
+from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoNormal
 from pyro.optim import Adam
 
 from pyro_truncated import AutoTruncated, EvolutionarySearch, ExhaustiveSearch, SampledSearch, Truncated_ELBO
@@ -311,3 +313,38 @@ def test_double_data_beside_priors_in_single_precision(search):
     assert loss == pytest.approx(single_loss, rel=1e-5)
     for name in single_gradient:
         torch.testing.assert_close(gradient[name].float(), single_gradient[name], rtol=1e-4, atol=1e-4)
+
+
+def mixed_program(y):
+    with pyro.plate("data", len(y)):
+        s = pyro.sample("s", dist.Bernoulli(torch.full((4,), 0.3)).to_event(1))
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(s.sum(-1) + z, 0.5), obs=y)
+
+
+def mixed_guides():
+    guides = AutoGuideList(mixed_program)
+    guides.append(AutoNormal(poutine.block(mixed_program, hide=["s"])))
+    guides.append(AutoTruncated(mixed_program, num_states=8))
+    return guides
+
+
+@pytest.mark.parametrize("copied", [lambda elbo: pickle.loads(pickle.dumps(elbo)), copy.deepcopy], ids=["pickle", "deepcopy"])
+def test_copies_of_an_elbo_leave_the_guide_as_it_is(copied):
+    y, elbo, guides = torch.randn(200), Truncated_ELBO(), mixed_guides()
+    svi = SVI(mixed_program, guides, Adam({"lr": 0.01}), elbo)
+    svi.step(y)
+    other = copied(elbo)
+    # No guide, of 200 data points, is part of it.
+    assert len(pickle.dumps(other)) < 2000
+    assert math.isfinite(svi.step(y))
+    assert math.isfinite(other.loss(mixed_program, guides, y))
+
+
+def test_a_copied_svi_searches_in_its_own_guide():
+    y, svi = torch.randn(200), SVI(mixed_program, mixed_guides(), Adam({"lr": 0.01}), Truncated_ELBO())
+    svi.step(y)
+    other, before = copy.deepcopy(svi), svi.guide[1].log_joint.clone()
+    assert math.isfinite(other.step(y))
+    assert torch.equal(svi.guide[1].log_joint, before)
+    assert not torch.equal(other.guide[1].log_joint, before)

@@ -30,7 +30,7 @@ from pyro_truncated.diagnostics.prediction import (
 from pyro_truncated.diagnostics.truncation import thresholds as trust
 from pyro_truncated.diagnostics.truncation.thresholds import Finding, warn_findings
 from pyro_truncated.utils.arguments import Renamed
-from pyro_truncated.utils.arviz_compat import get_dataset, group_names, pareto_shapes
+from pyro_truncated.utils.arviz_compat import get_dataset, group_names, pareto_smooth
 
 _STYLE = """
 body { font: 16px/1.55 system-ui, sans-serif; color: #1d2530; background: #f4f5f7; margin: 0; }
@@ -259,7 +259,7 @@ def _judge_guide(idata: Any, groups: set[str]) -> tuple[list[Finding], dict[str,
     if "log_weight" not in stats:
         return [], {}
     log_weight = stats["log_weight"].values.reshape(1, -1)
-    shape = float(pareto_shapes(log_weight)[0])
+    shape = float(pareto_smooth(log_weight)[1][0])
     numbers = {"evidence lower bound": f"{log_weight.mean():.5g}", "Pareto index of the guide's weights": f"{shape:.2f}"}
     return trust.judge_guide(shape, log_weight), numbers
 

@@ -24,7 +24,7 @@ from pyro_truncated.program.sites import sample_nodes
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, check_kinds
-from pyro_truncated.utils.arviz_compat import pareto_shapes
+from pyro_truncated.utils.arviz_compat import pareto_smooth
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
@@ -506,5 +506,5 @@ def tail_indices(ratios: Tensor) -> Tensor:
     distinct = (tail.diff(dim=-1) > 1e-9).double().mean(-1) > 0.5
     shapes = torch.full((len(ratios),), math.nan, dtype=torch.float64)
     if bool(distinct.any()):
-        shapes[distinct] = torch.from_numpy(pareto_shapes(ratios[distinct].numpy()))
+        shapes[distinct] = torch.from_numpy(pareto_smooth(ratios[distinct].numpy())[1])
     return shapes

@@ -36,6 +36,7 @@ from pyro_truncated.utils.arguments import check_count, check_kinds, describe, n
 from pyro_truncated.utils.arrays import as_data
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.constraints import LARGEST
+from pyro_truncated.utils.devices import DoubleModule
 from pyro_truncated.utils.parameter_store import load_snapshot, snapshot
 
 
@@ -76,7 +77,7 @@ class ObservedEntries:
 _OWN_SHARE = 0.5
 
 
-class CoregionalizedGPRegression(torch.nn.Module):
+class CoregionalizedGPRegression(DoubleModule):
     r"""Exact Gaussian process regression of several correlated outputs.
 
     Each output has its own noise, and inputs are of any kind. Outputs need not be observed at the same inputs. Every output is

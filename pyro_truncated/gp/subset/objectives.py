@@ -164,6 +164,12 @@ def covariances_with(basis: Basis, new: Any) -> tuple[Tensor, Tensor]:
     return cross, prior
 
 
+def sparse_marginals(basis: Basis, mean_weights: Tensor, variance_weights: Tensor, share: float, new: Any) -> tuple[Tensor, Tensor]:
+    """Means ``(n_new, H)`` and variances ``(n_new,)`` of the function, see :class:`SparsePosterior`."""
+    cross, prior = covariances_with(basis, new)
+    return cross @ mean_weights, (share * prior - ((cross @ variance_weights) * cross).sum(1)).clamp(min=0.0)
+
+
 def numeric_kernel(kernel: DataKernel, is_exact: bool) -> InputKernel:
     """The kernel of a regression whose inducing inputs are to move."""
     if is_exact:
@@ -391,8 +397,7 @@ class SparsePosterior:
 
     def marginals(self, new: Any) -> tuple[Tensor, Tensor]:
         """Means ``(n_new, H)`` and variances ``(n_new,)`` of the function."""
-        cross, prior = covariances_with(self.basis, new)
-        return cross @ self.mean_weights, (self.share * prior - ((cross @ self.variance_weights) * cross).sum(1)).clamp(min=0.0)
+        return sparse_marginals(self.basis, self.mean_weights, self.variance_weights, self.share, new)
 
     def joint(self, new: Any) -> tuple[Tensor, Tensor]:
         """Means ``(n_new, H)`` and covariances ``(n_new, n_new)`` of the function, differentiable in numeric inputs."""

@@ -39,15 +39,16 @@ from pyro_truncated.gp.subset.objectives import (
     FreeBasis,
     SparsePosterior,
     check_index,
-    covariances_with,
     noise_from_log,
     numeric_kernel,
     objective_at_share,
+    sparse_marginals,
 )
 from pyro_truncated.gp.subset.subset_search import SubsetSearch, make_search
-from pyro_truncated.utils.arguments import check_count, check_counts, check_kinds, names_arguments, renames
+from pyro_truncated.utils.arguments import check_count, check_counts, check_kinds, leaves_inference_mode, names_arguments, renames
 from pyro_truncated.utils.arrays import check_units
 from pyro_truncated.utils.constraints import in_double
+from pyro_truncated.utils.devices import DoubleModule
 
 # By default so many inducing inputs at first, and twice as many as long as that gains so much per data point or nothing is explained.
 FIRST_SIZE, MIN_GAIN_NATS = 32, 0.01
@@ -89,7 +90,7 @@ def warn_about_noise(targets: Tensor, prediction: Tensor, noise: float, num_indu
         )
 
 
-class SubsetPredictor(torch.nn.Module):
+class SubsetPredictor(DoubleModule):
     """Predictions of a saved :class:`SubsetGPRegression` from its inducing inputs alone.
 
     Example::
@@ -109,12 +110,20 @@ class SubsetPredictor(torch.nn.Module):
         ValueError: if the file holds no sparse regression that was fitted, or the kernel's inputs are not its inducing inputs.
     """
 
+    inducing_inputs: Tensor | None
+    mean_weights: Tensor
+    variance_weights: Tensor
+    target_mean: Tensor
+    target_scale: Tensor
+    log_noise: Tensor
+    index: Tensor
+
     @names_arguments
     def __init__(self, path: str | Path, X: Any, kernel: Any = None) -> None:
         super().__init__()
-        state = torch.load(path, weights_only=True)
-        extra = state["_extra_state"]
         self.kernel = bound_kernel(X, kernel)
+        state = torch.load(path, weights_only=True, map_location=self.kernel.device)
+        extra = state["_extra_state"]
         if extra["predictor"] is None:
             raise ValueError("the file holds no sparse regression that was fitted: an exact one needs all its data, see SubsetGPRegression")
         rows = int((state["index"] >= 0).sum())
@@ -122,24 +131,29 @@ class SubsetPredictor(torch.nn.Module):
             raise ValueError(f"X must be the {rows} inducing inputs of the regression, its `subset`; got {self.kernel.num_data}")
         inner = {name.removeprefix("kernel."): value for name, value in state.items() if name.startswith("kernel.")}
         self.kernel.load_state_dict(inner, strict=False)
-        index = torch.arange(rows, device=state["index"].device)
-        _check_witness(self.kernel, index, extra["witness"])
-        self.basis = Basis(self.kernel, index)
-        if extra["inducing_inputs"] is not None:
-            assert isinstance(self.kernel, InputKernel)
-            self.basis = FreeBasis(self.kernel, extra["inducing_inputs"])
-        self.mean_weights, self.variance_weights, self.share = (
-            extra["predictor"][k] for k in ("mean_weights", "variance_weights", "share")
-        )
-        self.target_mean, self.target_scale, self.log_noise = (state[name] for name in ("target_mean", "target_scale", "log_noise"))
+        self.register_buffer("index", torch.arange(rows, device=self.kernel.device))
+        _check_witness(self.kernel, self.index, extra["witness"])
+        self.register_buffer("inducing_inputs", extra["inducing_inputs"])
+        for name in ("mean_weights", "variance_weights"):
+            self.register_buffer(name, extra["predictor"][name])
+        for name in ("target_mean", "target_scale", "log_noise"):
+            self.register_buffer(name, state[name])
+        self.share = extra["predictor"]["share"]
 
     @torch.no_grad()
     def predict(self, new: Any, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
         """See :meth:`SubsetGPRegression.predict`."""
-        cross, prior = covariances_with(self.basis, new)
-        variance = (self.share * prior - ((cross @ self.variance_weights) * cross).sum(1)).clamp(min=0.0)
+        basis = _basis(self.kernel, self.inducing_inputs, self.index)
+        mean, variance = sparse_marginals(basis, self.mean_weights, self.variance_weights, self.share, new)
         variance = variance if noiseless else variance + noise_from_log(self.log_noise)
-        return cross @ self.mean_weights * self.target_scale + self.target_mean, variance[:, None] * self.target_scale.square()
+        return mean * self.target_scale + self.target_mean, variance[:, None] * self.target_scale.square()
+
+
+def _basis(kernel: DataKernel, inducing_inputs: Tensor | None, index: Tensor) -> Basis:
+    """Inducing inputs that have moved, else those at ``index``."""
+    if inducing_inputs is not None and isinstance(kernel, InputKernel):
+        return FreeBasis(kernel, inducing_inputs)
+    return Basis(kernel, index)
 
 
 @torch.no_grad()
@@ -148,8 +162,8 @@ def _witness(kernel: DataKernel, index: Tensor) -> Tensor:
     return kernel.columns(index[:1], index).double().squeeze(1).clone()
 
 
-def _check_witness(kernel: DataKernel, index: Tensor, witness: Tensor | None) -> None:
-    if witness is None or not len(witness):
+def _check_witness(kernel: DataKernel, index: Tensor, witness: Tensor) -> None:
+    if not len(witness):
         return
     is_within = len(index) == len(witness) and int(index.max()) < kernel.num_data
     if not is_within or not torch.allclose(_witness(kernel, index), witness.to(index.device), rtol=1e-4, atol=1e-8):
@@ -162,7 +176,7 @@ def _digest(targets: Tensor) -> str:
     return hashlib.sha256(rounded.numpy().tobytes()).hexdigest()
 
 
-class SubsetGPRegression(torch.nn.Module):
+class SubsetGPRegression(DoubleModule):
     r"""Sparse Gaussian process regression whose inducing inputs are training inputs.
 
     Targets are standardised, each output by itself; noise is measured on that scale. Learning alternates between exchanging members of
@@ -202,6 +216,7 @@ class SubsetGPRegression(torch.nn.Module):
     target_mean: Tensor
     target_scale: Tensor
     targets: Tensor
+    held_out: Tensor
 
     def __init__(
         self,
@@ -248,7 +263,7 @@ class SubsetGPRegression(torch.nn.Module):
         self.register_buffer("index", index.to(targets.device))
         self.log_noise = torch.nn.Parameter(torch.tensor(noise - NOISE_FLOOR, dtype=torch.float64, device=targets.device).log())
         self.inducing_inputs: torch.nn.Parameter | None = None
-        self.held_out = self.index[:0].clone()
+        self.register_buffer("held_out", self.index[:0].clone(), persistent=False)
         self.objective_value = math.nan
         self.history: list[tuple[float, str, float]] = []
         self._posterior: SparsePosterior | ExactPosterior | None = None
@@ -421,14 +436,10 @@ class SubsetGPRegression(torch.nn.Module):
             A normal distribution of event shape ``(n_new,)``, and batch shape ``(H,)`` if the targets have columns. The object without
             new inputs is of standardised targets; it is kept until the next :meth:`fit` or loaded state.
         """
-        if self._posterior is None:
-            if self.is_exact:
-                self._posterior = ExactPosterior(self.kernel, self.targets, self.noise)
-            else:
-                self._posterior = SparsePosterior(self._basis(), self.targets, self.noise, self.objective, self.held_out)
+        kept = self._posterior = self._posterior or self._given_targets()
         if new is None:
-            return self._posterior
-        mean, spread = self._posterior.joint(new) if joint else self._posterior.marginals(new)
+            return kept
+        mean, spread = kept.joint(new) if joint else kept.marginals(new)
         own = 0.0 if noiseless else self.noise
         mean, scale = (mean * self.target_scale + self.target_mean).mT, self.target_scale[:, None]
         if not self._has_columns:
@@ -441,10 +452,12 @@ class SubsetGPRegression(torch.nn.Module):
         distribution: TorchDistribution = dist.Normal(mean, scale * (spread + own).clamp(min=1e-14).sqrt()).to_event(1)
         return distribution
 
-    def _basis(self) -> Basis:
-        if self.inducing_inputs is not None and isinstance(self.kernel, InputKernel):
-            return FreeBasis(self.kernel, self.inducing_inputs)
-        return Basis(self.kernel, self.subset)
+    @leaves_inference_mode
+    def _given_targets(self) -> SparsePosterior | ExactPosterior:
+        if self.is_exact:
+            return ExactPosterior(self.kernel, self.targets, self.noise)
+        basis = _basis(self.kernel, self.inducing_inputs, self.subset)
+        return SparsePosterior(basis, self.targets, self.noise, self.objective, self.held_out)
 
     def _original(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         mean, variance = mean * self.target_scale + self.target_mean, variance[:, None] * self.target_scale.square()
@@ -469,11 +482,11 @@ class SubsetGPRegression(torch.nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """What is neither parameter nor buffer of a fixed shape."""
-        inputs = None if self.inducing_inputs is None else self.inducing_inputs.detach()
-        settled = self._posterior if isinstance(self._posterior, SparsePosterior) else None
+        inputs = None if self.inducing_inputs is None else self.inducing_inputs.detach().clone()
+        settled = None if self.is_exact or math.isnan(self.objective_value) else self.posterior()
         return {
             "inducing_inputs": inputs,
-            "held_out": self.held_out,
+            "held_out": self.held_out.clone(),
             "objective_value": self.objective_value,
             "targets": _digest(self.targets),
             "witness": _witness(self.kernel, self.index[self.index >= 0]),
@@ -486,14 +499,18 @@ class SubsetGPRegression(torch.nn.Module):
         Raises:
             ValueError: if it is of other data: other targets, or covariances that the kernel here does not have.
         """
-        if state.get("targets", _digest(self.targets)) != _digest(self.targets):
+        if state["targets"] != _digest(self.targets):
             raise ValueError("the state is of a regression on other targets; make this one from the data that it was fitted to")
-        _check_witness(self.kernel, self.index[self.index >= 0], state.get("witness"))
+        _check_witness(self.kernel, self.index[self.index >= 0], state["witness"])
         inputs = state["inducing_inputs"]
-        self.inducing_inputs = None if inputs is None else torch.nn.Parameter(inputs)
-        self.held_out = state.get("held_out", self.index[:0]).to(self.index.device)
+        self.inducing_inputs = None if inputs is None else torch.nn.Parameter(inputs.to(self.index.device, copy=True))
+        self.held_out = state["held_out"].to(self.index.device, copy=True)
         self.objective_value = state["objective_value"]
         self._posterior = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._posterior = None
+        return super()._apply(fn, recurse)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Moved inducing inputs exist only where a fit made them; they travel with the extra state.

@@ -41,7 +41,7 @@ from pyro_truncated.gp.active_sets import (
     split_weights,
 )
 from pyro_truncated.gplvm.batched_bfgs import maximize_batched
-from pyro_truncated.utils.arguments import check_count, describe, names_arguments
+from pyro_truncated.utils.arguments import check_count, describe, leaves_inference_mode, names_arguments
 from pyro_truncated.utils.arrays import as_tensors, check_column_names
 from pyro_truncated.utils.devices import generator_device
 
@@ -181,7 +181,7 @@ class CandidateLatents:
     """
 
     @names_arguments
-    @torch.no_grad()
+    @leaves_inference_mode
     def __init__(
         self, decoder: Any, x: Tensor, *, most: int = 5000, calibration: int = 500, generator: torch.Generator | None = None
     ) -> None:
@@ -240,7 +240,7 @@ class CandidateLatents:
         return x
 
     @names_arguments
-    @torch.no_grad()
+    @leaves_inference_mode
     def reconstruct(self, x: Tensor, *, noiseless: bool = False, block: int = 2000) -> tuple[Tensor, Tensor]:
         """Returns means and variances ``(M, D)`` of all outputs.
 

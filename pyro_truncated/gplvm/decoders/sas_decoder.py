@@ -57,7 +57,7 @@ from pyro_truncated.gplvm.decoders.latents import (
     maximize,
 )
 from pyro_truncated.gplvm.principal_components import principal_components
-from pyro_truncated.utils.arguments import check_count, check_counts, check_learning_rate, describe, names_arguments
+from pyro_truncated.utils.arguments import check_count, check_counts, check_learning_rate, describe, leaves_inference_mode, names_arguments
 from pyro_truncated.utils.arrays import check_dense_real, remembers_columns, takes_arrays
 from pyro_truncated.utils.console import progress_bar
 from pyro_truncated.utils.devices import generator_device
@@ -534,6 +534,7 @@ class SASDecoder(UniqueModule):
 
     @names_arguments
     @takes_arrays
+    @leaves_inference_mode
     def condition_(
         self,
         x: Tensor,
@@ -567,17 +568,16 @@ class SASDecoder(UniqueModule):
                 beside ``size`` or ``projected``.
         """
         x = self._check_data(x)
-        with torch.no_grad():
-            latents, outputs = gather_all_rows(self.latents(x), x), as_shard_like(self._outputs(x), x)
-            if num_neighbors is None:
-                choose = choose or functools.partial(least_variance, noise=self.noise_variance.detach())
-                points = select_conditioning_set(self.kernel, latents, outputs, size, projected, choose)
-            elif size is None and not projected:
-                points = neighbors_set(latents, outputs, check_count("num_neighbors", num_neighbors))
-            else:
-                raise ValueError("num_neighbors are the closest of all complete data points: leave size and projected out")
-            examples = self._examples(x).clone() if self.encoder_sees_active else None
-            self._conditioning_points = dataclasses.replace(points, examples=examples, checksum=checksum(self))
+        latents, outputs = gather_all_rows(self.latents(x), x), as_shard_like(self._outputs(x), x)
+        if num_neighbors is None:
+            choose = choose or functools.partial(least_variance, noise=self.noise_variance.detach())
+            points = select_conditioning_set(self.kernel, latents, outputs, size, projected, choose)
+        elif size is None and not projected:
+            points = neighbors_set(latents, outputs, check_count("num_neighbors", num_neighbors))
+        else:
+            raise ValueError("num_neighbors are the closest of all complete data points: leave size and projected out")
+        examples = self._examples(x).clone() if self.encoder_sees_active else None
+        self._conditioning_points = dataclasses.replace(points, examples=examples, checksum=checksum(self))
         self._training_data, self._candidates = x, None
         return self
 
@@ -621,6 +621,7 @@ class SASDecoder(UniqueModule):
 
     @names_arguments
     @takes_arrays
+    @leaves_inference_mode
     def infer(self, x: Tensor, *, starts: int = 3, steps: int = 30, lr: float = 0.05, block: int = 1000) -> Tensor:
         r"""Latents ``(M, Q)`` of data points, new or not, that maximise :math:`\log p(x \mid z) + \log \mathcal N(z; 0, I)`.
 
@@ -641,8 +642,7 @@ class SASDecoder(UniqueModule):
         own = None if self.encoder is None or bool(x.isnan().any()) else self.encode(x)
         posterior, parts = self.posterior(), []
         for rows in torch.arange(len(x), device=x.device).split(block):
-            with torch.no_grad():
-                begin = self._best_candidates(posterior, x[rows], starts)
+            begin = self._best_candidates(posterior, x[rows], starts)
             begin = begin if own is None else torch.cat([begin, own[rows].unsqueeze(0)])
             parts.append(maximize(posterior, self._log_joint, x[rows], begin, steps, lr))
         return torch.cat(parts)

@@ -17,7 +17,7 @@ from pyro_truncated.gp.uncertain import SpikeSlabInputs
 from pyro_truncated.gplvm.batched_bfgs import maximize_batched
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import Prediction, predict
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views, refuse_lists
-from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, describe, names_arguments
+from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, describe, leaves_inference_mode, names_arguments
 from pyro_truncated.utils.arrays import as_tensors, check_column_names, remember_columns, takes_arrays
 from pyro_truncated.utils.arviz_compat import convert_owner, make_idata
 from pyro_truncated.utils.budget import row_slices
@@ -72,7 +72,7 @@ class Posterior:
     """
 
     @names_arguments
-    @torch.no_grad()
+    @leaves_inference_mode
     def __init__(self, model: SpikeSlabMRD, y: Views | None = None) -> None:
         self.model = model
         remember_columns(self, "y", y)
@@ -167,6 +167,7 @@ class Posterior:
 
     # --- from outputs to latents ---
 
+    @leaves_inference_mode
     def infer(
         self,
         y: Tensor | Mapping[int, Tensor] | Sequence[Tensor | None],
@@ -231,8 +232,7 @@ class Posterior:
         # Latents start with a deviation of 0.1, and the first step has a length of 0.1.
         starts = torch.cat([loc, torch.full_like(loc, 0.1).log()], 1)
         best = maximize_batched(contribution, starts.unsqueeze(0), steps, 0.1, tolerance)
-        with torch.no_grad():
-            return best[:, :num], best[:, num:], contribution(best, torch.arange(len(loc), device=loc.device))
+        return best[:, :num], best[:, num:], contribution(best, torch.arange(len(loc), device=loc.device))
 
     def _check_views(self, y: Tensor | Mapping[int, Tensor] | Sequence[Tensor | None]) -> dict[int, Tensor]:
         check_column_names(self, "y", y)

@@ -23,6 +23,8 @@ from pyro_truncated.ops.packed_states import Fields
 
 # Rows that share their scratch memory; small enough to balance the load, large enough to make allocation negligible.
 ROWS_PER_TASK = 64
+# Weights of parents that are summed together: about the square root of usual numbers of states.
+_BLOCK_STATES = 16
 
 
 def find_duplicates(words: Tensor) -> Tensor:
@@ -274,33 +276,43 @@ def _fitness(log_joint, by_fitness, weights):
 
 
 @njit
-def _draw(weights, threshold):
-    """Where the running sum of weights reaches the threshold."""
-    running = 0.0
-    last = 0
-    for s in range(len(weights)):
+def _reach(values, threshold):
+    """Returns where a running sum reaches the threshold, and the sum before."""
+    place, start, running = 0, 0.0, 0.0
+    for s in range(len(values)):
         before = running
-        running += weights[s]
+        running += values[s]
         if running > before:
-            last = s
+            place, start = s, before
             if running >= threshold:
                 break
-    return last
+    return place, start
 
 
 @parallel_kernel(has_plain=True)
 def _select_parents(log_joint, by_fitness, rows, seed, out):
-    """Successive draws without replacement, ``out`` ``(N, P)``."""
+    """Successive draws without replacement, ``out`` ``(N, P)``.
+
+    A draw searches sums of blocks, and the block in which the threshold lies.
+    """
     num_data, num_states = log_joint.shape
+    num_blocks = (num_states + _BLOCK_STATES - 1) // _BLOCK_STATES
     for n in prange(num_data):
         state = stream(seed, rows[n])
         weights = np.empty(num_states)
         _fitness(log_joint[n], by_fitness, weights)
+        sums = np.empty(num_blocks)
+        for b in range(num_blocks):
+            sums[b] = _total(weights[b * _BLOCK_STATES : (b + 1) * _BLOCK_STATES])
         for p in range(out.shape[1]):
             state += STEP
-            chosen = _draw(weights, (1.0 - uniform(state)) * _total(weights))
-            out[n, p] = chosen
-            weights[chosen] = 0.0
+            threshold = (1.0 - uniform(state)) * _total(sums)
+            b, before = _reach(sums, threshold)
+            block = weights[b * _BLOCK_STATES : (b + 1) * _BLOCK_STATES]
+            chosen, _ = _reach(block, threshold - before)
+            out[n, p] = b * _BLOCK_STATES + chosen
+            block[chosen] = 0.0
+            sums[b] = _total(block)
 
 
 @parallel_kernel(has_plain=True)
@@ -365,31 +377,35 @@ def _switch_off(words, mask, threshold, state, out):
     changed = False
     for w in range(len(words)):
         bits = words[w] & mask[w]
+        flips = np.int64(0)
         while bits != 0:
             place = trailing_zeros(bits)
             lowest = bits & -bits
             bits ^= lowest
             word = mix(state + np.uint64(32 * w + (place >> 1) + 1) * STEP)
             half = (word >> np.uint64(32 * (place & 1))) & np.uint64(0xFFFFFFFF)
-            if np.int64(half) < threshold:
-                out[w] ^= lowest
-                changed = True
+            flips |= lowest * np.int64(np.int64(half) < threshold)
+        out[w] ^= flips
+        changed |= flips != 0
     return changed
 
 
 @njit(inline="always")
-def _switch_on(words, fields, log_stay, num_draws, state, out):
+def _switch_on(words, fields, log_stay, all_stay, num_draws, state, out):
     """Switches idle binary latents on; returns whether any changed.
 
     The probability is ``1 - exp(log_stay)``. The gap between changes is geometric, so the cost is the number of changes and not that of
-    latents.
+    latents. Below ``all_stay``, the probability of none, the first gap is longer than all of them: no logarithm is taken.
     """
     changed = False
     position = 0
     if log_stay < 0.0:
         for _ in range(num_draws):
             state += STEP
-            gap = math.log(1.0 - uniform(state)) / log_stay
+            rest = 1.0 - uniform(state)
+            if position == 0 and rest < all_stay:
+                break
+            gap = math.log(rest) / log_stay
             if gap >= fields.shape[1] - position:
                 break
             position += int(gap)
@@ -425,6 +441,8 @@ def _flip_sparse(words, mask, binary, others, mutable, log_stay_off, switch_off,
     num_data, num_states, num_words = words.shape
     # Every child has its own part of the stream, as long as it can need.
     part = np.uint64(num_on + 2 * num_other + 2 + 32 * num_words) * STEP
+    # A little less, so that what is rounded decides nothing.
+    all_stay = (1.0 - 1e-12) * np.exp(binary.shape[1] * log_stay_off)
     for n in prange(num_data):
         row = stream(seed, rows[n]) - part
         for c in range(num_states):
@@ -435,7 +453,7 @@ def _flip_sparse(words, mask, binary, others, mutable, log_stay_off, switch_off,
             for w in range(num_words):
                 child[w] = parent[w]
                 active += count_ones(parent[w] & mask[w])
-            changed = _switch_on(parent, binary, log_stay_off[active], num_on, state, child)
+            changed = _switch_on(parent, binary, log_stay_off[active], all_stay[active], num_on, state, child)
             state += np.uint64(num_on) * STEP
             changed |= _move(others, log_stay_other, num_other, state, child)
             state += np.uint64(2 * num_other) * STEP

@@ -28,13 +28,14 @@ from pyro_truncated.ops.compiled.iterate_active import (
 )
 
 
-def pair_energy(words: Tensor, linear: Tensor, pairwise: Tensor) -> Tensor:
+def pair_energy(words: Tensor, linear: Tensor, pairwise: Tensor | None) -> Tensor:
     """See :func:`pyro_truncated.ops.pair_energy`; float64 ``(N, C)``."""
-    pairwise = pairwise.double()
+    # Without latents a table stands for no pairs.
+    pairwise = linear.new_empty(0, 0) if pairwise is None else pairwise.double()
     # Each unordered pair is visited once: fold the matrix into its lower triangle.
     folded = (pairwise + pairwise.mT).tril(-1) + torch.diag_embed(pairwise.diagonal(dim1=-2, dim2=-1))
     out = linear.new_empty(linear.shape[0], words.shape[1], dtype=torch.float64)
-    _pair_energy(as_words(words), as_array(linear), as_array(folded.reshape(-1, *pairwise.shape[-2:])), out.numpy())
+    _pair_energy(as_words(words), as_array(linear), as_array(folded if folded.dim() == 3 else folded.unsqueeze(0)), out.numpy())
     return out
 
 
@@ -49,6 +50,13 @@ def moments(words: Tensor, weights: Tensor, num_latents: int, per_datum: bool) -
     return first, second + second.tril(-1).mT
 
 
+def first_moments(words: Tensor, weights: Tensor, num_latents: int) -> Tensor:
+    """The first of the two :func:`pyro_truncated.ops.moments`."""
+    first = weights.new_zeros(len(weights), num_latents, dtype=torch.float64)
+    _moments(as_words(words), as_array(weights), first.numpy(), np.empty((count_blocks(len(weights), 0), 0, 0)))
+    return first
+
+
 @parallel_kernel()
 def _pair_energy(words, linear, tables, out):
     num_rows, num_candidates, num_words = words.shape
@@ -60,6 +68,7 @@ def _pair_energy(words, linear, tables, out):
             states = words[n if num_rows > 1 else 0]
             field = linear[n]
             table = tables[n if tables.shape[0] > 1 else 0]
+            has_pairs = len(table) > 0
             for c in range(max(0, first - n * num_candidates), min(num_candidates, last - n * num_candidates)):
                 # Terms are added as latents are found: on sparse states a second pass would take as long as the first.
                 energy = 0.0
@@ -72,8 +81,9 @@ def _pair_energy(words, linear, tables, out):
                         active[count] = h
                         count += 1
                         energy += field[h]
-                        for b in range(count):
-                            energy += table[h, active[b]]
+                        if has_pairs:
+                            for b in range(count):
+                                energy += table[h, active[b]]
                 out[n, c] = energy
 
 
@@ -84,6 +94,7 @@ def _moments(words, weights, first, second):
     for block in prange(num_blocks):
         active = np.empty(64 * num_words, np.int64)
         table = second[block]
+        has_pairs = len(table) > 0
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             least = least_weight(weights[n])
             for c in range(num_candidates):
@@ -94,8 +105,9 @@ def _moments(words, weights, first, second):
                 for a in range(count):
                     h = active[a]
                     first[n, h] += weight
-                    for b in range(a + 1):
-                        table[h, active[b]] += weight
+                    if has_pairs:
+                        for b in range(a + 1):
+                            table[h, active[b]] += weight
 
 
 def square_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tensor) -> Tensor:

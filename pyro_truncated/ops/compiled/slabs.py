@@ -489,10 +489,6 @@ def log_prior(mean, covariance, active, count, size, roots, vectors, rows):
     return energy - 0.5 * np.log(product)
 
 
-# Numbers in a cache line.
-_LINE = 8
-
-
 def correlated_log_prob(
     words: Tensor, linear: Tensor, elements: Tensor, is_observed: Tensor | None, mean: Tensor, covariance: Tensor
 ) -> Tensor:
@@ -559,8 +555,8 @@ def _scratch(words: np.ndarray, num_data: int, accumulator_size: int) -> tuple[n
 def _aligned_zeros(shape: tuple[int, ...]) -> np.ndarray:
     """Zeros that begin at a cache line, as registers read fastest."""
     size = math.prod(shape)
-    numbers = np.zeros(size + _LINE)
-    start = -(numbers.ctypes.data // numbers.itemsize) % _LINE
+    numbers = np.zeros(size + _LANES)
+    start = -(numbers.ctypes.data // numbers.itemsize) % _LANES
     return numbers[start : start + size].reshape(shape)
 
 

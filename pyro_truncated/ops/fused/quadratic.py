@@ -14,16 +14,19 @@ _STATES = 32
 
 
 @on_device
-def pair_energy(words: Tensor, linear: Tensor, pairwise: Tensor) -> Tensor:
+def pair_energy(words: Tensor, linear: Tensor, pairwise: Tensor | None) -> Tensor:
     """See :func:`pyro_truncated.ops.pair_energy`."""
     num_data, num_candidates, num_words = words.shape
     out = linear.new_empty(num_data, num_candidates, dtype=torch.float64)
-    linear, pairwise = linear.contiguous(), pairwise.contiguous()
+    linear, has_pairs = linear.contiguous(), pairwise is not None
+    pairwise = linear if pairwise is None else pairwise.contiguous()
     per_datum = pairwise.stride(0) if pairwise.dim() == 3 else 0
     if out.numel():
         grid = (triton.cdiv(out.numel(), _STATES),)
         sizes = out.numel(), num_candidates, num_words, linear.shape[-1]
-        _pair_energy[grid](words, *words.stride(), linear, pairwise, per_datum, out, *sizes, STATES=_STATES, num_warps=1)
+        _pair_energy[grid](
+            words, *words.stride(), linear, pairwise, per_datum, out, *sizes, HAS_PAIRS=has_pairs, STATES=_STATES, num_warps=1
+        )
     return out
 
 
@@ -41,6 +44,7 @@ def _pair_energy(
     num_candidates,
     num_words,
     num_latents,
+    HAS_PAIRS: tl.constexpr,
     STATES: tl.constexpr,
 ):
     state = tl.program_id(0).to(tl.int64) * STATES + tl.arange(0, STATES)
@@ -57,16 +61,17 @@ def _pair_energy(
             latent = 64 * i + lowest_bit(rest)
             rest = rest & (rest - 1)
             energy += tl.load(linear + latent, is_on, 0.0).to(tl.float64)
-            energy += tl.load(pairwise + latent * (num_latents + 1), is_on, 0.0).to(tl.float64)
-            for j in range(i, num_words):
-                others = tl.load(words + j * by_word, inside, 0)
-                others = tl.where(is_on, tl.where(j == i, rest, others), 0)
-                while any_bits(others):
-                    is_pair = others != 0
-                    other = 64 * j + lowest_bit(others)
-                    others = others & (others - 1)
-                    energy += tl.load(pairwise + latent * num_latents + other, is_pair, 0.0).to(tl.float64)
-                    energy += tl.load(pairwise + other * num_latents + latent, is_pair, 0.0).to(tl.float64)
+            if HAS_PAIRS:
+                energy += tl.load(pairwise + latent * (num_latents + 1), is_on, 0.0).to(tl.float64)
+                for j in range(i, num_words):
+                    others = tl.load(words + j * by_word, inside, 0)
+                    others = tl.where(is_on, tl.where(j == i, rest, others), 0)
+                    while any_bits(others):
+                        is_pair = others != 0
+                        other = 64 * j + lowest_bit(others)
+                        others = others & (others - 1)
+                        energy += tl.load(pairwise + latent * num_latents + other, is_pair, 0.0).to(tl.float64)
+                        energy += tl.load(pairwise + other * num_latents + latent, is_pair, 0.0).to(tl.float64)
     tl.store(out + state, energy, inside)
 
 

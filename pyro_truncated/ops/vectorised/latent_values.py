@@ -184,7 +184,7 @@ def count_active(words: Tensor) -> Tensor:
 
 
 def _bounds() -> list[int]:
-    """Yields numbers of places, growing by at most half each time."""
+    """Returns numbers of places, growing by at most half each time."""
     return sorted({1, 2, *(number << power for power in range(1, 16) for number in (2, 3))})
 
 

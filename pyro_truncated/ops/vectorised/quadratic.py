@@ -9,11 +9,13 @@ from pyro_truncated.ops.vectorised.latent_values import state_blocks, unpack_bit
 from pyro_truncated.utils.budget import row_slices
 
 
-def pair_energy(words: Tensor, linear: Tensor, pairwise: Tensor) -> Tensor:
+def pair_energy(words: Tensor, linear: Tensor, pairwise: Tensor | None) -> Tensor:
     """See :func:`pyro_truncated.ops.pair_energy`."""
-    energies = []
-    for _, states in state_blocks(words, linear.shape[-1], linear.shape[-1], torch.promote_types(linear.dtype, pairwise.dtype)):
-        field = linear.unsqueeze(-2) + states @ pairwise.to(states.dtype)
+    energies, dtype = [], linear.dtype if pairwise is None else torch.promote_types(linear.dtype, pairwise.dtype)
+    for _, states in state_blocks(words, linear.shape[-1], linear.shape[-1], dtype):
+        field = linear.unsqueeze(-2)
+        if pairwise is not None:
+            field = field + states @ pairwise.to(dtype)
         energies.append((field * states).sum(-1))
     return torch.cat(energies, -1)
 
@@ -37,6 +39,14 @@ def moments(words: Tensor, weights: Tensor, num_latents: int, per_datum: bool) -
         first += weighted.sum(1)
         second += weighted.mT @ states if per_datum else weighted.flatten(0, 1).mT @ states.flatten(0, 1)
     return first, second
+
+
+def first_moments(words: Tensor, weights: Tensor, num_latents: int) -> Tensor:
+    """The first of the two :func:`pyro_truncated.ops.moments`."""
+    first = weights.new_zeros(len(weights), num_latents, dtype=torch.float64)
+    for where, states in state_blocks(words, num_latents, num_latents, torch.float64):
+        first += (weights[:, where].double().unsqueeze(-1) * states).sum(1)
+    return first
 
 
 def square_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.streams import CachedSeed
+from pyro_truncated.ops.streams import FINALISER, GOLDEN, SECOND_FINALISER, CachedSeed
 from pyro_truncated.utils.budget import current_budget, rows_per_block
 
 
@@ -20,16 +20,15 @@ def _to_signed(number: int) -> int:
     return number - 2**64 if number >= 2**63 else number
 
 
-STEP = _to_signed(0x9E3779B97F4A7C15)
-_FIRST, _SECOND = _to_signed(0xBF58476D1CE4E5B9), _to_signed(0x94D049BB133111EB)
-_LOW_33, _LOW_34, _LOW_37, _LOW_53, _LOW_32 = (2**bits - 1 for bits in (33, 34, 37, 53, 32))
+STEP = GOLDEN
 
 
 def mix(x: Tensor) -> Tensor:
     """Scrambles 64 bits."""
-    x = (x ^ ((x >> 30) & _LOW_34)) * _FIRST
-    x = x.bitwise_xor_((x >> 27).bitwise_and_(_LOW_37)).mul_(_SECOND)
-    return x.bitwise_xor_((x >> 31).bitwise_and_(_LOW_33))
+    # Masks keep the lowest bits: of signed numbers the sign is shifted in.
+    x = (x ^ ((x >> 30) & (2**34 - 1))) * FINALISER
+    x = x.bitwise_xor_((x >> 27).bitwise_and_(2**37 - 1)).mul_(SECOND_FINALISER)
+    return x.bitwise_xor_((x >> 31).bitwise_and_(2**33 - 1))
 
 
 def stream(seed: int, rows: Tensor) -> Tensor:
@@ -93,13 +92,13 @@ def blocks(streams: Tensor, count: int) -> Iterator[slice]:
 
 def uniform(words: Tensor) -> Tensor:
     """Uniform numbers in [0, 1) with 53 random bits."""
-    numerators: Tensor = (words >> 11).bitwise_and_(_LOW_53)
+    numerators: Tensor = (words >> 11).bitwise_and_(2**53 - 1)
     return numerators.double().mul_(2.0**-53)
 
 
 def below(words: Tensor, bound: int | Tensor) -> Tensor:
     """Uniform integers in 0 .. bound - 1, for bounds below 2**31."""
-    scaled: Tensor = (words >> 32).bitwise_and_(_LOW_32) * bound
+    scaled: Tensor = (words >> 32).bitwise_and_(2**32 - 1) * bound
     return scaled >> 32
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import ops
-from pyro_truncated.search.base import Search, SearchBatch, flat_observations
+from pyro_truncated.search.base import Search, SearchBatch, flat_observations, regression_inputs
 from pyro_truncated.search.exhaustive import draw_by_weight
 from pyro_truncated.search.surrogate.log_joint_regression import IMPOSSIBLE, EffectsPosterior, LogJointRegression, ScoredBatch
 from pyro_truncated.search.surrogate.moment_regression import ApproximateLikelihoods, MomentRegression, PrincipalComponents
@@ -171,7 +171,7 @@ class SurrogateSearch(Search):
 
     def _features(self, batch: SearchBatch) -> Tensor:
         """Returns the first inputs' principal components and a one, ``(n, Q)``."""
-        inputs = flat_observations(batch) if self.inputs is None else self.inputs(batch).detach().double()
+        inputs = regression_inputs(batch, self.inputs)
         if self._projection is None or len(self._projection.centre) != inputs.shape[1] or (self._has_new_data and not batch.is_new):
             self.regressions, self.expected, self._has_new_data, self._is_misled = {}, None, batch.is_new, False
             self._projection = PrincipalComponents.fit(inputs, self.rank)

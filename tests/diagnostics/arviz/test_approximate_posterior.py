@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated
 from pyro_truncated.diagnostics import to_arviz
-from pyro_truncated.utils.arviz_compat import ARVIZ_V1, get_dataset, smoothed_weights
+from pyro_truncated.utils.arviz_compat import ARVIZ_V1, get_dataset, pareto_smooth
 
 RATE, NUM_DATA = 0.4, 20
 
@@ -61,7 +61,7 @@ def exact(y: Tensor) -> tuple[float, float]:
 def leave_one_out(idata: Any, log_weight: np.ndarray) -> float:
     """Draws weighted by the posterior without a data point over what they were drawn from."""
     likelihood = get_dataset(idata, "log_likelihood")["y"].values.reshape(-1, NUM_DATA).T
-    weights = smoothed_weights(log_weight.reshape(1, -1) - likelihood)
+    weights = pareto_smooth(log_weight.reshape(1, -1) - likelihood)[0]
     return float(np.logaddexp.reduce(weights + likelihood, axis=1).sum())
 
 

@@ -23,6 +23,7 @@ from pyro_truncated.gp import (
     smooth_rbf,
     spectrum,
 )
+from tests.pretended_device import DEVICE, PretendedDevice, Pretender, here, there
 
 DOUBLE = torch.float64
 
@@ -236,3 +237,76 @@ def test_a_state_is_refused_by_a_regression_on_other_data(tmp_path):
         SubsetGPRegression(smooth_rbf(x.square()), y, num_inducing=8).load(tmp_path / "model.pt")
     again = SubsetGPRegression(smooth_rbf(x), y, num_inducing=8).load(tmp_path / "model.pt")
     torch.testing.assert_close(again.predict(x)[0], model.predict(x)[0])
+
+
+def fitted(tmp_path):
+    """One regression of each kind, and predictions from a file."""
+    x, y = curve()
+    for objective, free_inputs in (("vfe", False), ("pp", True)):
+        model = SubsetGPRegression(smooth_rbf(x), y, num_inducing=8, objective=objective)
+        model.fit(max_epochs=2, free_inputs=free_inputs, free_input_evaluations=3)
+        model.save(tmp_path / "model.pt")
+        yield from (model, SubsetPredictor(tmp_path / "model.pt", smooth_rbf(x[model.subset])))
+    for model in (SubsetGPRegression(smooth_rbf(x), y), CoregionalizedGPRegression(smooth_rbf(x), torch.stack([y, y.cos()], 1))):
+        model.predict(x)
+        yield model
+
+
+def test_regressions_follow_to_a_device(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
+    new = torch.tensor([[0.1], [1.7]], dtype=DOUBLE)
+    for model in fitted(tmp_path):
+        expected = model.predict(new)
+        with PretendedDevice():
+            found = model.to(DEVICE).predict(there(new))
+            state = model.state_dict() if isinstance(model, SubsetGPRegression) else {}
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(here(one), other)
+        if state and not model.is_exact:
+            weights = state["_extra_state"]["predictor"]["mean_weights"]
+            assert isinstance(weights, Pretender)
+        assert all(isinstance(tensor, Pretender) for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_other_types_than_float64_are_refused_before_anything_is_changed(tmp_path):
+    new = torch.tensor([[0.1], [1.7]], dtype=DOUBLE)
+    for model in fitted(tmp_path):
+        expected = model.predict(new)
+        for convert in (model.float, model.half, lambda model=model: model.to(torch.bfloat16)):
+            with pytest.raises(TypeError, match=rf"{type(model).__name__} computes in float64 and does not convert to torch\."):
+                convert()
+        torch.testing.assert_close(model.double().predict(new), expected, rtol=0, atol=0)
+
+
+def test_a_kept_state_is_not_changed_by_what_is_trained_from_it(tmp_path):
+    x, y = curve()
+    model, again = (SubsetGPRegression(smooth_rbf(x), y, num_inducing=8, objective="pp") for _ in range(2))
+    model.fit(max_epochs=2, free_inputs=True, free_input_evaluations=3)
+    state = model.state_dict()
+    kept, expected = state["_extra_state"]["inducing_inputs"].clone(), model.predict(x)
+    again.load_state_dict(state)
+    torch.testing.assert_close(again.predict(x), expected)
+    again.fit(free_inputs=True, free_input_evaluations=3)
+    assert not torch.equal(again.inducing_inputs, kept)
+    assert torch.equal(state["_extra_state"]["inducing_inputs"], kept)
+    # What was read can be saved again.
+    again.load_state_dict(state)
+    again.save(tmp_path / "again.pt")
+    torch.testing.assert_close(SubsetPredictor(tmp_path / "again.pt", smooth_rbf(x[again.subset])).predict(x)[0][:, 0], expected[0])
+    model.fit(free_inputs=True, free_input_evaluations=3)
+    assert not torch.equal(model.inducing_inputs, kept)
+    assert torch.equal(state["_extra_state"]["inducing_inputs"], kept)
+
+
+@pytest.mark.parametrize("num_inducing", [8, None])
+def test_a_posterior_first_used_in_inference_mode_is_differentiable_afterwards(num_inducing):
+    x, y = curve()
+    new = torch.tensor([[0.1], [1.7]], dtype=DOUBLE, requires_grad=True)
+    model, other = (SubsetGPRegression(smooth_rbf(x), y, num_inducing=num_inducing) for _ in range(2))
+    for one in (model, other):
+        if num_inducing:
+            one.index.copy_(torch.arange(0, 40, 5))
+    with torch.inference_mode():
+        model.predict(x)
+    slopes = [torch.autograd.grad(one.posterior(new).mean.sum(), new)[0] for one in (model, other)]
+    assert torch.equal(*slopes)
