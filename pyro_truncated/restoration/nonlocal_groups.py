@@ -62,16 +62,16 @@ def denoise_groups(image: Tensor, estimate: Tensor, noise: float, *, channels: i
     return windows.assemble(total / whole, share), windows.assemble((expected / whole).expand(y.shape), share)
 
 
-def similar(windows: Tensor, centres: Tensor, counts: list[int], members: int = 24) -> Tensor:
+def similar(windows: Tensor, centres: Tensor, counts: list[int], members: int = 24, radius: int = 12) -> Tensor:
     """Returns numbers ``(G, K)`` of the nearest windows, the own one first.
 
-    ``windows (N, D)`` are all in their order, ``counts`` along each dimension. Of those up to twelve from ``centres (G, 2)`` so many
+    ``windows (N, D)`` are all in their order, ``counts`` along each dimension. Of those up to a ``radius`` from ``centres (G, 2)`` so many
     ``members`` are found. Both numbers were chosen on images that are not reported: tests/papers/results/restoration.md.
     """
     size, row = centres.new_tensor(counts), centres.new_tensor([counts[1], 1])
     own = windows[(centres * row).sum(1)]
     numbers, distances = [], []
-    for shift in itertools.product(range(-12, 13), repeat=2):
+    for shift in itertools.product(range(-radius, radius + 1), repeat=2):
         places = centres + centres.new_tensor(shift)
         is_inside = ((places >= 0) & (places < size)).all(1)
         numbers.append((places.clamp(min=0).minimum(size - 1) * row).sum(1))
