@@ -148,8 +148,7 @@ def read_checkpoint(path: str | Path, svi: SVI) -> dict[str, Any]:
     if kind != f"{_FORMAT} {LAYOUT}":
         raise ValueError(
             f"{path} was written by another version of pyro_truncated: its layout is{kind.removeprefix(_FORMAT)}, this version reads "
-            f"layout {LAYOUT}, in which modules and buffers have other names. Finish the run with the version that began it, or remove the "
-            "file to start over"
+            f"layout {LAYOUT}. Finish the run with the version that began it, or remove the file to start over"
         )
     # On several processes it also names the files of rows.
     if content.keys() - {"rows"} != _PARTS:
