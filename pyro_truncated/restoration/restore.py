@@ -165,7 +165,7 @@ def denoise(
         TypeError: for a model that cannot reconstruct its data.
 
     Warns:
-        VaryingNoiseWarning: if the noise grows with the brightness, or counts are no Poisson counts.
+        VaryingNoiseWarning: if the noise grows with the brightness or differs from place to place, or counts are no Poisson counts.
         UserWarning: if an image is a table of columns in unlike units, has salt and pepper, or cannot have the given noise.
     """
     image = check_image(image)

@@ -152,3 +152,30 @@ def test_equal_noise_is_not_told(level):
         warnings.simplefilter("error")
         for noisy in (spots(64), spots(64) + noise, spots(64) + texture + noise):
             warn_if_noise_varies(noisy, 2, noise_levels(noisy, 2))
+
+
+def ramp(*sides: int) -> torch.Tensor:
+    """Noise levels that rise from 0.2 to 2 along the last dimension."""
+    return torch.linspace(0.2, 2.0, sides[-1], dtype=torch.float64).expand(sides)
+
+
+@pytest.mark.parametrize("sides", [(3000,), (108, 108), (42, 42, 42)])
+def test_noise_that_differs_from_place_to_place_is_told(sides):
+    clean = sum(torch.sin(torch.arange(side).double() / 4).view(-1, *[1] * dim) for dim, side in enumerate(reversed(sides)))
+    noise = torch.randn(sides, generator=generator(), dtype=torch.float64)
+    with pytest.warns(VaryingNoiseWarning, match=r"from place to place: in image\[.*\] it is \d\.\d times that of image\["):
+        warn_if_noise_varies(clean + ramp(*sides) * noise, len(sides), noise_levels(clean + ramp(*sides) * noise, len(sides)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_if_noise_varies(clean + noise, len(sides), noise_levels(clean + noise, len(sides)))
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_levels_of_places_are_divided_by_as_the_warning_says():
+    clean = 5 * spots(108, peak=1.0)
+    image, levels = clean + ramp(108, 108) * torch.randn(108, 108, generator=generator(), dtype=torch.float64), ramp(108, 108)
+    with pytest.warns(VaryingNoiseWarning, match="restore image / s with noise=1, and multiply what is restored by s"):
+        plain = denoise(image, **QUICK).image
+    restored = denoise(image / levels, 1.0, **QUICK).image * levels
+    assert float((restored - clean).square().mean()) < 0.5 * float((plain - clean).square().mean())
