@@ -465,7 +465,10 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         return self.stored_posterior(indices).pairwise_marginals(first, second)  # type: ignore[no-any-return]
 
     def mode(self, indices: Tensor | None = None) -> dict[str, Tensor]:
-        """The most probable joint state by site, ``(N, *site shape)``."""
+        """The most probable joint state by site, ``(N, *site shape)``.
+
+        :meth:`median` has the shapes of the model's sites.
+        """
         return self.stored_posterior(indices).mode()  # type: ignore[no-any-return]
 
     def expectation(self, f: Callable[[dict[str, Tensor]], Tensor], indices: Tensor | None = None) -> Tensor:
