@@ -95,14 +95,19 @@ class LinearSuperposition(GaussianSuperposition):
             ``(N, C)``.
         """
         dtype = torch.promote_types(self.weight.dtype, value.dtype)
-        logits = self.weight.new_zeros(1) if state_logits is None else state_logits
-        logits = logits.double().expand(len(value), self.weight.shape[-1])
+        logits = (self.weight.new_zeros(1) if state_logits is None else state_logits).double()
         terms = self._terms(value)
         if terms is None:
             error = ops.square_error(words, value.double() - self.bias.double(), self.weight, self._precision())
-            return (ops.linear_energy(words, logits) - 0.5 * error + self._log_normalizer(value).unsqueeze(-1)).to(dtype)
+            prior = ops.linear_energy(words, logits.expand(len(value), self.weight.shape[-1]))
+            return (prior - 0.5 * error + self._log_normalizer(value).unsqueeze(-1)).to(dtype)
         linear, pairwise, constant = terms
-        return (ops.pair_energy(words, linear + logits, pairwise) + constant.unsqueeze(-1)).to(dtype)
+        if logits.dim() == 1:
+            # What all data points share is on the diagonal, as the square of a binary value is the value.
+            pairwise = pairwise + logits.expand(self.weight.shape[-1]).diag_embed()
+        else:
+            linear = linear + logits
+        return (ops.pair_energy(words, linear, pairwise) + constant.unsqueeze(-1)).to(dtype)
 
     @torch.no_grad()
     def packed_flip_gains(self, words: Tensor, value: Tensor, state_logits: Tensor | None = None) -> Tensor | None:

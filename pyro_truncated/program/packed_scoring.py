@@ -123,12 +123,11 @@ class PackedModel:
         """
         index = slice(None) if rows is None else rows
         logits: Tensor | None = self.logits if self.logits.dim() == 1 else self.logits[index]
-        total: Tensor | float = 0.0
+        total = self.constant if self.constant.dim() == 0 else self.constant[index].unsqueeze(-1)
         for fn, value in self.observations:
             total = total + fn.packed_log_prob(words, value[index], logits)
             logits = None
-        constant = self.constant if self.constant.dim() == 0 else self.constant[index].unsqueeze(-1)
-        total = at_least_single(total + constant)
+        total = at_least_single(total)
         if self.certain is None:
             return total
         never, always = (bits if bits.dim() == 1 else bits[index].unsqueeze(1) for bits in self.certain)
