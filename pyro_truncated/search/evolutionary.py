@@ -85,24 +85,23 @@ class EvolutionarySearch(Search):
         target_activity: float | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        parents, children, generations = (
-            number if number is None else check_count(name, number)
-            for name, number in (("parents", parents), ("children", children), ("generations", generations))
-        )
+        given = {"parents": parents, "children": children, "generations": generations}
+        numbers = [number if number is None else check_count(name, number) for name, number in given.items()]
         if selection not in ("fitparents", "randparents"):
             raise ValueError(f"selection must be 'fitparents' or 'randparents'; got {selection!r}")
         if mutation not in ("randflips", "sparseflips"):
             raise ValueError(f"mutation must be 'randflips' or 'sparseflips'; got {mutation!r}")
-        if crossover and parents == 1:
-            raise ValueError(f"crossover needs pairs, so at least 2 parents; got {parents}")
+        if crossover and numbers[0] == 1:
+            raise ValueError("crossover needs pairs, so at least 2 parents; got 1")
         if flip_probability is not None and not 0 < flip_probability <= 1:
             raise ValueError(f"flip_probability must lie in (0, 1]; got {flip_probability}")
         if target_activity is not None and not target_activity >= 0:
             raise ValueError(f"target_activity must not be negative; got {target_activity}")
-        numbers = (parents, children, generations, flip_probability, target_activity)
-        is_default = (selection, crossover, mutation, overlapping) == ("fitparents", False, "randflips", False)
-        self._automatic = AutomaticSearch(generator=generator) if is_default and all(n is None for n in numbers) else None
-        self.parents, self.children, self.generations = parents or 8, children or 7, generations or 2
+        settings = (*numbers, flip_probability, target_activity, selection, crossover, mutation, overlapping)
+        is_default = settings == (*[None] * 5, "fitparents", False, "randflips", False)
+        self._automatic = AutomaticSearch(generator=generator) if is_default else None
+        defaults = (8, 7, 2) if self._automatic is None else (0, 0, 0)
+        self.parents, self.children, self.generations = (own or usual for own, usual in zip(numbers, defaults, strict=True))
         self.selection = selection
         self.crossover = crossover
         self.mutation = mutation

@@ -282,6 +282,7 @@ def test_a_checkpoint_of_the_old_layout_is_refused_by_name_and_nothing_changes(y
         (SampledSearch(16, prior_share=0.25), SampledSearch(16, prior_share=1.0)),
         (LearnedFlips(4, kernel="linear"), LearnedFlips(4, kernel="rbf")),
         (GPSelect(4, rank=5), GPSelect(4, rank=6)),
+        (EvolutionarySearch(), EvolutionarySearch(8, 7, 2)),
         (DiscreteSparseCoding(9, 6, values=(-1, 0, 1)), DiscreteSparseCoding(9, 6, values=(-2, 0, 2))),
     ],
     ids=lambda part: type(part).__name__,
