@@ -33,11 +33,7 @@ class Covariance(Protocol):
 
 
 def refuse_foreign_kernel(kernel: Any) -> None:
-    """Refuses a kernel of scikit-learn, and names the one to take.
-
-    Raises:
-        TypeError: if it is one.
-    """
+    """Refuses a kernel of scikit-learn, and names the one to take."""
     kind = kernel if isinstance(kernel, type) else type(kernel)
     if kind.__module__.startswith("sklearn.gaussian_process"):
         others = {"Matern": "Matern32 or Matern52", "ExpSineSquared": "Periodic", "DotProduct": "Linear", "ConstantKernel": "Constant"}
