@@ -15,7 +15,7 @@ from pyro_truncated import AutoTruncated
 from pyro_truncated.datasets import Whitening
 from pyro_truncated.diagnostics import to_arviz
 from pyro_truncated.diagnostics.pages import tensor_plots as plots
-from pyro_truncated.diagnostics.pages.summary_text import Section, write_report
+from pyro_truncated.diagnostics.pages.summary_text import Section, write_page
 
 ORIGIN = {
     "vanhateren": "a photograph of van Hateren's natural image collection",
@@ -78,16 +78,19 @@ def write(args: argparse.Namespace, svi: SVI, data: Any, history: dict[str, list
         f"as a sum of fields out of a dictionary of {args.latents}, each either present or absent, plus noise. That is 2^{args.latents} possible "
         f"explanations of every patch; the posterior is kept on the best {args.states} that an evolutionary search finds."
     )
-    sections = [
-        dictionary(svi, data.whitening, order),
-        decompositions(svi, data, marginals),
-        reconstruction(held_out),
-        free_energy(args, history),
-        activations(args, marginals),
-        summary,
-        how(args, data, history),
-    ]
-    page = write_report(args.output, "What natural images are made of", lead, numbers, sections)
+    sections = {
+        "dictionary": dictionary(svi, data.whitening, order),
+        "decompositions": decompositions(svi, data, marginals),
+        "reconstruction": reconstruction(held_out),
+        "free_energy": free_energy(args, history),
+        "activations": activations(args, marginals),
+        "summary": summary,
+        "how": how(args, data, history),
+    }
+    for name, section in sections.items():
+        if section.figure is not None:
+            section.figure.savefig(args.output / f"{name}.png", dpi=110, bbox_inches="tight", facecolor="white")
+    page = write_page(args.output / "index.html", "What natural images are made of", lead, numbers, list(sections.values()))
     plt.close("all")
     return numbers, page
 
@@ -101,7 +104,7 @@ def dictionary(svi: SVI, whitening: Whitening, order: Tensor) -> Section:
         "it away, grey leaves it). Nothing told the model about edges. That oriented, localised strokes and edges appear, like the "
         "receptive fields of simple cells in the visual cortex, is what natural images themselves suggest as their parts."
     )
-    return Section("The dictionary", text, figure, "dictionary.png")
+    return Section("The dictionary", text, figure)
 
 
 def decompositions(svi: SVI, data: Any, marginals: Tensor) -> Section:
@@ -120,7 +123,7 @@ def decompositions(svi: SVI, data: Any, marginals: Tensor) -> Section:
         "by one, the strongest first. A field is on or off; there is no brightness to adjust, so what looks like the patch is "
         "the choice of fields alone."
     )
-    return Section("Patches taken apart", text, figure, "decompositions.png")
+    return Section("Patches taken apart", text, figure)
 
 
 def reconstruction(held_out: HeldOut) -> Section:
@@ -138,7 +141,7 @@ def reconstruction(held_out: HeldOut) -> Section:
         f"brightness. Its distance from the middle is {psnr(held_out.reconstruction, held_out.whitened_only):.1f} dB (peak signal-to-noise ratio, higher is better), "
         f"from the original {psnr(held_out.reconstruction, held_out.region):.1f} dB."
     )
-    return Section("A region never seen before", text, figure, "reconstruction.png")
+    return Section("A region never seen before", text, figure)
 
 
 def free_energy(args: argparse.Namespace, history: dict[str, list[float]]) -> Section:
@@ -158,7 +161,7 @@ def free_energy(args: argparse.Namespace, history: dict[str, list[float]]) -> Se
         f"In its last tenth the run still gained {history['free_energy'][-1] - history['free_energy'][int(0.9 * args.iterations) - 1]:.1f} nats per patch: "
         "--iterations makes it longer."
     )
-    return Section("Learning", text, figure, "free_energy.png")
+    return Section("Learning", text, figure)
 
 
 def activations(args: argparse.Namespace, marginals: Tensor) -> Section:
@@ -171,7 +174,7 @@ def activations(args: argparse.Namespace, marginals: Tensor) -> Section:
         if bool((marginals.mean(0) > 1e-3).all())
         else f"Left: how many of the {args.latents} fields a patch uses. Right: how often each field is used; those at zero stand idle."
     )
-    return Section("Sparseness", text, figure, "activations.png")
+    return Section("Sparseness", text, figure)
 
 
 def write_arviz(folder: Path, svi: SVI, held_out: HeldOut, history: dict[str, list[float]]) -> Section:

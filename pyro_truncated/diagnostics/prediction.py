@@ -219,25 +219,19 @@ def simulation_based_calibration(
     num_simulations, num_draws = check_counts(num_simulations=num_simulations, num_draws=num_draws)
     transforms: dict[str, list[Tensor]] = {}
     for _ in range(num_simulations):
-        for name, values in _simulate(model, args, kwargs, fit or fit_populations, num_draws).items():
+        for name, values in _simulate(model, args, kwargs, fit or _fit_populations, num_draws).items():
             transforms.setdefault(name, []).append(values)
     return Calibration({name: plain(torch.cat(values)) for name, values in transforms.items()})
 
 
-def fit_populations(
-    model: Callable[..., Any],
-    *args: Any,
-    num_states: int = 64,
-    steps: int = 30,
-    max_count: int | Mapping[str, int] | None = None,
-    **kwargs: Any,
-) -> AutoTruncated:
+def _fit_populations(model: Callable[..., Any], *args: Any, **kwargs: Any) -> AutoTruncated:
     """A guide with populations found under the present model."""
-    probe = AutoTruncated(model, 1, max_count=max_count)
+    probe = AutoTruncated(model, 1)
     probe.setup(*args, **kwargs)
-    search = ExhaustiveSearch() if probe.space.size <= ENUMERATED_LIMIT else EvolutionarySearch(crossover=True)
-    steps = 1 if isinstance(search, ExhaustiveSearch) else steps
-    return AutoTruncated(model, min(num_states, probe.space.size), max_count=max_count).infer(args, search, steps, **kwargs)
+    guide = AutoTruncated(model, min(64, probe.space.size))
+    if probe.space.size <= ENUMERATED_LIMIT:
+        return guide.infer(args, ExhaustiveSearch(), 1, **kwargs)
+    return guide.infer(args, EvolutionarySearch(crossover=True), 30, **kwargs)
 
 
 def _simulate(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], fit: Fit, num_draws: int) -> dict[str, Tensor]:

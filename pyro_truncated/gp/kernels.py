@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from pyro import poutine
@@ -23,21 +23,12 @@ from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.constraints import check_entries, nonnegative_finite
 from pyro_truncated.utils.parameter_store import UniqueModule, empty_store
 
-
-class Covariance(Protocol):
-    """A covariance function, called as the kernels of :mod:`pyro.contrib.gp.kernels` are."""
-
-    def __call__(self, X: Tensor, Z: Tensor | None = None, diag: bool = False) -> Tensor:
-        """Covariances ``(N, M)`` of inputs ``(N, D)`` and ``(M, D)``, or ``(N,)``."""
-        ...
+# Covariances of inputs, called as the kernels of pyro.contrib.gp.kernels are.
+Covariance = Callable[..., Tensor]
 
 
 def refuse_foreign_kernel(kernel: Any) -> None:
-    """Refuses a kernel of scikit-learn, and names the one to take.
-
-    Raises:
-        TypeError: if it is one.
-    """
+    """Refuses a kernel of scikit-learn, and names the one to take."""
     kind = kernel if isinstance(kernel, type) else type(kernel)
     if kind.__module__.startswith("sklearn.gaussian_process"):
         others = {"Matern": "Matern32 or Matern52", "ExpSineSquared": "Periodic", "DotProduct": "Linear", "ConstantKernel": "Constant"}

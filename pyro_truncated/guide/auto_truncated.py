@@ -368,10 +368,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
     scored = Renamed("stored_posterior")
 
     def _product_posterior(self, indices: Tensor | None = None) -> ProductPosterior | ChainReadings:
-        """Returns the posterior of all nodes' sets under the current model.
-
-        The arguments are those of the last call.
-        """
+        """Returns the posterior of all nodes' sets under the current model."""
         if indices is not None:
             raise NotImplementedError("indices needs populations of whole states; leave it out and index what is returned")
         if self._last_call is None:
@@ -384,11 +381,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         return _reader(batches)
 
     def _refuse_drawn_rows(self, subsamples: Mapping[str, Tensor]) -> None:
-        """Checks that the model selects the data points of its last call.
-
-        Raises:
-            RuntimeError: naming the plate, if it draws others in every run.
-        """
+        """Checks that the model selects the data points of its last call."""
         for frame in (frame for site in self.layout.sites.values() for frame in site.frames):
             rows = subsamples.get(frame.name)
             if rows is not None and not torch.equal(rows, self._last_rows.get(frame.name, rows)):
@@ -398,13 +391,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
                 )
 
     def _refuse_product(self) -> None:
-        """Refuses to list whole states if each node has its own set.
-
-        Nodes are those of the model's factor graph.
-
-        Raises:
-            NotImplementedError: saying what can be read.
-        """
+        """Refuses to list whole states if each node has its own set."""
         if self.product is not None:
             raise NotImplementedError(NO_WHOLE_STATES)
 

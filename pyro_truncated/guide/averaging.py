@@ -39,10 +39,7 @@ class OneDrawWarning(UserWarning):
 
 
 class _GivenSubsamples(Messenger):
-    """Effect handler that records plates with subsamples of the model.
-
-    It does so by positions that it has been given.
-    """
+    """Effect handler that records plates with subsamples of the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,11 +85,6 @@ def average_over_draws(guide: WholeModelGuide, call: Call, subsamples: Mapping[s
     :math:`w_m(s) = p(y_n, z_m, s) / q(z_m \mid s)`, whose mean is :math:`p(y_n, s)`. Log joints are
     then :math:`\log \frac1M \sum_m w_m(s)`.
 
-    Args:
-        guide: the truncated guide.
-        call: the model and its arguments.
-        subsamples: subsamples of plates, by name. Default: those that the model draws.
-
     Returns:
         The populations, or ``None`` where nothing makes draws that differ.
     """
@@ -112,10 +104,7 @@ def average_over_draws(guide: WholeModelGuide, call: Call, subsamples: Mapping[s
 
 
 def rescore_over_draws(guide: WholeModelGuide, batch: Batch) -> Population:
-    """Returns populations with log joints, averaged over a conditional's draws.
-
-    One draw is enough where they do not differ.
-    """
+    """Returns populations with log joints, averaged over a conditional's draws."""
     population = _average_weights(guide, batch)
     return batch.rescore() if population is None else population
 
@@ -162,12 +151,6 @@ def readable(guide: WholeModelGuide, indices: Tensor | None, call: Call | None) 
     An ELBO that knows nothing of populations (the stock :class:`~pyro.infer.TraceEnum_ELBO`) scores them and stores nothing. Where
     nothing is stored of any data point they are therefore scored here, under the model as it is now; nothing is stored. Log joints are
     NaN where the model's last call does not reach.
-
-    Raises:
-        RuntimeError: if some of the data points were never scored, and the model's last call does not reach them.
-
-    Warns:
-        OneDrawWarning: if some of the data points are out of reach of that call of the model.
     """
     store = guide.populations
     is_new = call is not None and bool(store.log_joint.isnan().all())
@@ -200,10 +183,7 @@ def readable(guide: WholeModelGuide, indices: Tensor | None, call: Call | None) 
 
 
 def _makes_draws(guide: WholeModelGuide, call: Call | None) -> bool:
-    """Whether the posterior of the states differs for every draw.
-
-    Draws are those of other guides or of a conditional.
-    """
+    """Whether the posterior of the states differs for every draw."""
     if call is None:
         return guide.companions is not None or guide.is_conditional_exact is False
     with spare_random_numbers():
@@ -215,10 +195,7 @@ def _makes_draws(guide: WholeModelGuide, call: Call | None) -> bool:
 
 
 def _batches(guide: WholeModelGuide, call: Call, indices: Tensor) -> Iterator[dict[str, Tensor]]:
-    """Yields subsamples that together hold the wanted data points.
-
-    Only those that a call of the model can reach are included.
-    """
+    """Yields subsamples that together hold the wanted data points."""
     handler = _GivenSubsamples()
     with spare_random_numbers(), poutine.block():
         nodes = call.with_program(handler(call.model)).trace().nodes

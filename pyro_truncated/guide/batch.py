@@ -27,16 +27,12 @@ _Scorer = TypeVar("_Scorer", bound=Probe)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ProgramBatch(Generic[_Scorer]):
-    """Selected populations with the scorer of the run that selects them.
+    """Selected populations with the scorer of the run that selects them."""
 
-    Attributes:
-        populations: where the states of all data points are kept.
-        scorer: scores states of the data points of this batch.
-        is_idle: whether none of the minibatch's data points belong to this process, so that nothing is scored or kept.
-    """
-
-    populations: Any
-    scorer: _Scorer
+    populations: Any  # where the states of all data points are kept
+    scorer: _Scorer  # scores states of the data points of this batch
+    # Whether none of the minibatch's data points belong to this process, so that nothing is scored
+    # or kept.
     is_idle: bool = dataclasses.field(default_factory=lambda: getattr(current_batch(), "is_idle", False), kw_only=True)
 
     def _check_device(self) -> None:
@@ -61,10 +57,7 @@ class ProgramBatch(Generic[_Scorer]):
 
     @property
     def plate_indices(self) -> Tensor | None:
-        """Returns positions ``(N,)`` of the data points, ``None`` for all in order.
-
-        They are where the plates have them: on the CPU, mostly.
-        """
+        """Returns positions ``(N,)`` of the data points, ``None`` for all in order."""
         return torch.empty(0, dtype=torch.int64) if self.is_idle else self.scorer.plate_indices
 
     @property
@@ -78,10 +71,7 @@ class ProgramBatch(Generic[_Scorer]):
         raise NotImplementedError
 
     def mean_free_energy(self, particles: int) -> Tensor:
-        """Returns the free energy, averaged over draws.
-
-        The draws are of the latents that no guide covers, where there are any.
-        """
+        """Returns the free energy, averaged over draws."""
         return torch.stack([batch.free_energy() for batch in self.draws(particles)]).mean()
 
     def num_draws(self, particles: int) -> int:
@@ -113,24 +103,13 @@ class Batch(ProgramBatch[LogJoint]):
     with the scale :math:`c` that Pyro gives to subsampled plates. If other processes hold other data
     points, this is the share of this process, and the free energy is the sum of all shares. Each
     share holds an equal part of what is observed outside of the data plates.
-
-    Attributes:
-        scored_population: the populations as this run has scored them, where it has.
     """
 
     populations: PopulationStore
-    scored_population: Population | None = None
+    scored_population: Population | None = None  # the populations as this run has scored them, where it has
 
     def check(self) -> None:
-        """Checks that the populations belong to these data and this device.
-
-        Raises:
-            TypeError: if positions of data points are no integers.
-            ValueError: if the model's data are more or fewer, its subsample is out of range, or the populations are on another device.
-
-        Warns:
-            ChangedDataWarning: if the data are others than last time.
-        """
+        """Checks that the populations belong to these data and this device."""
         store, scorer = self.populations, self.scorer
         refuse_other_size(len(store.words), scorer.full_size, scorer.layout.plates)
         self._check_device()
@@ -165,10 +144,7 @@ class Batch(ProgramBatch[LogJoint]):
         return dataclasses.replace(population, words=self.scorer.insert_observed_values(population.words))
 
     def rescore(self) -> Population:
-        """Returns the populations with log joints in this run.
-
-        Nothing is stored.
-        """
+        """Returns the populations with log joints in this run."""
         population = self.population()
         if self.is_idle:
             return population
@@ -193,9 +169,6 @@ class Batch(ProgramBatch[LogJoint]):
             is_new: whether the data are new. A search that learns from data does not learn from
                 them. Until the guide is trained, priors of parameters (sites with
                 ``infer={"of_parameters": True}``) are no part of their free energy.
-
-        Raises:
-            TypeError: if ``search`` is none.
         """
         check_search(search)
         store, observations = self.populations, self.scorer.observations()
@@ -237,19 +210,13 @@ class Batch(ProgramBatch[LogJoint]):
         return population if len(blocks) == 1 else store.take(self.indices)
 
     def after_search(self, search: Search, steps: int = 1) -> Batch:
-        """Returns the batch with populations that a search has improved.
-
-        There is none if they hold all states.
-        """
+        """Returns the batch with populations that a search has improved."""
         if self.holds_all_states:
             return self
         return dataclasses.replace(self, scored_population=self.search_(search, steps))
 
     def _positions(self, rows: slice) -> Tensor | None:
-        """Returns positions of a slice in the full data set.
-
-        ``None`` stands for all in order.
-        """
+        """Returns positions of a slice in the full data set."""
         if self.indices is not None:
             return self.indices[rows]
         words = self.populations.words
@@ -345,10 +312,6 @@ def _without_negligible(population: Population, weights: Tensor) -> tuple[Tensor
     """Returns the states that count, up to a rounding error.
 
     The error is that of float64 whatever the type: optimisers that scale gradients follow those of tiny weights, too.
-
-    Args:
-        population: the states.
-        weights: ``(N, S)``, which add up to one for each data point.
     """
     if ops.is_vectorised(weights):  # to ask a device how many they are would wait for it
         return population.words, weights

@@ -34,22 +34,10 @@ from pyro_truncated.states.population import Population
 
 @dataclasses.dataclass(frozen=True)
 class ChainBatch(SetBatch[ChainScorer]):
-    r"""The sets of all steps of the selected sequences.
-
-    A run of the model selects them, whose scorer comes with the sets: a row for each step.
-    """
+    """The sets of all steps of the selected sequences."""
 
     def check(self) -> None:
-        """Checks that the sets are of these data.
-
-        They must also be where the model is.
-
-        Raises:
-            ValueError: if there are sets of other steps, or they are on another device.
-
-        Warns:
-            ChangedDataWarning: if the data are others than last time.
-        """
+        """Checks that the sets are of these data."""
         (store,) = self.populations.stores
         self._check_device()
         if self.scorer.full_size * self.scorer.product.num_steps != len(store.words):
@@ -67,10 +55,7 @@ class ChainBatch(SetBatch[ChainScorer]):
         return self.populations.stores[0].take(self.scorer.rows).words.unflatten(0, shape)  # type: ignore[no-any-return]
 
     def posterior(self, words: Tensor | None = None) -> ChainPosterior:
-        """Returns the posterior on the stored sets, or on others.
-
-        It is that of this run of the model.
-        """
+        """Returns the posterior on the stored sets, or on others."""
         words = self.words() if words is None else words
         return self._posterior(words.shape[2], words)
 
@@ -85,10 +70,7 @@ class ChainBatch(SetBatch[ChainScorer]):
         return posterior
 
     def rescore(self) -> list[Population]:
-        """Returns the sets, scored in this run of the model.
-
-        Nothing is stored.
-        """
+        """Returns the sets, scored in this run of the model."""
         return self._populations(self.posterior())
 
     def _populations(self, posterior: ChainPosterior) -> list[Population]:
@@ -110,15 +92,7 @@ class ChainBatch(SetBatch[ChainScorer]):
         return self.scorer.scale * chains.free_energy(words, unary, self.scorer.transitions()).sum() + self.outside()
 
     def backward_(self, temperature: float = 1.0, particles: int = 1) -> float:
-        r"""Accumulates the gradient of :math:`-\mathcal F`, stores the log joints, and returns :math:`-\mathcal F`.
-
-        Args:
-            temperature: one; chains have no other.
-            particles: draws of the latents that no guide covers, which the gradient and the value returned are means over.
-
-        Raises:
-            NotImplementedError: for another temperature.
-        """
+        """See :meth:`Batch.backward_`; the temperature must be one."""
         if temperature != 1.0:
             raise NotImplementedError(f"temperature must be 1 for sites of chains, whose sets are not annealed; got {temperature}")
         number, total = self.num_draws(particles), 0.0
@@ -135,10 +109,7 @@ class ChainBatch(SetBatch[ChainScorer]):
 
     @torch.no_grad()
     def search_(self, search: Search, steps: int = 1, *, is_new: bool = False) -> list[Population]:
-        """Improves the sets in place, and returns them with their log joints.
-
-        See :meth:`improve_`.
-        """
+        """Improves the sets in place, and returns them with their log joints."""
         return self._populations(self.improve_(search, steps, is_new=is_new))
 
     @torch.no_grad()
@@ -147,14 +118,6 @@ class ChainBatch(SetBatch[ChainScorer]):
 
         A step sweeps over flips of the members, forward and backward. Then a block of chains takes all its configurations at all
         steps, which mends what is wrong over a stretch of time; by default nothing else proposes. Any other search proposes for each step.
-
-        Args:
-            search: proposes states of a step.
-            steps: number of search steps.
-            is_new: whether the data are new. Their free energy has no priors of parameters until the guide is trained.
-
-        Raises:
-            TypeError: if ``search`` is none.
         """
         check_search(search)
         self.populations.seen.is_new |= is_new
@@ -213,11 +176,10 @@ class ChainReadings(SetReadings):
     """What can be read from sets of all steps.
 
     Every result has the plates of the site in front, then steps and chains.
-
-    Attributes:
-        batches: the sets with a run of the model, for each draw of the latents of other guides; what is read is an average over them.
     """
 
+    # The sets with a run of the model, for each draw of the latents of other guides; what is read
+    # is an average over them.
     batches: Sequence[ChainBatch]
 
     @cached_property
@@ -227,10 +189,7 @@ class ChainReadings(SetReadings):
 
     @property
     def populations(self) -> list[Population]:
-        """Returns the sets of all steps with their log joints.
-
-        These are the log joints under the first draw.
-        """
+        """The sets of all steps, scored under the first draw."""
         return [self.posteriors[0].population()]
 
     def free_energy(self) -> Tensor:
@@ -242,12 +201,7 @@ class ChainReadings(SetReadings):
         return self._reshape_as_site(torch.stack([posterior.marginals() for posterior in self.posteriors]).mean(0))
 
     def pairwise_marginals(self, first: str, second: str) -> Tensor:
-        """Joint probabilities of pairs of entries, ``(*plates, T, M, T, M, 2, 2)``.
-
-        Raises:
-            ValueError: for other names than that of the site.
-            NotImplementedError: where there are more pairs than memory holds.
-        """
+        """Joint probabilities of pairs of entries, ``(*plates, T, M, T, M, 2, 2)``."""
         product = self.batches[0].scorer.product
         for argument, name in (("first", first), ("second", second)):
             if name != product.site.name:

@@ -25,18 +25,13 @@ from pyro_truncated.program.subsampling import SparseSubsamples
 
 @dataclasses.dataclass(frozen=True)
 class Companions:
-    """The guides beside a truncated one in a guide list.
+    """The guides beside a truncated one in a guide list."""
 
-    Attributes:
-        guide_list: the list, whose plates its parts enter.
-        earlier: the parts before the truncated one, in order, which it scores states given draws of.
-        later: the parts after it.
-        frames: plates of the model on new data, by name, where a guide for these has inherited the companions; ``None`` in their own list.
-    """
-
-    guide_list: Any
-    earlier: tuple[Any, ...]
-    later: tuple[Any, ...]
+    guide_list: Any  # the list, whose plates its parts enter
+    earlier: tuple[Any, ...]  # the parts before the truncated one, in order, which it scores states given draws of
+    later: tuple[Any, ...]  # the parts after it
+    # Plates of the model on new data, by name, where a guide for these has inherited the
+    # companions; None in their own list.
     frames: Mapping[str, Any] | None = None
 
     @classmethod
@@ -48,10 +43,7 @@ class Companions:
         return cls(guide_list, tuple(parts[:position]), tuple(parts[position + 1 :]))
 
     def plates(self, call: Call) -> dict[str, Any]:
-        """Returns plates as the list would create them now.
-
-        For new data they are those of the model.
-        """
+        """Returns plates as the list would create them now."""
         if self.frames is not None:
             return model_plates(call, self.frames)
         if self.guide_list.prototype_trace is None:
@@ -72,17 +64,8 @@ class Companions:
 
         Medians come from guides that know them.
 
-        Args:
-            names: of the model's other latents.
-            call: the model and its arguments.
-            median: whether to take medians.
-            subsamples: subsamples of plates by name. Default: those of the model.
-
         Returns:
             The values, with the subsamples that they are for.
-
-        Raises:
-            ValueError: if some of the latents belong to parts after the truncated guide.
         """
         with poutine.block(), SparseSubsamples():
             plates = self.plates(call)
@@ -111,11 +94,7 @@ class Companions:
             )
 
     def refuse_unknown_latents(self, layout: Layout, prototype: Any) -> None:
-        """Checks that the companions know the latents of new data.
-
-        Raises:
-            ValueError: if a part has parameters for each data point it was trained on.
-        """
+        """Checks that the companions know the latents of new data."""
         nodes = {node["name"]: node for node in latent_nodes(prototype)}
         plates = set(layout.plates)
         local = [name for name in layout.other_latents if plates & {frame.name for frame in nodes[name]["cond_indep_stack"]}]
@@ -156,9 +135,6 @@ def refuse_subsampled_latents(guide_list: AutoGuideList, plates: Mapping[str, An
     """Checks that guides can give latents of some data points.
 
     A guide that has one vector of all its latents cannot.
-
-    Raises:
-        ValueError: naming the guide, the latents and the plate.
     """
     partial = {name for name, plate in plates.items() if len(plate.indices) < plate.size}
     for part in flatten_guides(guide_list):

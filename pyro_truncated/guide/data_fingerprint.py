@@ -40,9 +40,6 @@ class SeenData:
     It uses at most 32 entries per data point and observed site, so it is cheap. It detects other
     data, not every small correction. Observed values that are computed from latents are no data,
     and left out. Data outside data plates are not compared.
-
-    Args:
-        is_new: whether they are data that the model has not been trained on, see :meth:`Batch.search_`.
     """
 
     is_new = False
@@ -73,12 +70,6 @@ class SeenData:
         """Warns if data points differ from last time, and remembers them.
 
         What is new is checked first: values that its distributions do not allow are refused.
-
-        Args:
-            log_joint: the scorer, freshly made; where its arguments are the very tensors of last time, unchanged, nothing is computed.
-
-        Raises:
-            ValueError: for observed values outside the support of their distribution.
         """
         if not self.knows(log_joint.call):
             self._arguments = _identities(log_joint.call)
@@ -120,10 +111,7 @@ class SeenData:
 
 
 def _identities(call: Call) -> list[Any] | None:
-    """Returns a key that identifies arguments and their content.
-
-    ``None`` means that it cannot be told.
-    """
+    """Returns a key that identifies arguments and their content."""
     identities: list[Any] = []
     leaves = tree_leaves((call.args, dict(call.kwargs)))
     for leaf in leaves:

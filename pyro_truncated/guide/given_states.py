@@ -22,10 +22,7 @@ Init = States | Callable[[], States] | None
 
 
 def flaw(words: Tensor | None, log_joint: Tensor | None, cardinalities: Tensor | None) -> str | None:
-    """Returns what is wrong with saved populations.
-
-    It finds what no guide could have saved.
-    """
+    """Returns what is wrong with saved populations."""
     if words is None or cardinalities is None:
         return None
     try:
@@ -59,10 +56,6 @@ def given_levels(layout: Layout, init: States | Callable[[], States], num_states
         layout: the discrete sites.
         init: site values ``(N, S, *site shape)``, by name or of the only site, or a callable that returns them.
         num_states: number of states per data point ``S``.
-
-    Raises:
-        TypeError: if they are neither a tensor nor a dictionary.
-        ValueError: if the states are misshapen, or lie outside the sites' supports.
     """
     states = as_tensors(init() if callable(init) else init)
     if not isinstance(states, (Tensor, Mapping)):
@@ -85,13 +78,7 @@ def given_levels(layout: Layout, init: States | Callable[[], States], num_states
 
 
 def given_population(layout: Layout, init: States | Callable[[], States], num_states: int) -> Tensor:
-    """Returns packed states ``(N, S, num_words)`` given by the user.
-
-    See :func:`given_levels`.
-
-    Raises:
-        ValueError: if states repeat.
-    """
+    """Returns packed states ``(N, S, num_words)`` given by the user."""
     words = layout.space.pack(given_levels(layout, init, num_states))
     rows = Population(layout.space, words, torch.zeros(words.shape[:2], device=words.device)).find_duplicates()
     if len(rows):
@@ -103,10 +90,7 @@ def given_population(layout: Layout, init: States | Callable[[], States], num_st
 
 
 def old_layout(state_dict: Mapping[str, Any], prefix: str) -> str | None:
-    """Why a state with populations as the guide's buffers is refused.
-
-    ``None`` of any other state.
-    """
+    """Why a state with populations as the guide's buffers is refused."""
     if f"{prefix}words" not in state_dict:
         return None
     return (
@@ -116,10 +100,7 @@ def old_layout(state_dict: Mapping[str, Any], prefix: str) -> str | None:
 
 
 def check_possible(log_joint: Tensor, sites: Sequence[str]) -> None:
-    """Refuses log joints ``(N, S)`` with data points of probability zero.
-
-    All of their states of these sites have probability zero.
-    """
+    """Refuses log joints ``(N, S)`` with data points of probability zero."""
     ops.raise_if((log_joint.amax(-1) == -math.inf).any(), lambda: _refuse_impossible(log_joint, sites))
 
 
@@ -136,9 +117,6 @@ def excess_density(evidence: Tensor, sites: Sequence[str]) -> Tensor:
     """Returns what makes losses infinite where the evidence is zero.
 
     A guide adds it to its log density: zero where some state of these sites is possible, else infinity.
-
-    Warns:
-        UserWarning: if no state is possible somewhere.
     """
     is_impossible = evidence == -math.inf
     if bool(is_impossible.any()):

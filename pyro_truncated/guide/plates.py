@@ -26,13 +26,7 @@ from pyro_truncated.utils.parameter_store import free_plate_dims, spare_random_n
 
 
 class SharedPlates(Messenger):
-    """Effect handler that reuses plates of a surrounding trace.
-
-    They have the same subsample.
-
-    Raises:
-        ValueError: if the plate asks for other data points than those.
-    """
+    """Effect handler that reuses plates of a surrounding trace."""
 
     def _pyro_sample(self, msg: Any) -> None:
         if not site_is_subsample(msg):
@@ -64,14 +58,7 @@ def _record(msg: Any) -> Tensor | None:
 
 
 def open_plates(dims: Mapping[str, int]) -> dict[str, Any]:
-    """The named plates that are open around whoever asks.
-
-    Args:
-        dims: the dimensions that they must have, by name.
-
-    Raises:
-        ValueError: if a plate is open at another dimension.
-    """
+    """The named plates that are open around whoever asks."""
     plates = {plate.name: plate for plate in _PYRO_STACK if isinstance(plate, pyro.plate) and plate.name in dims}
     for name, plate in plates.items():
         if plate.dim != dims[name]:
@@ -84,10 +71,7 @@ class _AllOpenError(Exception):
 
 
 class _OpenedPlates(Messenger):
-    """Effect handler that records requested plates.
-
-    It stops the program after the last of the names.
-    """
+    """Effect handler that records requested plates."""
 
     def __init__(self, names: Iterable[str]) -> None:
         super().__init__()
@@ -122,10 +106,7 @@ def model_plates(call: Call, frames: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recreate_plates(plates: Mapping[str, Any], subsamples: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
-    """Creates the same plates again, for the recording trace.
-
-    Some may have other subsamples.
-    """
+    """Creates the same plates again, for the recording trace."""
     indices = plate_subsamples(plates) | dict(subsamples or {})
     return {name: pyro.plate(name, plate.size, subsample=indices[name], dim=plate.dim) for name, plate in plates.items()}
 
@@ -136,11 +117,7 @@ def plate_subsamples(plates: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_other_size(num_populations: int, size: int, plates: Iterable[str]) -> None:
-    """Checks that data are as many as those that populations are of.
-
-    Raises:
-        ValueError: if they are not.
-    """
+    """Checks that data are as many as those that populations are of."""
     if num_populations != size:
         raise ValueError(
             f"the guide holds populations of {num_populations} data points, but the model's data plate {list(plates)} now has {size}. "

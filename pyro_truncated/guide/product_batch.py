@@ -29,19 +29,13 @@ _Scorer = TypeVar("_Scorer", ProductScorer, ChainScorer)
 
 @dataclasses.dataclass(frozen=True)
 class SetBatch(ProgramBatch[_Scorer]):
-    """Sets of states that a run of the model selects.
-
-    They come with the scorer of this run.
-    """
+    """Sets of states that a run of the model selects."""
 
     populations: ProductStore
     indices = None
 
     def rescore(self) -> list[Population]:
-        """Returns the sets, scored in this run of the model.
-
-        Nothing is stored.
-        """
+        """Returns the sets, scored in this run of the model."""
         raise NotImplementedError
 
     def evidence(self) -> Tensor:
@@ -57,10 +51,7 @@ class SetBatch(ProgramBatch[_Scorer]):
             self.populations.store_(populations)
 
     def rescore_(self) -> list[Population]:
-        """Stores and returns the sets, scored in this run.
-
-        Their log joints are those of this run of the model.
-        """
+        """Stores and returns the sets, scored in this run."""
         populations = self.rescore()
         self.keep_(populations)
         return populations
@@ -91,16 +82,7 @@ class ProductBatch(SetBatch[ProductScorer]):
     """
 
     def check(self) -> None:
-        """Checks that the populations are of these data.
-
-        They must also be where the model is.
-
-        Raises:
-            ValueError: if the model's plates have other sizes, or the populations are on another device.
-
-        Warns:
-            ChangedDataWarning: if the data are others than last time.
-        """
+        """Checks that the populations are of these data."""
         self._check_device()
         for number, (group, own) in enumerate(zip(self.scorer.product.groups, self.populations.stores, strict=True)):
             sizes = [self.scorer.plate_size(name) for name in group.plates]
@@ -131,10 +113,7 @@ class ProductBatch(SetBatch[ProductScorer]):
 
     @torch.no_grad()
     def rescore(self) -> list[Population]:
-        """Returns the populations of all groups, scored in this run.
-
-        Nothing is stored.
-        """
+        """Returns the populations of all groups, scored in this run."""
         sets = self.sets()
         return self._populations(sets, self.scorer.messages(sets))
 
@@ -173,12 +152,7 @@ class ProductBatch(SetBatch[ProductScorer]):
         return self.outside() if self.is_idle else self.scorer.free_energy(self.sets()) + self.outside()
 
     def backward_(self, temperature: float = 1.0, particles: int = 1) -> float:
-        r"""Accumulates the gradient of :math:`-\mathcal F`, stores the log joints, and returns :math:`-\mathcal F`.
-
-        Args:
-            temperature: :math:`\tau`: the gradient weighs states by the posterior of densities to the power :math:`1/\tau`.
-            particles: draws of the latents that no guide covers. Gradient and value are means over them.
-        """
+        """See :meth:`Batch.backward_`."""
         losses = [batch._backward_(temperature, particles) for batch in self.draws(particles)]
         return sum(losses) / len(losses)
 
@@ -201,18 +175,7 @@ class ProductBatch(SetBatch[ProductScorer]):
 
     @torch.no_grad()
     def search_(self, search: Search, steps: int = 1, *, is_new: bool = False) -> list[Population]:
-        """Improves the sets in place by :class:`SetSearch`.
-
-        Returns the populations with their log joints.
-
-        Args:
-            search: proposes the states.
-            steps: number of search steps.
-            is_new: whether the data are new. Their free energy has no priors of parameters until the guide is trained.
-
-        Raises:
-            TypeError: if ``search`` is none.
-        """
+        """Improves the sets in place by :class:`SetSearch`, see :meth:`Batch.search_`."""
         check_search(search)
         self.populations.seen.is_new |= is_new
         with poutine.block():

@@ -56,11 +56,10 @@ class ProductPosterior(SetReadings):
     """What can be read from sets of states.
 
     It has the shapes of whole states, ``(N, *site shape)``, with data points in front.
-
-    Attributes:
-        batches: the sets with a run of the model, for each draw of the latents of other guides; what is read is an average over them.
     """
 
+    # The sets with a run of the model, for each draw of the latents of other guides; what is read
+    # is an average over them.
     batches: list[ProductBatch]
 
     @property
@@ -125,10 +124,6 @@ class ProductPosterior(SetReadings):
         r"""Returns quantiles, shaped ``(Q, ...)`` as the model's sites.
 
         They are the smallest values :math:`v` of positive probability with :math:`P(s \le v) \ge q`.
-
-        Raises:
-            ValueError: if a number does not lie in 0 .. 1.
-            NotImplementedError: for one-hot sites, whose values have no order.
         """
         shares = check_quantiles(quantiles)
         quantile_values: dict[str, list[Tensor]] = {}

@@ -28,11 +28,6 @@ class ProductStore(torch.nn.Module):
     A row's log joints are :math:`\log q_v(s)`, to which the row of a component's root adds the evidence of the component. So the
     weights of a row are the marginal of its node, and the free energies of all rows add up to that of the guide.
 
-    Args:
-        num_states: states per node that are asked for.
-        num_groups: number of groups of nodes.
-        folder: a folder for those of each group in files, or ``None``.
-
     Attributes:
         num_states: states per node that are asked for. Small spaces have fewer.
         groups: the populations of each group, a row for each node and member of its plates.
@@ -58,10 +53,7 @@ class ProductStore(torch.nn.Module):
         return list(self.groups)  # type: ignore[arg-type]
 
     def seed_(self, seed: int | None = None) -> None:
-        """Gives groups without a seed one.
-
-        They follow from a given seed, or from one that is drawn.
-        """
+        """Gives groups without a seed one."""
         first, *others = self.stores
         first.seed = seed if first.seed is None else first.seed
         first.seed_()
@@ -86,15 +78,6 @@ class ProductStore(torch.nn.Module):
         """Creates the populations, or checks those that have been loaded.
 
         Loaded ones must be of these nodes.
-
-        Args:
-            product: the nodes.
-            init: states of all data points that the sets begin with.
-            device: where the model is.
-            portion: the members of the first data plate, where other processes have the rest.
-
-        Raises:
-            ValueError: if the populations that were loaded are of other nodes, or initial states are misshapen.
         """
         if len(self.groups) != len(product.groups):
             raise ValueError(f"the state must have {len(product.groups)} groups of nodes, as the model; got {len(self.groups)}")
@@ -127,9 +110,6 @@ class ProductStore(torch.nn.Module):
 
 
 def count_saved_groups(state_dict: Mapping[str, Tensor], prefix: str) -> int:
-    """Returns how many groups of nodes a state dict holds.
-
-    Each has a population; there are zero groups where it holds whole states.
-    """
+    """Counts groups of nodes in a state dict, zero for whole states."""
     start = f"{prefix}groups."
     return len({name.removeprefix(start).split(".")[0] for name in state_dict if name.startswith(start)})

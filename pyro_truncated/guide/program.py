@@ -38,10 +38,7 @@ from pyro_truncated.states.population import Population
 
 
 class SearchRequest(Messenger):
-    """Effect handler under which a truncated guide searches when it runs.
-
-    It does so once.
-    """
+    """Effect handler under which a truncated guide searches once when it runs."""
 
     def __init__(self, search: Search, steps: int) -> None:
         super().__init__()
@@ -81,10 +78,7 @@ def recorded_values(guide: WholeModelGuide) -> dict[str, Any]:
 
 
 def _move_left(value: Any, event_dim: int, dims: Sequence[int], depth: int) -> Any:
-    """Moves given batch dimensions left of ``depth`` others, if present.
-
-    The dimensions are negative.
-    """
+    """Moves given batch dimensions left of ``depth`` others, if present."""
     for target, dim in enumerate(sorted(dims, reverse=True), start=depth + 1):
         if value.dim() - event_dim < -dim:
             continue
@@ -97,10 +91,6 @@ class ProgramRun:
     """One run of a guide that has seen its model.
 
     :meth:`sample` samples the discrete sites, and what ``conditional`` samples.
-
-    Args:
-        guide: the guide.
-        call: the model and the arguments of both.
     """
 
     def __init__(self, guide: WholeModelGuide, call: Call) -> None:
@@ -131,10 +121,7 @@ class ProgramRun:
         return others | self._sample_batch(batch, plates, found)
 
     def _sample_batch(self, batch: Any, plates: Mapping[str, Any], found: Any) -> dict[str, Tensor]:
-        """Samples the states of a batch in the given plates.
-
-        They are scored already where a search has just found them.
-        """
+        """Samples the states of a batch in the given plates."""
         with torch.no_grad():
             full_population = batch.rescore() if found is None or batch.scorer.is_vectorized else found
             population, excess = full_population.without_impossible(), None
@@ -154,10 +141,7 @@ class ProgramRun:
         return {} if conditional is None else conditional(states, *self._call.args, **self._call.kwargs) or {}
 
     def _run_companions(self, companions: Companions) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Samples from the trained list's guides in plates of these data.
-
-        It returns the other latents, and the plates.
-        """
+        """Returns samples of the trained list's guides, and plates of these data."""
         # A trace of its own, so that what functions sample can be read even where nobody records it.
         with poutine.trace():
             self._guide.plates = plates = model_plates(self._call, self._guide.frames)

@@ -31,17 +31,11 @@ _BLOCK_STATES = 16
 
 @dataclasses.dataclass(frozen=True)
 class ScoredSets:
-    """Sets of states of all nodes with the tables of their densities.
+    """Sets of states of all nodes with the tables of their densities."""
 
-    Attributes:
-        scorer: a run of the model.
-        sets: the words ``(rows, S, num_words)`` of each group.
-        tables: log densities over the sets, with the nodes that they are of.
-    """
-
-    scorer: ProductScorer
-    sets: Sequence[Tensor]
-    tables: Sequence[tuple[tuple[int, ...], Tensor]]
+    scorer: ProductScorer  # a run of the model
+    sets: Sequence[Tensor]  # the words (rows, S, num_words) of each group
+    tables: Sequence[tuple[tuple[int, ...], Tensor]]  # log densities over the sets, with the nodes that they are of
 
     @classmethod
     def from_scorer(cls, scorer: ProductScorer, sets: Sequence[Tensor]) -> ScoredSets:
@@ -75,11 +69,7 @@ class ScoredSets:
         return dataclasses.replace(self, sets=sets, tables=tables)
 
     def take(self, positions: Mapping[int, Tensor]) -> ScoredSets:
-        """Returns the states at some positions.
-
-        Args:
-            positions: by group, ``(rows, S)``.
-        """
+        """Returns the states at positions ``(rows, S)``, by group."""
         scorer, product = self.scorer, self.scorer.product
         sets, spread = list(self.sets), {}
         for number, own in positions.items():
@@ -123,7 +113,7 @@ def _concatenate(tables: tuple[Tensor, Tensor], sizes: tuple[int, int], dim: int
 
 @dataclasses.dataclass(frozen=True)
 class SetSearch:
-    r"""Improves the sets of the nodes of a factor graph.
+    """Improves the sets of the nodes of a factor graph.
 
     The evidence of no component ever falls.
 
@@ -135,20 +125,15 @@ class SetSearch:
        stretch of a sequence is mended where no change of a single node helps.
 
     The model is run for candidates only: tables of states that are kept are taken from those of old and new states.
-
-    Attributes:
-        scorer: densities of a run of the model as tables over sets.
-        random: the seeds of this search.
-        is_new: whether the data are new. Searches do not learn from new data.
-        positions: by group, the positions of the rows among those of all processes, where others have the rest of the data.
-        is_idle: whether the rows are not searched in this process; its search only takes part in sums over all processes.
     """
 
-    scorer: ProductScorer
-    random: ops.Stream
-    is_new: bool = False
+    scorer: ProductScorer  # densities of a run of the model as tables over sets
+    random: ops.Stream  # the seeds of this search
+    is_new: bool = False  # whether the data are new. Searches do not learn from new data.
+    # By group, the positions of the rows among those of all processes, where others have the rest
+    # of the data.
     positions: Sequence[Tensor] | None = None
-    is_idle: bool = False
+    is_idle: bool = False  # whether the rows are not searched in this process; its search only takes part in sums over all processes
 
     def improve(self, sets: Sequence[Tensor], search: Search, steps: int) -> ScoredSets:
         """Returns the sets after some steps.
@@ -249,12 +234,6 @@ class SetSearch:
         """Returns the best of old and new states.
 
         They are chosen for one node after the other, of each component that does not lose by it.
-
-        Args:
-            current: the sets as they are.
-            union: the sets with candidates.
-            choices: by group, where the old states are, and which may be chosen.
-            look_ahead: whether later nodes count with their candidates.
         """
         scorer, product = self.scorer, self.scorer.product
         weights, limits = scorer.weights(union.sets), {}
@@ -301,15 +280,10 @@ class SetSearch:
 
 @dataclasses.dataclass(frozen=True)
 class _Choice:
-    """Which states of a joined set may be chosen.
+    """Which states of a joined set may be chosen."""
 
-    Attributes:
-        old: the positions of those that were there before, ``(rows, S)``.
-        is_free: a mask ``(rows, C)``, ``None`` where all may be.
-    """
-
-    old: Tensor
-    is_free: Tensor | None
+    old: Tensor  # the positions of those that were there before, (rows, S)
+    is_free: Tensor | None  # a mask (rows, C), None where all may be
 
 
 def _append_candidates(own: Tensor, is_new: Tensor) -> _Choice:
@@ -328,10 +302,6 @@ class NodeScores:
     """Scores candidate states of a group of nodes.
 
     The sets of all nodes are given.
-
-    Args:
-        scored: the sets of all groups.
-        number: the group.
     """
 
     def __init__(self, current: ScoredSets, number: int) -> None:
@@ -358,10 +328,6 @@ class NodeScores:
         """Returns some of the candidates, scored as in their run.
 
         That run serves if they are all of it.
-
-        Args:
-            words: candidates ``(rows, C, num_words)``.
-            places: positions of those that are taken, ``(rows, S)``.
         """
         if len(self._runs) == 1 and torch.equal(self._runs[0].sets[self._number], words):
             return self._runs[0].take({self._number: places})

@@ -59,9 +59,6 @@ class PopulationStore(torch.nn.Module):
 
     The buffers are made when the guide first meets its model, or when populations are loaded.
 
-    Args:
-        num_states: states per data point that are asked for.
-
     Attributes:
         words: the packed states of all data points, ``(N, S, num_words)``.
         log_joint: their log joints ``(N, S)`` of when they were last scored; NaN if never.
@@ -143,11 +140,7 @@ class PopulationStore(torch.nn.Module):
         return self.first_position + rows + num_skipped
 
     def start_(self, layout: Layout | NodeGroup, init: Init, device: torch.device, portion: Portion | None = None) -> None:
-        """Creates populations for a model's sites, or checks loaded ones.
-
-        Raises:
-            ValueError: if initial states are misshapen or repeat, or the populations that were loaded are of another space.
-        """
+        """Creates populations for a model's sites, or checks loaded ones."""
         if portion is not None:
             self.portion, self.first_position, self.is_part = portion, portion.first, portion.is_part
         if self.is_part:
@@ -194,10 +187,7 @@ class PopulationStore(torch.nn.Module):
         self.to(device)
 
     def begin_(self, indices: Tensor | None = None) -> None:
-        """Initialises populations of all or the given data points.
-
-        In memory, all are initialised.
-        """
+        """Initialises populations of all or the given data points."""
 
     def allocate(self, name: str, like: Tensor) -> Tensor:
         """Allocates a buffer of that name, like the loaded one."""
@@ -278,12 +268,7 @@ class PopulationStore(torch.nn.Module):
         return self._space
 
     def check_indices(self, indices: Tensor | None) -> None:
-        """Checks positions of data points.
-
-        Raises:
-            TypeError: if they are no integers.
-            ValueError: if they are out of range.
-        """
+        """Checks positions of data points."""
         number = len(self.words)
         if indices is None:
             return
@@ -294,23 +279,14 @@ class PopulationStore(torch.nn.Module):
             raise ValueError(f"subsample indices must lie in 0 .. {number - 1}; got {int(indices.min())} .. {int(indices.max())}")
 
     def population(self, indices: Tensor | None = None) -> Population:
-        """Returns the stored populations of all or the given data points.
-
-        Log joints are those of the last scoring.
-        """
+        """Returns the stored populations of all or the given data points."""
         if not self.is_filled:
             raise RuntimeError("the guide has no populations yet; call it (or svi.step) once with the model's arguments")
         self.check_indices(indices)
         return self.take(indices)
 
     def scored_population(self, indices: Tensor | None = None) -> Population:
-        """Returns stored populations, which must have been scored.
-
-        They are those of all or the given data points.
-
-        Raises:
-            RuntimeError: if some of them never were.
-        """
+        """Returns stored populations, which must have been scored."""
         population = self.population(indices)
         if number := int(population.log_joint.isnan().any(-1).sum()):
             raise RuntimeError(
@@ -342,9 +318,6 @@ class PopulationStore(torch.nn.Module):
         """Stores new log joints ``(N, S)`` with their populations.
 
         New populations replace the old ones, and they are returned.
-
-        Raises:
-            ValueError: if a data point's states all have probability zero.
         """
         self.keep_(log_joint, slice(None) if indices is None else indices, words)
         words = self.take(indices).words if words is None else words
@@ -354,9 +327,6 @@ class PopulationStore(torch.nn.Module):
         """Writes log joints, and states if they are new.
 
         The data are first checked to be possible, so that the two always agree.
-
-        Raises:
-            ValueError: if there are not as many states of each data point as a population has.
         """
         expected = self.words.shape[1]
         for name, own in (("log_joint", log_joint), ("words", words)):
@@ -378,10 +348,7 @@ class PopulationStore(torch.nn.Module):
 
     @property
     def average_mask(self) -> Tensor:
-        """Returns whose stored log joints are averages over draws, ``(N,)``.
-
-        Draws are those of other guides.
-        """
+        """Returns whose stored log joints are averages over draws, ``(N,)``."""
         if self._averages is None or self._averages[0] != self.revision:
             return torch.zeros(len(self.words), dtype=torch.bool)
         return self._averages[1].clone()
@@ -405,10 +372,6 @@ class FileStore(PopulationStore):
 
     A population begins when its data point is first visited, with the very states that it would have begun with in memory. Until then it
     takes no room on the disk, where the file system knows holes. The files are scratch space: a new guide replaces those of an earlier one.
-
-    Args:
-        num_states: states per data point that are asked for.
-        folder: where the files are.
     """
 
     def __init__(self, num_states: int, folder: str | Path) -> None:
@@ -426,10 +389,6 @@ class FileStore(PopulationStore):
         """Creates a new file.
 
         Whoever has an old one of that name open keeps it.
-
-        Raises:
-            ValueError: if the model is not on the CPU.
-            OSError: if the file cannot be made.
         """
         _refuse_elsewhere(like.device)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -452,11 +411,7 @@ class FileStore(PopulationStore):
         return buffer
 
     def first_states(self, layout: Layout | NodeGroup, init: Init, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Room for states and log joints of which none has begun.
-
-        Raises:
-            ValueError: if initial states are given.
-        """
+        """Room for states and log joints of which none has begun."""
         if init is not None:
             raise ValueError("a guide with a store takes no init: populations in files start from random states")
         self._is_started = torch.zeros(layout.num_data, dtype=torch.bool)
@@ -465,11 +420,7 @@ class FileStore(PopulationStore):
         return words, self.allocate("log_joint", torch.empty(0, dtype=torch.float32, device=device), shape=shape[:2])
 
     def move_(self, device: torch.device) -> None:
-        """Files stay where they are.
-
-        Raises:
-            ValueError: if the model is not on the CPU.
-        """
+        """Files stay where they are."""
         _refuse_elsewhere(device)
 
     def begin_(self, indices: Tensor | None = None) -> None:

@@ -46,11 +46,7 @@ from pyro_truncated.utils.parameter_store import ShadowWatch, empty_store, refus
 
 
 def first_run(call: Call, conditional: Conditional | None) -> poutine.Trace:
-    """A trace of a model that a guide has not met before.
-
-    Raises:
-        ValueError: if the model hides latents, or what Pyro's parameter store holds under its names belongs to others.
-    """
+    """A trace of a model that a guide has not met before."""
     refuse_shadowed_parameters(call.model, conditional)
     with naming_earlier_parameters(call):
         refuse_hidden_latents(call)
@@ -61,10 +57,7 @@ def first_run(call: Call, conditional: Conditional | None) -> poutine.Trace:
 def find_layout(
     call: Call, trace: poutine.Trace, max_count: int | Mapping[str, int] | None, num_states: int
 ) -> tuple[Layout, Dependencies]:
-    """The discrete sites and data plates of a traced model.
-
-    It also tells which sites depend on which.
-    """
+    """The discrete sites and data plates of a traced model."""
     dependencies = Dependencies(call, max_count)
     refuse_changing_sites(call, trace, dependencies)
     layout = Layout(trace, dependencies, max_count)
@@ -226,9 +219,6 @@ def plate_portion(layout: Layout, arguments: Any) -> Portion | None:
     """Returns which data points a call with shards has.
 
     They are those of the left-most data plate.
-
-    Raises:
-        NotImplementedError: if the shard is one of several, but its rows are not the members of that plate.
     """
     portion = find_portion(arguments)
     if portion is None or not portion.is_part:
@@ -244,11 +234,7 @@ def plate_portion(layout: Layout, arguments: Any) -> Portion | None:
 
 
 def refuse_other_structure(product: ProductLayout | ChainLayout | None) -> None:
-    """Refuses processes that read different nodes from their rows; all call it.
-
-    Raises:
-        NotImplementedError: on all of them.
-    """
+    """Refuses processes that read different nodes from their rows; all call it."""
     own = None if product is None else [(tuple(group.sites), group.space.cardinalities) for group in product.groups]
     if any(other != own for other in collectives.gather(own)):
         raise NotImplementedError(
@@ -294,9 +280,6 @@ def naming_earlier_parameters(call: Call) -> Iterator[None]:
     """Names earlier parameters if a model fails for their shapes.
 
     It then runs without these.
-
-    Raises:
-        ValueError: naming the parameters, from the error that the model ended with.
     """
     try:
         yield

@@ -21,17 +21,11 @@ from pyro_truncated.utils.budget import rows_per_block
 
 @dataclasses.dataclass(frozen=True)
 class TruncatedPosterior:
-    """What can be read from scored populations.
+    """What can be read from scored populations."""
 
-    Attributes:
-        population: the populations of ``N`` data points.
-        layout: the sites that their states are values of.
-        sizes: sizes of the data plates, whose product is ``N``.
-    """
-
-    population: Population
-    layout: Layout
-    sizes: tuple[int, ...]
+    population: Population  # the populations of N data points
+    layout: Layout  # the sites that their states are values of
+    sizes: tuple[int, ...]  # sizes of the data plates, whose product is N
 
     def marginals(self) -> dict[str, Tensor]:
         """Returns marginal probabilities.
@@ -63,10 +57,6 @@ class TruncatedPosterior:
 
         They are the smallest values :math:`v` of positive probability with :math:`P(s \le v) \ge
         q`.
-
-        Raises:
-            ValueError: if a number does not lie in 0 .. 1.
-            NotImplementedError: for one-hot sites, whose values have no order.
         """
         shares = check_quantiles(quantiles)
         one_hot = [name for name, site in self.layout.sites.items() if site.kind == "one_hot"]
@@ -116,11 +106,7 @@ def population_pairs(population: Population, layout: SiteLayout, first: str, sec
 
 @torch.no_grad()
 def product_pairs(batch: ProductBatch, first: str, second: str) -> Tensor:
-    """Returns the joint marginals of two sites on a product of sets.
-
-    Raises:
-        NotImplementedError: if the sites share no clique of the elimination order.
-    """
+    """Returns the joint marginals of two sites on a product of sets."""
     scorer, product, layout = batch.scorer, batch.scorer.product, batch.scorer.layout
     _check_sites(layout, first, second)
     owner = {site: node for node, own in enumerate(product.node_layouts) for site in own.sites}

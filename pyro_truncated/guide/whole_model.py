@@ -61,14 +61,6 @@ class WholeModelGuide(AutoGuide):
         populations: where states are kept, if anywhere.
         num_draws: draws of other latents, or of a conditional that is not exact, that are averaged over.
         is_conditional_exact: whether log joints are the same for every draw of the conditional; ``None`` if nobody has looked.
-
-    Args:
-        model: a Pyro model, whole.
-        conditional: samples continuous latents given the states, or ``None``.
-        max_count: largest value of count sites, one number or by site name.
-        vectorize: how states are scored, ``None`` to find out.
-        create_plates: as for every autoguide.
-        memory_budget: bytes that the temporaries of one operation may take, roughly; ``None``: as the device has them.
     """
 
     whole_states: bool = True
@@ -111,11 +103,7 @@ class WholeModelGuide(AutoGuide):
 
     @property
     def model(self) -> Callable[..., Any]:
-        """The model.
-
-        Raises:
-            RuntimeError: if pickling left it behind.
-        """
+        """The model."""
         if self._model is None:
             raise RuntimeError(
                 "this guide was pickled, which leaves its model behind. Its populations can be read; to use it, load its state_dict() "
@@ -256,10 +244,7 @@ class WholeModelGuide(AutoGuide):
 
     @property
     def product(self) -> ProductLayout | ChainLayout | None:
-        """The nodes of the model's factor graph if each has a set.
-
-        It is ``None`` if populations hold whole states.
-        """
+        """The nodes of the model's factor graph if each has a set."""
         return self._product
 
     def _stored_sets(self) -> list[Tensor]:
@@ -267,15 +252,7 @@ class WholeModelGuide(AutoGuide):
         raise NotImplementedError
 
     def scorer(self, call: Call, values: Mapping[str, Any] | None = None) -> LogJoint | ProductScorer | ChainScorer:
-        """Returns a scorer for the data points that a call selects.
-
-        Args:
-            call: the model and its arguments.
-            values: other latents, and subsamples of plates, by name. Default: as the model draws them.
-
-        Raises:
-            NotImplementedError: under ``torch.jit.trace``, which would freeze the states of today.
-        """
+        """Returns a scorer for the data points that a call selects."""
         if torch._C._get_tracing_state():
             raise NotImplementedError(
                 "AutoTruncated cannot be traced by torch.jit: its states change while it trains. Use TraceEnum_ELBO, not JitTraceEnum_ELBO."
@@ -343,9 +320,6 @@ class WholeModelGuide(AutoGuide):
         """Reads the structure of a call that may have another one.
 
         What the model has not taken once, such as many states at once, it is not given again.
-
-        Raises:
-            ValueError: if densities or supports depend on other latents.
         """
         with ordinary_tensors(), spare_random_numbers(), torch.no_grad():
             refuse_other_structure(scorer, self.max_count)
@@ -376,11 +350,6 @@ class WholeModelGuide(AutoGuide):
 
         They are made outside of any trace.
 
-        Args:
-            call: the model and its arguments.
-            median: whether to take medians, where a guide knows its own.
-            subsamples: subsamples of plates by name. Default: those of the model.
-
         Returns:
             Values by site name, with the subsamples that they are for; nothing where there are no other guides or latents.
         """
@@ -393,9 +362,6 @@ class WholeModelGuide(AutoGuide):
         """Adopts guides that were trained beside another one, on other data.
 
         This guide has been set up on all of its own.
-
-        Raises:
-            ValueError: if the model subsampled, or some of them have parameters for each data point that they were trained on.
         """
         for name in self.layout.plates:
             frame = self.frames[name]
@@ -413,9 +379,6 @@ class WholeModelGuide(AutoGuide):
         """Returns the plates of the guide list or of ``create_plates``.
 
         ``None`` means that the guide has neither.
-
-        Raises:
-            ValueError: if a guide in the list cannot follow a subsample.
         """
         if self.master is None and self.create_plates is None:
             return None
@@ -445,9 +408,6 @@ class WholeModelGuide(AutoGuide):
         """Returns the plates of a guide list.
 
         The model opens them for these arguments, as its first run may have had another size.
-
-        Raises:
-            ValueError: if the model takes other data than those of the populations, or a guide in the list cannot follow a subsample.
         """
         guide_list, call = self.master(), Call(self.model, args, kwargs)  # type: ignore[misc]
         share_plates(guide_list, self)

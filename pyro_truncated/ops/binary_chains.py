@@ -93,14 +93,10 @@ class Transitions(NamedTuple):
     """Log transition probabilities of ``M`` binary chains, of several kinds.
 
     The step before the first holds the state zero, so that an initial distribution is a kind of transition with equal rows.
-
-    Attributes:
-        log_prob: ``(K, M, 2, 2)``, from the row's value to the column's. Minus infinity is legal.
-        kind: kind of the transition into each step, ``(N, T)`` int64. Negative beyond the end of a sequence.
     """
 
-    log_prob: Tensor
-    kind: Tensor
+    log_prob: Tensor  # (K, M, 2, 2), from the row's value to the column's. Minus infinity is legal.
+    kind: Tensor  # kind of the transition into each step, (N, T) int64. Negative beyond the end of a sequence.
 
 
 class Messages(NamedTuple):

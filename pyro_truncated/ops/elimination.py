@@ -28,19 +28,12 @@ PARENT, ROOT, SIZE, MEMBERS, STATES, MESSAGES, PAIRS, PAIR_MEMBERS = range(8)
 
 @dataclasses.dataclass(frozen=True)
 class LogTables:
-    """Log densities as tables over states.
+    """Log densities as tables over states."""
 
-    Attributes:
-        scopes: by table, the variables that it is of.
-        shapes: by table, its shape. One that is the same for all members of a plate has a one there.
-        entries: those of all tables, one table after the other, in float64. Impossible ones are finite.
-        dtypes: by table, the type that it was computed in.
-    """
-
-    scopes: Sequence[tuple[int, ...]]
-    shapes: Sequence[torch.Size]
-    entries: Tensor
-    dtypes: Sequence[torch.dtype]
+    scopes: Sequence[tuple[int, ...]]  # by table, the variables that it is of
+    shapes: Sequence[torch.Size]  # by table, its shape. One that is the same for all members of a plate has a one there.
+    entries: Tensor  # those of all tables, one table after the other, in float64. Impossible ones are finite.
+    dtypes: Sequence[torch.dtype]  # by table, the type that it was computed in
 
     @classmethod
     def from_parts(cls, parts: Sequence[tuple[tuple[int, ...], Tensor]]) -> LogTables:
@@ -70,21 +63,14 @@ class BucketTree:
 
     .. math:: F = \log \sum_{s_1 \in K_1} \cdots \sum_{s_V \in K_V} \prod_f \psi_f(s) \prod_v e^{\theta_v(s_v)}.
 
-    Attributes:
-        order: the variables in the order of their elimination.
-        separators: by variable, the others of its clique.
-        colours: by variable, the number of its dimension.
-        plates: by variable, its plate dimensions (negative).
-        depth: number of plate dimensions.
-
     Source: Dechter, *Bucket elimination*, 1999; Obermeyer et al., *Tensor Variable Elimination for Plated Factor Graphs*, 2019.
     """
 
-    order: tuple[int, ...]
-    separators: tuple[tuple[int, ...], ...]
-    colours: tuple[int, ...]
-    plates: tuple[frozenset[int], ...]
-    depth: int
+    order: tuple[int, ...]  # the variables in the order of their elimination
+    separators: tuple[tuple[int, ...], ...]  # by variable, the others of its clique
+    colours: tuple[int, ...]  # by variable, the number of its dimension
+    plates: tuple[frozenset[int], ...]  # by variable, its plate dimensions (negative)
+    depth: int  # number of plate dimensions
 
     def __post_init__(self) -> None:
         place = {node: position for position, node in enumerate(self.order)}
@@ -149,19 +135,12 @@ class BucketTree:
 
 
 class _Forest(NamedTuple):
-    """Where the numbers of compiled messages are.
+    """Where the numbers of compiled messages are."""
 
-    Attributes:
-        order: the variables in the order of their elimination.
-        variables: a row for each, with the columns above.
-        tables: a row for each table.
-        state_sizes: number of entries of the states of each variable.
-    """
-
-    order: np.ndarray
-    variables: np.ndarray
-    tables: np.ndarray
-    state_sizes: list[int]
+    order: np.ndarray  # the variables in the order of their elimination
+    variables: np.ndarray  # a row for each, with the columns above
+    tables: np.ndarray  # a row for each table
+    state_sizes: list[int]  # number of entries of the states of each variable
 
     @classmethod
     def from_shapes(
@@ -200,17 +179,11 @@ class _Forest(NamedTuple):
 
 
 class _CompiledMessages(NamedTuple):
-    """What compiled messages give.
+    """What compiled messages give."""
 
-    Attributes:
-        beliefs: by variable, what each state adds to the evidence.
-        evidence: by variable that is a root, of its component.
-        gradient: of the evidence, by entry of the tables.
-    """
-
-    beliefs: Sequence[Tensor]
-    evidence: Mapping[int, Tensor]
-    gradient: Tensor
+    beliefs: Sequence[Tensor]  # by variable, what each state adds to the evidence
+    evidence: Mapping[int, Tensor]  # by variable that is a root, of its component
+    gradient: Tensor  # of the evidence, by entry of the tables
 
     @classmethod
     def send(cls, forest: _Forest, tree: BucketTree, tables: LogTables, weights: Mapping[int, Tensor]) -> _CompiledMessages:
@@ -236,12 +209,6 @@ class Messages:
     """Sums (or maxima) of tables and messages in buckets, by variable.
 
     The messages that were sent are kept beside them. Those of forests of many small variables are compiled.
-
-    Args:
-        tree: the order.
-        tables: the tables.
-        weights: by variable, the log weights of its states.
-        maximum: whether to maximise.
 
     Attributes:
         may_be_impossible: whether some states may have probability zero.
@@ -374,10 +341,7 @@ class Messages:
         return [self._table_posterior(self.tree.find_bucket(scope), shape) for scope, shape in zip(scopes, shapes, strict=True)]
 
     def gradient(self) -> Tensor:
-        r"""Returns the gradient of :math:`F` in the entries of all tables.
-
-        It is their posterior, one table after the other.
-        """
+        """Returns the gradient of :math:`F` in the entries of all tables."""
         if self._compiled is not None:
             return self._compiled.gradient
         posterior = self.posterior(self._tables.scopes, self._tables.shapes)

@@ -54,13 +54,7 @@ class _CheckedSites(Messenger):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """A Pyro program, mostly the model, with the arguments of one call.
-
-    Attributes:
-        model: the program.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-    """
+    """A Pyro program, mostly the model, with the arguments of one call."""
 
     model: Callable[..., Any]
     args: tuple[Any, ...] = ()
@@ -71,18 +65,11 @@ class Call:
         return self.model(*self.args, **self.kwargs)
 
     def with_program(self, program: Callable[..., Any]) -> Call:
-        """Returns a call of another program with the same arguments.
-
-        It may be a guide, or the model under a handler.
-        """
+        """Returns a call of another program with the same arguments."""
         return dataclasses.replace(self, model=program)
 
     def trace(self) -> poutine.Trace:
-        """A trace of the program, which the handlers around see as well.
-
-        Raises:
-            TypeError: naming the site, if the program observes an array or a list.
-        """
+        """A trace of the program, which the handlers around see as well."""
         with _CheckedSites():
             return poutine.trace(in_minibatch(self.model)).get_trace(*self.args, **self.kwargs)
 

@@ -36,30 +36,20 @@ RUN_MODES: tuple[RunMode, ...] = ("together", "vmap", "singly")
 
 @dataclasses.dataclass
 class CandidateRuns:
-    """Runs of a model with its discrete sites set to candidate states.
+    """Runs of a model with its discrete sites set to candidate states."""
 
-    Attributes:
-        probe: the data points.
-        conditional: samples continuous latents given the states, or ``None``.
-        run_mode: how the candidates are run: together, in a new left-most dimension; by ``torch.func.vmap``; or one after the other.
-        uncovered_latents: latents that nobody proposes, so that their density is left out.
-        fixed_values: values that the conditional's sites take in place of draws, for looking at how it computes.
-        most_dims: the most dimensions that a site's log probability has had: more than plates and candidates need, and Pyro cannot
-            enumerate.
-    """
-
-    probe: Probe
-    conditional: Conditional | None
-    run_mode: RunMode
-    uncovered_latents: Collection[str]
+    probe: Probe  # the data points
+    conditional: Conditional | None  # samples continuous latents given the states, or None
+    run_mode: RunMode  # how the candidates are run: together, in a new left-most dimension; by torch.func.vmap; or one after the other
+    uncovered_latents: Collection[str]  # latents that nobody proposes, so that their density is left out
+    # Values that the conditional's sites take in place of draws, for looking at how it computes.
     fixed_values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # The most dimensions that a site's log probability has had: more than plates and candidates
+    # need, and Pyro cannot enumerate.
     most_dims: int = 0
 
     def log_probs(self, words: Tensor) -> dict[str, Tensor]:
-        """Returns each site's log probability inside the data plates, ``(C, ..., N)``.
-
-        Candidates are ``(N, C, num_words)``.
-        """
+        """Returns each site's log probability inside the data plates, ``(C, ..., N)``."""
         if self.run_mode == "together":
             try:
                 return self._terms(self._stack_candidates(words))
@@ -89,10 +79,7 @@ class CandidateRuns:
         return operations.reduced_site(nodes, 0), operations.reduced_site(nodes, 1)
 
     def clamped_sites(self, words: Tensor) -> set[str]:
-        """Returns observed sites with probability zero in some candidates.
-
-        Candidates are ``(N, C, num_words)``, and torch clamps the zeros.
-        """
+        """Returns observed sites with probability zero in some candidates."""
         names = set()
         for states in _unbind(self._list_candidates(words)):
             nodes = sample_nodes(self._trace({**self.probe.values, **states}))
@@ -103,10 +90,7 @@ class CandidateRuns:
         return names
 
     def log_probs_and_moments(self, words: Tensor, rows: slice) -> tuple[dict[str, Tensor], Moments | None]:
-        """Returns :meth:`log_probs` and the moments of observations, where known.
-
-        The moments are those in some data points' states.
-        """
+        """Returns :meth:`log_probs` and the moments of observations, where known."""
         if self.run_mode != "together" or self.conditional is not None:
             return self.log_probs(words), None
         nodes = sample_nodes(self._trace({**self.probe.values, **self._stack_candidates(words)}))
@@ -138,10 +122,7 @@ class CandidateRuns:
         )
 
     def _list_candidates(self, words: Tensor) -> dict[str, Tensor]:
-        """Returns site values of candidates ``(N, C, num_words)``.
-
-        The candidates are in front, then exactly the shapes of the model's sites.
-        """
+        """Returns the same, candidates in front, in the shapes of the sites."""
         layout = self.probe.layout
         values = self._decode(words, layout.depth, self.probe.sizes)
         return {name: values[name].flatten(0, -1 - site.depth - site.event_dim) for name, site in layout.sites.items()}
@@ -155,10 +136,7 @@ class CandidateRuns:
     # --- one run ---
 
     def _terms(self, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns each site's log probability in one run of the model.
-
-        Sites lie inside the data plates.
-        """
+        """Returns each site's log probability in one run of the model."""
         values = {**self.probe.values, **states}
         terms: dict[str, Tensor] = {}
         if self.conditional is not None:

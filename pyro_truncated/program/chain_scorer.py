@@ -30,10 +30,6 @@ class ChainLayout:
 
     Every step of a sequence has a set of states.
 
-    Args:
-        layout: the discrete sites of the program.
-        chains: the distribution of the site in a run.
-
     Attributes:
         layout: the discrete sites of the program.
         site: the site of chains.
@@ -51,22 +47,13 @@ class ChainLayout:
 
     @classmethod
     def from_trace(cls, trace: poutine.Trace, layout: Layout) -> ChainLayout | None:
-        """Returns the layout of a program whose only discrete site has chains.
-
-        The chains are binary, in the plates of its data; the result is ``None`` for other programs.
-        """
+        """Returns the layout of a program whose only discrete site has chains."""
         (name, site), *others = layout.sites.items()
         fn = trace.nodes[name]["fn"]
         return None if others or site.plates or not isinstance(fn, BinaryChains) else cls(layout, fn)
 
     def pack(self, levels: Tensor) -> list[Tensor]:
-        """Returns whole states as states of steps, ``(N * T, S, num_words)``.
-
-        They may repeat.
-
-        Args:
-            levels: unpacked whole states, ``(N, S, T * M)``.
-        """
+        """Returns whole states ``(N, S, T * M)`` as states of steps, ``(N * T, S, num_words)``."""
         space = self.groups[0].space
         steps = levels.unflatten(2, (self.num_steps, space.num_latents)).transpose(1, 2)
         return [space.pack(steps.flatten(0, 1))]
@@ -103,11 +90,6 @@ class ChainScorer(Probe):
     They come with the chains' transitions.
 
     The i-th candidates of all steps make the i-th path, so that one run of the model on ``C`` paths scores all candidates.
-
-    Args:
-        call: the Pyro model and its arguments.
-        product: the site of chains.
-        values: fixed values by site name: other latents, subsamples of plates.
     """
 
     def __init__(self, call: Call, product: ChainLayout, values: Mapping[str, Any] | None = None) -> None:
@@ -118,10 +100,7 @@ class ChainScorer(Probe):
 
     @property
     def rows(self) -> Tensor | None:
-        """Returns which rows of the population this run selects.
-
-        It is ``None`` for all in order.
-        """
+        """The population's rows that this run selects, ``None`` for all."""
         if self.plate_indices is None:
             return None
         steps = torch.arange(self.product.num_steps)
@@ -146,10 +125,6 @@ class ChainScorer(Probe):
         """Returns log likelihoods ``(N, T, C)`` of states, in float64.
 
         The states are ``(N, T, C, W)``; the result is differentiable in whatever the model is.
-
-        Raises:
-            ValueError: if a log density is NaN or ``+inf``; the message names the site.
-            NotImplementedError: for a site that has no density of its own for each step.
         """
         site, (num_data, num_steps, num_candidates, _) = self.product.site, words.shape
         states = self.product.groups[0].space.unpack(words, self.dtypes[site.name]).movedim(2, 0)
@@ -192,9 +167,6 @@ class ChainScorer(Probe):
         """Checks that a step's likelihood depends on its own state alone.
 
         It is checked on two paths and their mixtures.
-
-        Raises:
-            NotImplementedError: naming the sites.
         """
         generator = torch.Generator().manual_seed(0)
         space, num_steps = self.product.groups[0].space, self.product.num_steps

@@ -49,14 +49,6 @@ def refuse_changing_sites(call: Call, trace: poutine.Trace, dependencies: Depend
     Only Python code that reads values can choose between sites. So the model is run for the joint
     values of the discrete latents that it reads, up to 16 of them. It is also run for some draws of
     all latents, always the same.
-
-    Args:
-        call: the model and its arguments.
-        trace: of one run.
-        dependencies: says which latents Python code reads; where it cannot tell, all are taken to be read.
-
-    Raises:
-        ChangingSitesError: naming the sites and the latents.
     """
     nodes = sample_nodes(trace)
     # Those that Python code has read; any, where nobody knows.
@@ -69,10 +61,7 @@ def refuse_changing_sites(call: Call, trace: poutine.Trace, dependencies: Depend
 
 
 def changing_sites(call: Call, trace: poutine.Trace, values: Collection[Mapping[str, Tensor]] = ()) -> set[str]:
-    """Returns the sites that are not alike in all runs.
-
-    It compares a run and others, some with given values of latents, some by chance.
-    """
+    """Returns the sites that are not alike in all runs."""
     nodes: Mapping[str, Any] = trace.nodes
     # Of a plate that takes all its members the size may change, too.
     subsamples = {name: node["value"] for name, node in nodes.items() if site_is_subsample(node) and len(node["value"]) < node["fn"].size}

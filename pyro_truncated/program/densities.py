@@ -40,13 +40,6 @@ def log_density(fn: Any, value: Tensor) -> Tensor:
     Of counts both :math:`y \log\lambda - \lambda` and :math:`\log y!` are taken without :math:`y
     \log y - y`, so that their sums stay small. Probabilities are clamped as Pyro does. Other
     distributions are asked themselves.
-
-    Args:
-        fn: a distribution.
-        value: in its support, of any data type; broadcasts against its batch and event shapes.
-
-    Returns:
-        The log density, one number for each entry of the batch.
     """
     base, event_dim = strip_events(fn)
     formula = _TERMS.get(type(base))
@@ -69,21 +62,13 @@ def site_log_density(node: Any, formula: Callable[[Any, Tensor], Tensor] = log_d
 
 
 class _Site(NamedTuple):
-    """What a site's density is computed from.
+    """What a site's density is computed from."""
 
-    Attributes:
-        family: type of the distribution without wrappers.
-        event_dim: its last batch dimensions, which are those of an event.
-        parameters: by name, without expanded dimensions.
-        value: the value.
-        batch_shape: of the distribution, with the dimensions of an event.
-    """
-
-    family: type
-    event_dim: int
-    parameters: dict[str, Tensor]
-    value: Tensor
-    batch_shape: torch.Size
+    family: type  # type of the distribution without wrappers
+    event_dim: int  # its last batch dimensions, which are those of an event
+    parameters: dict[str, Tensor]  # by name, without expanded dimensions
+    value: Tensor  # the value
+    batch_shape: torch.Size  # of the distribution, with the dimensions of an event
 
     @classmethod
     def from_node(cls, node: Any) -> _Site | None:
@@ -113,10 +98,7 @@ class _Site(NamedTuple):
 
 
 def coarsest_dtype(node: Any) -> torch.dtype:
-    """The coarsest floating-point type that a site's density is rounded to.
-
-    It is that of a parameter or of the value.
-    """
+    """The coarsest floating-point type that a site's density is rounded to."""
     dtypes = {tensor.dtype for tensor in tensors_in([node["fn"], node["value"]]) if tensor.is_floating_point()}
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
 

@@ -34,10 +34,6 @@ class Dependencies:
         masked: by site, the latents that its mask is computed from.
         read: the latents whose values Python code reads anywhere.
         scopes: by sample site, the latents that its log density is computed from; ``None`` where the model cannot be followed.
-
-    Args:
-        call: the model and its arguments.
-        max_count: largest value of counts, for all or by site name.
     """
 
     def __init__(self, call: Call, max_count: int | Mapping[str, int] | None = None) -> None:
@@ -157,10 +153,7 @@ class Dependencies:
         return below - names
 
     def upstream(self, name: str) -> set[str]:
-        """Returns the latents that a site's support depends on.
-
-        They are found directly or through the supports of others, as far as possible.
-        """
+        """Returns the latents that a site's support depends on."""
         sites: set[str] = set()
         new = {name}
         while new:

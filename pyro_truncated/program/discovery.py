@@ -30,9 +30,6 @@ def refuse_unknown_values(nodes: Iterable[Mapping[str, Any]]) -> None:
     """Checks that no latent has an unknown discrete distribution.
 
     Its support does not say so, but it enumerates its values, or is a transformed discrete one.
-
-    Raises:
-        NotImplementedError: naming the site and the distribution.
     """
     for node in nodes:
         base, _ = unwrap(node["fn"])
@@ -47,9 +44,6 @@ def refuse_plates(node: Mapping[str, Any], names: Collection[str]) -> None:
     """Checks the plates of a discrete site.
 
     None is a subsampled sequential plate, and subsamples have the names of their plates.
-
-    Raises:
-        NotImplementedError: naming the site and the plate.
     """
     for frame in node["cond_indep_stack"]:
         if is_subsampled(frame) and not frame.vectorized:
@@ -67,13 +61,7 @@ def refuse_plates(node: Mapping[str, Any], names: Collection[str]) -> None:
 
 
 def refuse_partial_plates(sites: Iterable[DiscreteSite], data_plates: Collection[str]) -> None:
-    """Checks that discrete sites are in no subsampled inner plate.
-
-    Only data plates may be subsampled.
-
-    Raises:
-        NotImplementedError: naming the site and the plate.
-    """
+    """Checks that discrete sites are in no subsampled inner plate."""
     for site in sites:
         for frame in site.frames:
             if frame.name not in data_plates and is_subsampled(frame) and frame.vectorized:
@@ -90,15 +78,6 @@ def refuse_unplated_dims(nodes: Iterable[Mapping[str, Any]], names: set[str], de
 
     What follows from other sites (``Delta``) may have others. So may observations and factors outside of the data plates that are the
     same for all states.
-
-    Args:
-        nodes: the sample sites of a model.
-        names: of its discrete latent sites.
-        dependencies: which densities depend on which latents; asked only if the answer matters.
-        plates: the data plates.
-
-    Raises:
-        ValueError: naming a site and the dimension that is not.
     """
     below: set[str] | None = None
     for node in nodes:
@@ -132,17 +111,7 @@ def _unplated_dim(sizes: Sequence[int], frames: Iterable[Any]) -> int | None:
 
 
 def discrete_site(node: Any, data_plates: Sequence[str], low: Tensor, high: Tensor) -> DiscreteSite:
-    """A discrete site as seen from one data point.
-
-    Args:
-        node: the site in a run of the model.
-        data_plates: names of the data plates.
-        low: its lowest values.
-        high: its highest values. Where they differ between data points, the site has those of the largest.
-
-    Raises:
-        ValueError: if the number of its values may differ between data points and only some have been seen.
-    """
+    """A discrete site as seen from one data point."""
     inner = sorted((f for f in node["cond_indep_stack"] if f.vectorized and f.name not in data_plates), key=lambda f: f.dim)
     kind = _kind(node)
     lowest = int(low.min())
@@ -199,11 +168,7 @@ def _kind(node: Any) -> str:
 
 
 def refuse_other_plates(node: Mapping[str, Any], site: DiscreteSite) -> None:
-    """Checks that inner plates have as many members as in the set-up.
-
-    Raises:
-        ValueError: naming the site and the plate.
-    """
+    """Checks that inner plates have as many members as in the set-up."""
     inner = dict(site.plates)
     known = {frame.dim: frame.full_size or frame.size for frame in site.frames if frame.vectorized and frame.dim in inner}
     for frame in node["cond_indep_stack"]:
@@ -219,15 +184,6 @@ def refuse_other_values(node: Mapping[str, Any], site: DiscreteSite, limit: int 
     """Checks that a discrete site has the values of the set-up.
 
     Every run is checked, so that shapes are compared where they tell. Totals of counts may be smaller.
-
-    Args:
-        node: the site in a run of the model.
-        site: the same site when the guide was set up.
-        limit: largest value that is kept; ``None`` keeps all.
-        may_be_fewer: whether values outside of the support have probability zero.
-
-    Raises:
-        ValueError: naming the site, its values then and now.
     """
     fn = node["fn"]
     event_shape = (*site.event_shape, site.cardinalities[0]) if site.kind == "one_hot" else site.event_shape
@@ -269,11 +225,7 @@ def _other_counts(node: Mapping[str, Any], site: DiscreteSite, low: Tensor, high
 def refuse_wider_support(
     nodes: Mapping[str, Any], sites: Mapping[str, DiscreteSite], name: str, limit: int | None, dependencies: Dependencies
 ) -> None:
-    """Checks a support that depends on latents, over all their values.
-
-    Raises:
-        ValueError: naming the site, its values then and now.
-    """
+    """Checks a support that depends on latents, over all their values."""
     site = sites[name]
     low, high, _ = reachable_bounds(nodes[name], nodes, sites, limit, dependencies)
     known = site.highest.to(high.device)
@@ -291,17 +243,6 @@ def reachable_bounds(
     """Returns a discrete site's lowest and highest values.
 
     They are over all values of what they depend on, and at most ``limit``. Whether that leaves some out comes last.
-
-    Args:
-        node: the site in a run of the model.
-        nodes: the sample sites of that run.
-        sites: the discrete sites before it.
-        limit: largest value that is kept; ``None`` keeps all.
-        dependencies: which supports depend on which latents.
-
-    Raises:
-        ValueError: if there is no bound.
-        NotImplementedError: if the site's entries depend on each other by its support.
     """
     name, kind = node["name"], _kind(node)
     low, high = value_bounds(node["fn"])
@@ -323,10 +264,7 @@ def reachable_bounds(
 
 
 def _limit_bounds(node: Any, dependencies: Dependencies, limit: int | None) -> Bounds:
-    """Returns bounds up to a limit, for sites with many dependencies.
-
-    Not all of these can be enumerated.
-    """
+    """Returns bounds up to a limit, for sites with many dependencies."""
     name = node["name"]
     if limit is None or name in dependencies.lower_varies:
         raise ValueError(
@@ -340,16 +278,8 @@ def _limit_bounds(node: Any, dependencies: Dependencies, limit: int | None) -> B
 def widest_support(node: Mapping[str, Any], parents: Mapping[DiscreteSite, Tensor], dependencies: Dependencies) -> Bounds | None:
     """Returns a site's widest support over other sites' joint values.
 
-    Args:
-        node: the site in a run of the model.
-        parents: the sites that its support depends on, with their values in that run.
-        dependencies: of the model.
-
     Returns:
         Lowest and highest values, or ``None`` if there are too many joint values to look at.
-
-    Raises:
-        NotImplementedError: if for some of them the site is not sampled, or has another shape.
     """
     runs = _JointRuns(dependencies.call, node, parents)
     if runs.number > 4096:  # runs of the model, at most

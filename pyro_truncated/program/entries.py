@@ -23,24 +23,17 @@ class Entries:
     """The entries of a site's density, in parts.
 
     Entries of one part depend on the same latents.
-
-    Attributes:
-        scopes: by part, the latents that its entries depend on.
-        part: by entry, the number of its part, ``(E,)``.
-        dims: dimensions of the plates whose members are entries, from left to right.
-        event_dim: number of event dimensions, whose positions are entries.
-        plate: a plate of latents of which each entry looks up one member, with dimension and size; ``None`` if there is none.
-        member: by entry, that member, ``(E,)``; zeros if there is none.
-        is_constant: by entry, whether no latent changed it when the model was first seen, ``(E,)``.
     """
 
-    scopes: tuple[frozenset[str], ...]
-    part: Tensor
-    dims: tuple[int, ...]
-    event_dim: int
+    scopes: tuple[frozenset[str], ...]  # by part, the latents that its entries depend on
+    part: Tensor  # by entry, the number of its part, (E,)
+    dims: tuple[int, ...]  # dimensions of the plates whose members are entries, from left to right
+    event_dim: int  # number of event dimensions, whose positions are entries
+    # A plate of latents of which each entry looks up one member, with dimension and size; None if
+    # there is none.
     plate: tuple[str, int, int] | None
-    member: Tensor
-    is_constant: Tensor
+    member: Tensor  # by entry, that member, (E,); zeros if there is none
+    is_constant: Tensor  # by entry, whether no latent changed it when the model was first seen, (E,)
 
     @property
     def plates(self) -> set[tuple[str, int, int]]:
@@ -58,9 +51,6 @@ class Entries:
         Args:
             table: log densities ``(*dimensions of a table, E)``, see :func:`flatten`.
             dims: by part, the dimensions (negative) that states of its latents lie in; its entries are the same along all others.
-
-        Raises:
-            ValueError: if there are other entries than when the model was first seen.
         """
         if table.shape[-1] != len(self.part):
             raise ValueError(f"had {len(self.part)} entries, and now has {table.shape[-1]}")
@@ -116,14 +106,7 @@ def weigh(log_prob: Tensor, scale: Any, mask: Any, event_dim: int) -> Tensor:
 
 
 def flatten(log_prob: Tensor, dims: Sequence[int], event_dim: int, num_dims: int) -> Tensor:
-    """Returns the log densities of entries, ``(*dimensions of a table, E)``.
-
-    Args:
-        log_prob: log densities, ``(..., *plates, *event)``.
-        dims: dimensions (negative) of the plates whose members are entries.
-        event_dim: number of event dimensions.
-        num_dims: number of dimensions of a table.
-    """
+    """Returns log densities ``(..., *plates, *event)`` by entry, ``(*dimensions of a table, E)``."""
     table = log_prob.reshape((1,) * (num_dims + event_dim - log_prob.dim()) + tuple(log_prob.shape))
     places = [*(dim - event_dim for dim in dims), *range(-event_dim, 0)]
     if not places:

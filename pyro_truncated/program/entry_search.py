@@ -29,29 +29,20 @@ MOST_ENTRIES = 2**26
 
 
 class Pattern(NamedTuple):
-    """Which entries of one latent change, to see what depends on them.
+    """Which entries of one latent change, to see what depends on them."""
 
-    Attributes:
-        site: the latent.
-        plate: a plate of which some members change, with dimension and size; ``None`` for all entries of the latent.
-        bit: number of a bit of the members' positions.
-        is_set: whether members with the bit change, or those without.
-    """
-
-    site: str
+    site: str  # the latent
+    # A plate of which some members change, with dimension and size; None for all entries of the
+    # latent.
     plate: tuple[str, int, int] | None = None
-    bit: int = 0
-    is_set: bool = True
+    bit: int = 0  # number of a bit of the members' positions
+    is_set: bool = True  # whether members with the bit change, or those without
 
 
 def find_entries(scorer: ProductScorer, scopes: Mapping[str, frozenset[str]]) -> dict[str, Entries]:
     """Returns what the entries of observed sites depend on.
 
     Sites are left out where all entries depend on the same latents.
-
-    Args:
-        scorer: of a graph in which these sites join latents to nodes.
-        scopes: by sample site, the latents that its density depends on.
     """
     graph = scorer.product.graph
     places = list(dict.fromkeys(graph.factors[name] for name in graph.coupling_sites))
@@ -77,14 +68,7 @@ def _find_entries(scorer: ProductScorer, scopes: Mapping[str, frozenset[str]], n
 
 
 class _EntrySearch:
-    """The search for the parts of one site's entries.
-
-    Attributes:
-        name: the site.
-        patterns: changes of latents that tell what entries depend on.
-        is_possible: whether its entries may be told apart.
-        size: how many densities it has.
-    """
+    """The search for the parts of one site's entries."""
 
     def __init__(self, scorer: ProductScorer, name: str, scope: frozenset[str]) -> None:
         self._scorer, self.name, self._node = scorer, name, scorer.nodes[name]
@@ -189,10 +173,6 @@ class _Changes:
     """Runs of a model in which latents of one node change.
 
     All sites are looked at in each of them.
-
-    Args:
-        scorer: of a call.
-        searches: those of the sites.
     """
 
     def __init__(self, scorer: ProductScorer, searches: Sequence[_EntrySearch]) -> None:

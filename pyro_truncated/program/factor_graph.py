@@ -30,14 +30,10 @@ class Node:
     """A variable of the graph: discrete sites decided together.
 
     There is one for each member of its plates.
-
-    Attributes:
-        sites: names of the sites.
-        plates: the plates whose members are independent given all other nodes, by dimension from left to right.
     """
 
-    sites: tuple[str, ...]
-    plates: tuple[Plate, ...]
+    sites: tuple[str, ...]  # names of the sites
+    plates: tuple[Plate, ...]  # the plates whose members are independent given all other nodes, by dimension from left to right
 
     @property
     def plate_names(self) -> set[str]:
@@ -60,27 +56,20 @@ class FactorGraph:
 
     Nodes are eliminated leaves first, those in more plates before those in fewer (Obermeyer et al., *Tensor Variable Elimination for
     Plated Factor Graphs*, 2019).
-
-    Attributes:
-        nodes: the variables.
-        factors: by sample site, the positions of the nodes that its density depends on, ascending.
-        order: the positions of the nodes in the order of their elimination.
-        separators: by node, the nodes that share a clique with it when it is eliminated.
-        colours: by node, a number that the other members of its cliques do not have.
-        components: positions of the nodes that are connected, a tuple for each component.
-        entries: by observed site, its entries where they depend on different nodes; one factor is of all of them.
-        coupling_sites: the observed sites with several entries that join latents to nodes of which few states are kept.
-        whole: what is kept as whole states: a sentence for each component without small cliques, or each site whose members are joined.
     """
 
-    nodes: tuple[Node, ...]
-    factors: Mapping[str, tuple[int, ...]]
-    order: tuple[int, ...]
-    separators: tuple[tuple[int, ...], ...]
-    colours: tuple[int, ...]
-    components: tuple[tuple[int, ...], ...]
+    nodes: tuple[Node, ...]  # the variables
+    factors: Mapping[str, tuple[int, ...]]  # by sample site, the positions of the nodes that its density depends on, ascending
+    order: tuple[int, ...]  # the positions of the nodes in the order of their elimination
+    separators: tuple[tuple[int, ...], ...]  # by node, the nodes that share a clique with it when it is eliminated
+    colours: tuple[int, ...]  # by node, a number that the other members of its cliques do not have
+    components: tuple[tuple[int, ...], ...]  # positions of the nodes that are connected, a tuple for each component
+    # By observed site, its entries where they depend on different nodes; one factor is of all of
+    # them.
     entries: Mapping[str, Entries] = dataclasses.field(default_factory=dict)
-    coupling_sites: tuple[str, ...] = ()
+    coupling_sites: tuple[str, ...] = ()  # the observed sites with several entries that join latents to nodes of which few states are kept
+    # What is kept as whole states: a sentence for each component without small cliques, or each
+    # site whose members are joined.
     whole: tuple[str, ...] = ()
 
     @property
@@ -89,10 +78,7 @@ class FactorGraph:
         return max(self.colours) + 1
 
     def scopes(self, name: str) -> Sequence[tuple[int, ...]]:
-        """Returns the nodes of a site's factors.
-
-        There is one, or one for each part of its entries.
-        """
+        """Returns the nodes of a site's factors."""
         if (entries := self.entries.get(name)) is None:
             return [self.factors[name]]
         place = {site: number for number, node in enumerate(self.nodes) for site in node.sites}
@@ -111,13 +97,6 @@ def build_graph(
     Sites at one place on which one observation depends are one node if they are all of a component.
     So are at least three of them that a node can hold in full, or whose table would be too large.
     A component without small cliques becomes one node, in the plates that all of it lies in.
-
-    Args:
-        trace: a run of the program.
-        scopes: by sample site, the latents that its density depends on.
-        sites: discrete, by name.
-        num_states: most states of a node.
-        entries: by observed site, what its entries depend on, where that is known.
     """
     entries = entries or {}
     factors, plates = _factors(trace, scopes, sites, entries)
@@ -143,10 +122,7 @@ def _factors(
 
 
 class _Builder:
-    """Merges sites to nodes until cliques are small.
-
-    Every component then has an elimination order with small cliques.
-    """
+    """Merges sites to nodes until cliques are small."""
 
     def __init__(
         self, scopes: Mapping[Any, frozenset[str]], plates: Mapping[Any, set[Plate]], sites: Mapping[str, DiscreteSite], num_states: int
@@ -252,10 +228,7 @@ class _Builder:
         return groups
 
     def _merge_until_narrow(self, component: frozenset[str]) -> None:
-        """Merges sites until there is a narrow elimination order.
-
-        Its cliques are small; in the end all sites are merged.
-        """
+        """Merges sites until there is a narrow elimination order."""
         while (wide := self._widest(component)) is not None:
             if not self._merge_at_one_place(wide):
                 break
@@ -295,10 +268,7 @@ class _Builder:
         return eliminate(members, [clique for clique in cliques if clique <= every], self._plates, self._node_limit)
 
     def _merge_at_one_place(self, scope: Collection[str]) -> bool:
-        """Merges the nodes of a density that lie at one place.
-
-        Returns whether there were any.
-        """
+        """Merges a density's nodes at one place; returns whether any were."""
         before = {self._nodes[site] for site in scope}
         for group in self._group_by_place(scope).values():
             self._merge(frozenset().union(*(self._nodes[site] for site in group)))

@@ -33,11 +33,7 @@ def ordinary_tensors() -> Iterator[None]:
 
 
 def refuse_hidden_latents(call: Call) -> None:
-    """Checks that no block handler around the model hides latent sites.
-
-    Raises:
-        ValueError: naming the sites.
-    """
+    """Checks that no block handler around the model hides latent sites."""
     hidden: list[str] = []
     model = call.model
     while isinstance(model, functools.partial) and len(model.args) >= 2 and isinstance(model.args[0], Messenger):
@@ -71,10 +67,6 @@ def plates_around(own: Container[str], site: str | None = None) -> list[Any]:
     """Returns open vectorised plates that are not the model's.
 
     They are frames, of parallel particles and predictive draws.
-
-    Args:
-        own: names of the model's plates.
-        site: the site that asks, where block handlers around may hide some and expose others.
     """
     with _OpenPlates():
         frames: tuple[Any, ...] = _open_plates(name=site)
@@ -83,13 +75,7 @@ def plates_around(own: Container[str], site: str | None = None) -> list[Any]:
 
 @contextmanager
 def warn_about_running_statistics() -> Iterator[None]:
-    """Warns of layers in training mode that keep running statistics.
-
-    The layers run in here, such as ``BatchNorm1d``.
-
-    Warns:
-        UserWarning: naming their classes.
-    """
+    """Warns of layers in training mode that keep running statistics."""
     layers: dict[str, None] = {}
 
     def note(module: torch.nn.Module, _: Any) -> None:

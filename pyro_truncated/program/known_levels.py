@@ -20,29 +20,16 @@ from pyro_truncated.program.sites import density_nodes, recorded_names, unwrap
 
 @dataclasses.dataclass(frozen=True)
 class KnownLevels:
-    """Levels that some latents of some data points must have.
+    """Levels that some latents of some data points must have."""
 
-    Attributes:
-        layout: the sites.
-        levels: ``(N, 1, L)`` int64, -1 where nothing is known.
-    """
-
-    layout: SiteLayout
-    levels: Tensor
+    layout: SiteLayout  # the sites
+    levels: Tensor  # (N, 1, L) int64, -1 where nothing is known
 
     @classmethod
     def from_run(
         cls, layout: SiteLayout, sizes: Sequence[int], observed: Mapping[str, Tensor], idle: Mapping[str, Tensor], device: Any
     ) -> KnownLevels | None:
-        """What is known in a run, ``None`` if nothing is.
-
-        Args:
-            layout: the sites.
-            sizes: sizes of the data plates in the run.
-            observed: values of sites that the run observes, in the shapes of the model's sites.
-            idle: by site, which entries of its batch count for nothing: they take the lowest level.
-            device: where the states are.
-        """
+        """What is known in a run, ``None`` if nothing is."""
         if not any(name in observed or name in idle for name in layout.sites):
             return None
         parts = []

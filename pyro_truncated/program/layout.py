@@ -37,11 +37,6 @@ class SiteLayout:
 
     States become values of sites, and values become states.
 
-    Args:
-        sites: the discrete sites by name.
-        frames: the data plates, by dimension from left to right.
-        depth: number of plate dimensions in the model.
-
     Attributes:
         sites: the discrete sites by name.
         plates: names of the data plates, by dimension from left to right.
@@ -65,10 +60,7 @@ class SiteLayout:
         self.depth = depth
 
     def part(self, names: Sequence[str], plates: Collection[str]) -> SiteLayout:
-        """Returns the layout of some of the sites.
-
-        Its data points are the members of other plates.
-        """
+        """Returns the layout of some of the sites."""
         frames = {f.name: f for name in names for f in self.sites[name].frames if f.vectorized and f.name in plates}
         sites = {name: self.sites[name].in_plates(plates) for name in names}
         return SiteLayout(sites, sorted(frames.values(), key=lambda frame: frame.dim), self.depth)
@@ -109,25 +101,16 @@ class SiteLayout:
         return {name: trim(values[name], site.event_dim, site.depth) for name, site in self.sites.items()}
 
     def split(self, levels: Tensor) -> dict[str, Tensor]:
-        """Returns site values ``(*batch, *site.shape)`` of unpacked states ``(*batch, L)``.
-
-        They have the prototype's types, with plates before the event.
-        """
+        """Returns site values ``(*batch, *site.shape)`` of unpacked states ``(*batch, L)``."""
         parts = {name: levels[..., own].reshape(*levels.shape[:-1], *self.sites[name].shape) for name, own in self.slices.items()}
         return {name: self.sites[name].to_values(part) for name, part in parts.items()}
 
     def encode_values(self, values: Mapping[str, Tensor], sizes: Sequence[int]) -> Tensor:
-        """Inverse of :meth:`site_values`: returns unpacked states ``(N, L)``.
-
-        Values have the shapes of the model's sites.
-        """
+        """Inverse of :meth:`site_values`: returns unpacked states ``(N, L)``."""
         return torch.cat([self.encode_site(name, values[name], sizes) for name in self.sites], -1)
 
     def encode_site(self, name: str, value: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Returns one site's levels ``(N, L)`` from its value.
-
-        The value has the shape of the model's site.
-        """
+        """Returns one site's levels ``(N, L)`` from its value."""
         site = self.sites[name]
         return site.to_levels(self.expand_to_rows(name, value, sizes)).reshape(math.prod(sizes), site.num_latents)
 
@@ -147,11 +130,7 @@ class SiteLayout:
         return value.reshape(math.prod(sizes), *site.shape, *value.shape[value.dim() - 1 :] * (site.kind == "one_hot"))
 
     def encode(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Unpacked states ``(*batch, L)`` from site values ``(*batch, *site.shape)``.
-
-        Raises:
-            ValueError: for a missing or unknown site, a wrong shape, or values outside the support.
-        """
+        """Unpacked states ``(*batch, L)`` from site values ``(*batch, *site.shape)``."""
         if set(values) != set(self.sites):
             raise ValueError(f"states are needed for the sites {sorted(self.sites)}; got {sorted(values)}")
         parts = []
@@ -172,11 +151,6 @@ class Layout(SiteLayout):
     A member of all of them counts as a data point. Without a data plate, all discrete latents form the one state of a single "data
     point".
 
-    Args:
-        trace: a trace of the model (one value per site).
-        dependencies: which densities and supports depend on which latents.
-        max_count: upper bound of counts with infinite support, for all such sites or by site name.
-
     Attributes:
         other_latents: names of the model's other latent sites, without ``Delta`` sites.
         nesting: number of plate dimensions that Pyro must count to compare model and guide.
@@ -195,12 +169,6 @@ class Layout(SiteLayout):
         idle_sites: names of the sites whose entries have one value where masks switch them off, if they change no density there.
         readers: by discrete site, the other sites whose densities depend on it.
         varying_masks: names of the sites whose masks depend on discrete latents.
-
-    Raises:
-        ValueError: if there is no discrete latent site, or a site has infinite support and no valid bound. Also if the batch of a site
-            that depends on discrete latents lies outside of plates.
-        NotImplementedError: for a subsampled sequential plate, a subsampled inner plate with a discrete latent, or a site whose entries
-            depend on each other by its support.
     """
 
     def __init__(self, trace: poutine.Trace, dependencies: Dependencies, max_count: int | Mapping[str, int] | None = None) -> None:
@@ -269,10 +237,7 @@ class Layout(SiteLayout):
 
     @property
     def left_out(self) -> str:
-        """What sums over all states leave out, in words.
-
-        It is empty if that is nothing.
-        """
+        """What sums over all states leave out, in words."""
         parts = [f"max_count leaves out '{name}' beyond {self.limits[name]}" for name in self.cut_sites]
         if self.coupled_site is not None:
             parts.append(f"'{self.coupled_site}' of a data point depends on the states of others")
@@ -283,10 +248,6 @@ class Layout(SiteLayout):
 
         Data points may depend on each other, and ``max_count`` may cut counts off.
         Where a hundredth of the mass lies on the largest count that is kept, the next ones would have some, too.
-
-        Args:
-            marginals: of the discrete sites, ``(N, *site shape, V)``.
-            indices: the data points that they are of; ``None`` for all.
         """
         findings = []
         if self.coupled_site is not None:
@@ -310,16 +271,6 @@ class Layout(SiteLayout):
         """A context in which Pyro's ELBOs count enough plate dimensions.
 
         They take the left-most plate of a run without enumeration. See :func:`sufficient_nesting`.
-
-        Args:
-            site: about to be sampled.
-            batch_dim: the value's batch dimensions, with that of enumeration.
-
-        Returns:
-            A plate that leaves shapes alone, as long as no plate is there and nothing is enumerated.
-
-        Warns:
-            UserWarning: if an ELBO has been told to count fewer, so that it will find that shapes disagree.
         """
         if self.nesting <= self.depth:
             return nullcontext()
@@ -347,10 +298,7 @@ def _check_bounds(max_count: int | Mapping[str, int] | None, names: Sequence[str
 
 
 def _data_plates(trace: poutine.Trace, nodes: Sequence[Mapping[str, Any]], dependencies: Dependencies) -> list[Any]:
-    """Returns plates around all discrete sites and their dependents.
-
-    They are ordered by dimension from left to right.
-    """
+    """Returns plates around all discrete sites and their dependents."""
     stacks = [[frame for frame in node["cond_indep_stack"] if frame.vectorized] for node in nodes]
     # A plate that is opened anew with another size or dimension is another plate.
     same = set.intersection(*({(frame.name, frame.dim, frame.size) for frame in stack} for stack in stacks))

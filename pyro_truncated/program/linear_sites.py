@@ -51,10 +51,6 @@ def linear_superpositions(probe: Probe, is_first: bool = False) -> list[tuple[An
     and on each alone, tells the parameters. The functions that means are computed by are followed. Only those count of which a
     composition is linear, whatever the parameters. ``None`` if some observation is none of these, or parameters differ between data
     points.
-
-    Args:
-        probe: the data points.
-        is_first: whether to look for functions that cannot be followed, such as scripts. Later the means of the probe must confirm.
     """
     site = vector_of_bits(probe)
     if site is None or probe.is_vectorized or probe.layout.read:
@@ -88,10 +84,6 @@ def linear_steps(probe: Probe, name: str) -> LinearSuperposition | None:
     It is normal around one linear function of the chains of a step, the same for all steps. Two runs tell: no active chain and each
     alone, in turn; and random real numbers in place of states, on which functions that differ are equal with probability zero. ``None``
     stands for other sites, and for fewer steps than chains.
-
-    Args:
-        probe: a run of a program whose only discrete site has chains.
-        name: the observed site.
     """
     (site,) = probe.layout.sites.values()
     value, shape = probe.nodes[name]["value"], probe.nodes[site.name]["value"].shape
@@ -148,12 +140,7 @@ def _normal(node: Mapping[str, Any]) -> Any:
 
 
 def _superposition(normal: Any, states: Tensor) -> LinearSuperposition | None:
-    """Returns the likelihood if data points share its parameters, or ``None``.
-
-    Args:
-        normal: the distribution of states, one after the other and of data points behind them.
-        states: no active latent, and each alone, ``(H + 1, H)``.
-    """
+    """Returns the likelihood if data points share its parameters, or ``None``."""
     loc, scale = once(normal.loc, 1), once(normal.scale)
     if loc.shape[0] != len(states) or loc.shape[1] != 1 or scale.shape[:2] != (1, 1):
         return None
@@ -183,10 +170,6 @@ def _tells_means(likelihood: LinearSuperposition, probe: Probe, site: DiscreteSi
 
 class _LinearFunctions(TorchFunctionMode):
     """Follows which tensors are affine functions of a first one.
-
-    Args:
-        first: the first one.
-        operations: what is computed from it by any operations, if these were watched.
 
     Attributes:
         linear: the tensors by identity.

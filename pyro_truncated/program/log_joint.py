@@ -27,14 +27,10 @@ class RowScorer:
     """Scores states of some data points.
 
     Under several draws of other latents at once scores are means.
-
-    Attributes:
-        log_joint: the scorer of all.
-        rows: which data points.
     """
 
-    log_joint: LogJoint
-    rows: slice
+    log_joint: LogJoint  # the scorer of all
+    rows: slice  # which data points
 
     def __call__(self, words: Tensor) -> Tensor:
         """Log joints ``(N, C)`` of packed states ``(N, C, num_words)`` of these rows."""
@@ -42,10 +38,7 @@ class RowScorer:
         return scores if scores.dim() == 2 else scores.flatten(0, -3).mean(0)
 
     def with_moments(self, words: Tensor) -> tuple[Tensor, Moments | None]:
-        """Returns the same, and the moments of observations where known.
-
-        A run of the model on many of these states tells them.
-        """
+        """Returns the same, and the moments of observations where known."""
         scorer = self.log_joint
         tells = (scorer.packed_model is None or scorer.layout.is_linear) and not scorer.is_vectorized
         return scorer.score_with_moments(words) if tells else (self(words), None)
@@ -82,16 +75,6 @@ class LogJoint(Probe):
     is subtracted: :math:`\log p(y_n, z, s) - \log q(z \mid s)`. This is :math:`\log p(y_n, s)` for
     every ``z`` when the conditional is exact.
 
-    Args:
-        call: the Pyro model and its arguments.
-        layout: its discrete sites.
-        values: fixed values by site name: other latents, subsamples of plates.
-        conditional: samples continuous latents given the states, or ``None``.
-        memory_budget: bytes that one run of the model on candidates may take, roughly. Default: see :func:`.budget_on`.
-        run_mode: how the states are scored: together, in a new left-most dimension. Or by
-            ``torch.func.vmap``, for models that do not take such a dimension. Or one after the
-            other, for models whose Python code looks at values.
-
     Attributes:
         takes_gradients: whether it was made under enabled gradients.
     """
@@ -122,9 +105,6 @@ class LogJoint(Probe):
 
         ``rows`` restricts the data points to a slice of the batch, or to those at some positions.
         This is only possible where the model has :attr:`packed_model` states.
-
-        Raises:
-            ValueError: if a log joint is NaN or ``+inf``; the message names the site.
         """
         if rows is not None and self.packed_model is None and words.shape[0] != self.num_data:
             raise ValueError(f"this model can only be scored on all {self.num_data} data points of the batch at once; got {len(words)}")
@@ -157,11 +137,7 @@ class LogJoint(Probe):
 
     @cached_property
     def packed_model(self) -> PackedModel | None:
-        """Returns how to score packed states directly, or ``None``.
-
-        ``None`` means that the model does not have the shape for it, or that there is a
-        conditional.
-        """
+        """Returns how to score packed states directly, or ``None``."""
         # First needed by a search, perhaps, but kept for the gradient.
         with torch.set_grad_enabled(self.takes_gradients):
             return None if self.conditional is not None else PackedModel.from_probe(self)
@@ -230,10 +206,6 @@ class LogJoint(Probe):
         """Returns slices of data points within the memory budget.
 
         Each can be scored on its own.
-
-        Args:
-            states_per_row: states of a data point that are kept or scored.
-            proposed_per_row: how many more a search proposes. On a device all are sorted at a time, with several numbers for each.
         """
         if self.packed_model is None:
             return [slice(0, self.num_data)]

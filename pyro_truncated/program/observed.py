@@ -46,11 +46,7 @@ class ObservedValues:
         return {**self.__dict__, "_checked_values": {}}
 
     def check(self, probe: Probe) -> None:
-        """Checks a run's observations, except tensors checked earlier.
-
-        Raises:
-            ValueError: naming the site, its first impossible value and the data point.
-        """
+        """Checks a run's observations, except tensors checked earlier."""
         for name, node in probe.nodes.items():
             value = node["value"]
             if not node["is_observed"] or not torch.is_tensor(value) or name in self._conditional or family(node["fn"]) == "Delta":
@@ -158,10 +154,7 @@ def _complaint(probe: Probe, node: Mapping[str, Any], invalid: Tensor) -> str:
 
 
 def _place(probe: Probe, node: Mapping[str, Any], first: tuple[int, ...], element_dim: int) -> str:
-    """Describes a value's place: data point and entry.
-
-    The data point is that of the full data set.
-    """
+    """Describes a value's place: data point and entry."""
     batch_dim = len(first) - (node["fn"].event_dim - element_dim)
     data_point, entry = 0, list(first)
     frames = [frame for frame in node["cond_indep_stack"] if frame.name in probe.layout.plates and batch_dim + frame.dim >= 0]

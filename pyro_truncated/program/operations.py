@@ -29,10 +29,6 @@ class Operations(TorchDispatchMode):
 
     A tensor with a dimension of some size has a multiple of that many entries. What is computed from it and has no such number is reduced
     over the dimension. Some entries of it are not, nor is what has a size that depends on values.
-
-    Args:
-        sources: the tensors.
-        dimensions: sizes of dimensions that are followed, each with the sources that have it.
     """
 
     def __init__(self, sources: Iterable[Tensor], dimensions: Sequence[tuple[int, Iterable[Tensor]]] = ()) -> None:
@@ -89,15 +85,10 @@ class Operations(TorchDispatchMode):
 
 
 class Shape(NamedTuple):
-    """The dimensions of a tensor behind those of states.
+    """The dimensions of a tensor behind those of states."""
 
-    Attributes:
-        plain: how many there are in a plain run.
-        padded: how many there are on sets of states, with ones left of the plain ones.
-    """
-
-    plain: int
-    padded: int
+    plain: int  # how many there are in a plain run
+    padded: int  # how many there are on sets of states, with ones left of the plain ones
 
 
 def _untouched_sizes(name: str, args: Any, kwargs: Any) -> list[int]:
@@ -121,10 +112,6 @@ class BroadcastParts(TorchFunctionMode):
     run have different ones, or more dimensions than ``torch.einsum`` or ``torch.bmm`` are told of. What torch takes as it is stays so.
 
     But an index of a latent, ``z[group]``, and a stack of several count the dimensions of a plain run. So do those of what has their shape.
-
-    Args:
-        latents: values of latents with their dimensions.
-        fills_plates: whether a stack of latents that lie outside of plates becomes the members of a plate, and no event.
     """
 
     def __init__(self, latents: Iterable[tuple[Tensor, Shape]] = (), *, fills_plates: bool = False) -> None:

@@ -51,24 +51,17 @@ class PackedModel:
     r"""A vector of Bernoulli latents and observations that score packed states.
 
     .. math:: \log p(y_n, s) = \sum_h s_h\,\mathrm{logit}_h - \sum_h \log(1 + e^{\mathrm{logit}_h}) + \log p(y_n \mid s).
-
-    Attributes:
-        space: the space of the states.
-        logits: of the latents, ``(H,)`` or ``(N, H)``.
-        constant: the second sum with its sign, scalar or ``(N,)``.
-        certain: which latents cannot be on, and which cannot be off, as their probabilities are
-            exactly 0 or 1. They are packed words ``(num_words,)`` or ``(N, num_words)``, ``None``
-            if there are none. They count in neither sum.
-        observations: distributions and their values.
-        is_linear: whether what the latents cause adds up.
     """
 
-    space: StateSpace
-    logits: Tensor
-    constant: Tensor
+    space: StateSpace  # the space of the states
+    logits: Tensor  # of the latents, (H,) or (N, H)
+    constant: Tensor  # the second sum with its sign, scalar or (N,)
+    # Which latents cannot be on, and which cannot be off, as their probabilities are exactly 0 or
+    # 1. They are packed words (num_words,) or (N, num_words), None if there are none. They count in
+    # neither sum.
     certain: tuple[Tensor, Tensor] | None
-    observations: list[tuple[PackedStateScorer, Tensor]]
-    is_linear: bool
+    observations: list[tuple[PackedStateScorer, Tensor]]  # distributions and their values
+    is_linear: bool  # whether what the latents cause adds up
 
     @classmethod
     def from_probe(cls, probe: Probe) -> PackedModel | None:
@@ -117,10 +110,7 @@ class PackedModel:
         return max(getattr(fn, "numbers_per_state", 1) for fn, _ in self.observations)
 
     def score(self, words: Tensor, rows: slice | Tensor | None = None) -> Tensor:
-        """Returns log joints ``(N, C)`` of states ``(N, C, num_words)``.
-
-        The data points are those in some rows (default: all).
-        """
+        """Returns log joints ``(N, C)`` of states ``(N, C, num_words)``."""
         index = slice(None) if rows is None else rows
         logits: Tensor | None = self.logits if self.logits.dim() == 1 else self.logits[index]
         total = self.constant if self.constant.dim() == 0 else self.constant[index].unsqueeze(-1)
@@ -166,10 +156,7 @@ def _fits(logits: Tensor, likelihood: Any, value: Tensor) -> bool:
 
 
 def _own_likelihoods(observed: Sequence[Any], states: Tensor, num_data: int) -> list[tuple[PackedStateScorer, Tensor]] | None:
-    """Returns observed distributions and their values.
-
-    ``None`` if some of them do not score packed states.
-    """
+    """Returns observed distributions and their values."""
     for node in observed:
         # By attributes: in every step an instance check of the protocol would look at all of them.
         takes_states = getattr(node["fn"], "states", None) is states and getattr(node["fn"], "has_packed_log_prob", False)
@@ -190,10 +177,7 @@ def _flip_gains_method(distribution: Any) -> Callable[..., Tensor | None]:
 
 
 def _bernoulli_logits(fn: Any, num_data: int, num_latents: int) -> Tensor | None:
-    """Returns logits ``(H,)`` or ``(N, H)`` of a vector Bernoulli distribution.
-
-    ``None`` stands for any other distribution.
-    """
+    """Returns logits ``(H,)`` or ``(N, H)`` of a vector Bernoulli distribution."""
     fn, masks = unwrap(fn)
     if masks or not isinstance(fn, torch.distributions.Bernoulli):
         return None

@@ -26,13 +26,7 @@ from pyro_truncated.utils.console import note_once
 
 
 class AllObservedError(ValueError):
-    """The model observes all discrete sites of the guide.
-
-    So they have no posterior.
-
-    Attributes:
-        values: the observed values by site name.
-    """
+    """The model observes all discrete sites of the guide."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(f"the model observes all its discrete sites {list(values)} with these arguments: there is nothing to infer")
@@ -41,11 +35,6 @@ class AllObservedError(ValueError):
 
 class Probe:
     """The data points of one (sub)batch that a run selects.
-
-    Args:
-        call: the Pyro model and its arguments.
-        layout: its discrete sites.
-        values: fixed values by site name: other latents, subsamples of plates.
 
     Attributes:
         call: the Pyro model and its arguments.
@@ -66,10 +55,6 @@ class Probe:
         depth: number of plate dimensions, with those of other latents' draws.
         inside: the sites that count for each data point, ``None`` for those that lie in all data plates.
         is_vectorized: whether there are such (vectorised particles), so that scores gain dimensions.
-
-    Raises:
-        AllObservedError: if the model observes all discrete sites.
-        ValueError: if the model's sites are others than those of the layout, or have no common positive scale.
     """
 
     inside: Collection[str] | None = None
@@ -109,10 +94,7 @@ class Probe:
         return self.run(values)
 
     def run(self, values: Mapping[str, Any]) -> poutine.Trace:
-        """A run with given values of sites and subsamples of plates.
-
-        Nothing outside sees it, except parameters.
-        """
+        """A run with given values of sites and subsamples of plates."""
         if not self.layout.broadcasts_parts:
             return self.call.run(values)
         depth, sites = self.layout.depth, self.layout.sites
@@ -122,10 +104,7 @@ class Probe:
             return self.call.run(values)
 
     def _check_common_scale(self, sites: Iterable[str]) -> None:
-        """Refuses latents of one posterior that are scaled differently.
-
-        The sum over their joint states has one scale.
-        """
+        """Refuses latents of one posterior that are scaled differently."""
         scales = {name: self.nodes[name]["scale"] for name in sites if name not in self.observed_sites}
         first, scale = next(iter(scales.items()), ("", 1.0))
         for name, other in scales.items():
@@ -193,9 +172,6 @@ class Probe:
         ``None`` stands for all in order.
 
         They are where the plates have them: on the CPU, mostly, where to look at them is to wait for nobody.
-
-        Raises:
-            ValueError: if a plate's subsample is out of range.
         """
         positions: Tensor | None = None
         whole = True
@@ -253,11 +229,6 @@ class Probe:
         """Returns the scaled log probability of observations that are not inside.
 
         It is the same for all states, but a part of the objective. See :meth:`is_inside`.
-
-        Args:
-            with_parameters: whether priors of parameters, sites with ``infer={"of_parameters": True}``, count.
-            share: of what has no row for each member of the left-most data plate, where several processes have the rest of the data.
-            own_share: of what has.
         """
         nodes = [node for node in self.nodes.values() if with_parameters or not node["infer"].get("of_parameters", False)]
         nodes = [node for node in nodes if not self.is_inside(node) and (node["is_observed"] or family(node["fn"]) == "Delta")]
@@ -287,8 +258,5 @@ class Probe:
         return self.layout.plates[0] in sizes or twin is not None
 
     def insert_observed_values(self, words: Tensor) -> Tensor:
-        """Returns distinct states ``(N, S, num_words)`` with observed values inserted.
-
-        States that would repeat others stay as they are.
-        """
+        """Returns distinct states ``(N, S, num_words)`` with observed values inserted."""
         return words if self.known_levels is None else self.known_levels.put_into(words)

@@ -27,14 +27,10 @@ class NodeGroup:
     """Nodes with equal state spaces, plates and colour.
 
     Their sets are rows of one population.
-
-    Attributes:
-        nodes: positions of the nodes in the graph.
-        layouts: their sites, as seen from one member of their plates.
     """
 
-    nodes: tuple[int, ...]
-    layouts: tuple[SiteLayout, ...]
+    nodes: tuple[int, ...]  # positions of the nodes in the graph
+    layouts: tuple[SiteLayout, ...]  # their sites, as seen from one member of their plates
 
     @property
     def plates(self) -> tuple[str, ...]:
@@ -63,10 +59,6 @@ class ProductLayout:
     The truncated posterior lives on the product of the sets.
 
     .. math:: \mathcal F = \log \sum_{s_1 \in K_1} \cdots \sum_{s_V \in K_V} p(s, y)
-
-    Args:
-        graph: the factor graph.
-        layout: the discrete sites of the program.
 
     Attributes:
         graph: the factor graph.
@@ -131,10 +123,7 @@ class ProductLayout:
         return {name: self.graph.scopes(name) for name in self.graph.factors}
 
     def evidence_by_node(self, messages: Messages) -> dict[int, Tensor]:
-        """Returns, by node, the evidence of its component.
-
-        It has the dimensions of a table.
-        """
+        """Returns, by node, the evidence of its component."""
         return {node: messages.evidence(root) for node, root in self.tree.roots.items()}
 
     def count_inner(self, number: int) -> int:
@@ -146,13 +135,7 @@ class ProductLayout:
         return math.prod(own.full_sizes[own.plates.index(self.layout.plates[0]) + 1 :])
 
     def pack(self, levels: Tensor) -> list[Tensor]:
-        """Returns whole states as states of nodes, ``(rows, S, num_words)`` by group.
-
-        They may repeat.
-
-        Args:
-            levels: unpacked whole states of all data points, ``(N, S, L)``.
-        """
+        """Returns whole states ``(N, S, L)`` as states of nodes, ``(rows, S, num_words)`` by group."""
         layout = self.layout
         values = [layout.site_values(state, layout.full_sizes) for state in levels.unbind(1)]
         words = []
@@ -165,11 +148,6 @@ class ProductLayout:
         """Spreads what belongs to a node's states, ``(rows, S)``.
 
         The result has the dimensions of a table.
-
-        Args:
-            node: position of the node.
-            rows: one row for each member of its plates.
-            sizes: sizes of its plates.
         """
         own, tree = self.node_layouts[node], self.tree
         num_left = tree.num_dims - self.layout.depth - 1 - tree.colours[node]
@@ -226,10 +204,7 @@ class ProductLayout:
         return site_values
 
     def summary(self, num_states: int) -> list[str]:
-        """Returns a line for each kind of node.
-
-        It names its sites, how many sets there are, how large they are, and whether they are exact.
-        """
+        """Returns a line for each kind of node."""
         lines = []
         for group in self.groups:
             sites, count = group.sites, group.num_data

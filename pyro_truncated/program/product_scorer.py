@@ -43,12 +43,7 @@ Factor = tuple[str, tuple[int, ...]]
 
 
 def other_structure(problem: str, *, has_sets: bool = True) -> str:
-    """What to say of a call with another structure.
-
-    Args:
-        problem: what is other, in words.
-        has_sets: whether nodes have sets, so that whole states would help.
-    """
+    """What to say of a call with another structure."""
     advice = ", or make the guide with AutoTruncated(..., whole_states=True)" if has_sets else ""
     return (
         f"the model has another structure than when the guide was set up: {problem}. Make a new guide and first call "
@@ -88,19 +83,9 @@ class ProductScorer(Probe):
     A run that finds out which rows the model selects is a second one. Where sets of all rows are given, and the model selects all of
     them and observes none of the latents, their tables are those of the first.
 
-    Args:
-        call: the Pyro model and its arguments.
-        product: the nodes of its factor graph.
-        values: fixed, by site name: other latents, subsamples.
-        sets: those of all rows.
-
     Attributes:
         product: the nodes of its factor graph.
         first_sets: the sets of the first run, ``None`` where it drew one value of each latent.
-
-    Raises:
-        NotImplementedError: if a plate is subsampled whose members share a latent of the same component.
-        ValueError: if latents of one component have different scales.
     """
 
     def __init__(self, call: Call, product: ProductLayout, values: Mapping[str, Any] | None = None, sets: Sets | None = None) -> None:
@@ -178,10 +163,7 @@ class ProductScorer(Probe):
 
     @cached_property
     def population_rows(self) -> list[Tensor | None]:
-        """By group, which rows of its population this run selects.
-
-        It is ``None`` for all in order.
-        """
+        """By group, the rows that this run selects, ``None`` for all."""
         return [self._find_rows(group) for group in self.product.groups]
 
     def _find_rows(self, group: NodeGroup) -> Tensor | None:
@@ -214,10 +196,7 @@ class ProductScorer(Probe):
 
     @torch.no_grad()
     def hidden_log_probs(self, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns what masks hide of the sites' log probabilities.
-
-        The sites are discrete and have some values; results are by name of the masked.
-        """
+        """Returns what masks hide of the sites' log probabilities."""
         if not self.masked_sites:
             return {}
         with pyro.validation_enabled(False):
@@ -265,9 +244,6 @@ class ProductScorer(Probe):
         """Returns the log density of each sample site as a table.
 
         The sites depend on discrete latents; a table is over the states of their nodes.
-
-        Raises:
-            ValueError: if a log density is NaN or ``+inf``; the message names the site.
         """
         if (first := self._reuse_first_run(sets)) is not None:
             return first
@@ -356,10 +332,7 @@ class ProductScorer(Probe):
         )
 
     def _sum_inner(self, node: Any, table: Tensor, scope: tuple[int, ...], dims: Collection[int] = ()) -> Tensor:
-        """Sums over plates of a site that no node lies in.
-
-        Further dimensions may be given.
-        """
+        """Sums over plates of a site that no node lies in."""
         tree = self.product.tree
         inner = {frame.dim for frame in node["cond_indep_stack"] if frame.vectorized}.union(dims)
         inner = inner.difference(*(tree.plates[member] for member in scope))
@@ -471,10 +444,7 @@ class ProductScorer(Probe):
         return _GivenGradient.apply(tables.entries, value, gradient), messages  # type: ignore[no-untyped-call]
 
     def sum_evidence(self, evidence: Sequence[Tensor]) -> Tensor:
-        """Returns the scaled sum of the evidence of all components.
-
-        Each is scaled as its plates are subsampled.
-        """
+        """Returns the scaled sum of the evidence of all components."""
         return torch.stack([self.evidence_scale(root) * rows.sum() for root, rows in zip(self.product.roots, evidence, strict=True)]).sum()
 
     @torch.no_grad()
@@ -482,9 +452,6 @@ class ProductScorer(Probe):
         """Checks that parts of entries depend on no other latents now.
 
         Parameters may have hidden that before. Densities of random states of all nodes are compared with those of single runs.
-
-        Raises:
-            ValueError: if they do.
         """
         if not self._agrees(seed):
             names = list(self.product.graph.entries)
@@ -496,9 +463,6 @@ class ProductScorer(Probe):
 
         Then the model takes many states at once. Parameters that are zero, as weights at first, do not tell. All members of a plate share
         a set if the product says so.
-
-        Args:
-            is_reduction_known: whether it is known that no density depends on several states of a set.
         """
         generator = torch.Generator().manual_seed(0)
         parameters = generic_parameters(self, self.product.graph.factors, generator)

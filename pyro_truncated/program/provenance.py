@@ -108,9 +108,6 @@ class PythonReads(TorchFunctionMode):
         read: those of them whose values Python code has looked at.
         stack: where that was so first; empty if nowhere.
         written: the memory that they were written into.
-
-    Args:
-        written: the same, of another one.
     """
 
     def __init__(self, written: WrittenMemory | None = None) -> None:

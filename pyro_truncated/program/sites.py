@@ -23,34 +23,22 @@ WRAPPERS = (MaskedDistribution, ExpandedDistribution, Independent)
 
 @dataclasses.dataclass(frozen=True)
 class DiscreteSite:
-    """One discrete latent site, seen from one data point.
+    """One discrete latent site, seen from one data point."""
 
-    Attributes:
-        name: the site's name in the model.
-        kind: ``"boolean"``, ``"integer"`` or ``"one_hot"``.
-        plates: ``(dim, size)`` of the plates around the site other than the data plates, outermost (most negative ``dim``) first.
-        event_shape: shape of the value's event, without the one-hot dimension.
-        low: smallest value (0 but for integer intervals that start elsewhere).
-        cardinalities: number of values of each latent, in the order of ``(*plates, *event_shape)``.
-        frames: the site's plates, for the guide to enter.
-        dtype: type of the site's values in the prototype run.
-    """
-
-    name: str
-    kind: str
+    name: str  # the site's name in the model
+    kind: str  # "boolean", "integer" or "one_hot"
+    # (dim, size) of the plates around the site other than the data plates, outermost (most negative
+    # dim) first.
     plates: tuple[tuple[int, int], ...]
-    event_shape: tuple[int, ...]
-    low: int
-    cardinalities: tuple[int, ...]
-    frames: tuple[Any, ...]
-    dtype: torch.dtype
+    event_shape: tuple[int, ...]  # shape of the value's event, without the one-hot dimension
+    low: int  # smallest value (0 but for integer intervals that start elsewhere)
+    cardinalities: tuple[int, ...]  # number of values of each latent, in the order of (*plates, *event_shape)
+    frames: tuple[Any, ...]  # the site's plates, for the guide to enter
+    dtype: torch.dtype  # type of the site's values in the prototype run
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the site's latents for one data point.
-
-        Inner plates come first, then the event.
-        """
+        """Shape of a data point's latents: inner plates, then the event."""
         return (*(size for _, size in self.plates), *self.event_shape)
 
     @property
@@ -60,10 +48,7 @@ class DiscreteSite:
 
     @cached_property
     def highest(self) -> Tensor:
-        """Largest values, with plates before the event.
-
-        They are one number if all are alike.
-        """
+        """Largest values, with plates before the event."""
         highest = torch.tensor(self.cardinalities) + (self.low - 1)
         if len(set(self.cardinalities)) == 1:
             return highest[0]
@@ -85,10 +70,7 @@ class DiscreteSite:
         return self.kind, self.plates, self.event_shape, self.low, self.cardinalities
 
     def in_plates(self, plates: Collection[str]) -> DiscreteSite:
-        """The same site seen from a member of data plates.
-
-        All its other plates are inner plates.
-        """
+        """The same site seen from a member of data plates."""
         frames = {frame.dim: frame.name for frame in self.frames if frame.vectorized}
         sizes = {frame.dim: frame.full_size or frame.size for frame in self.frames if frame.vectorized}
         inner = tuple((dim, sizes[dim]) for dim in sorted(frames) if frames[dim] not in plates)
@@ -104,10 +86,7 @@ class DiscreteSite:
         return dataclasses.replace(self, plates=inner, cardinalities=tuple(table.flatten().tolist()))
 
     def to_values(self, levels: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Turns levels ``0 .. cardinality - 1`` into the values Pyro sees.
-
-        One-hot sites gain a last dimension.
-        """
+        """Turns levels ``0 .. cardinality - 1`` into the values Pyro sees."""
         dtype = self.dtype if dtype is None else dtype
         if self.kind == "one_hot":
             return torch.nn.functional.one_hot(levels.long(), self.cardinalities[0]).to(dtype)
@@ -122,11 +101,7 @@ class DiscreteSite:
         return self.to_values(part.reshape((*part.shape[: len(batch)], *self.event_shape)), dtype)
 
     def to_levels(self, values: Tensor) -> Tensor:
-        """Inverse of :meth:`to_values`, as int64.
-
-        Raises:
-            ValueError: if a value is not in the site's support.
-        """
+        """Inverse of :meth:`to_values`, as int64."""
         if self.kind == "one_hot":
             levels = values.argmax(-1)
             valid = bool((self.to_values(levels, values.dtype) == values).all())

@@ -94,9 +94,6 @@ def refuse_other_structure(scorer: LogJoint | ProductScorer | ChainScorer, max_c
     """Checks that densities and supports depend on no other latents.
 
     They may depend on those that they did depend on when the guide was set up.
-
-    Raises:
-        ValueError: naming the sites.
     """
     layout = scorer.layout
     # A conditional may look at the minibatch that the model has kept: other runs take the same.
@@ -118,10 +115,7 @@ def refuse_other_structure(scorer: LogJoint | ProductScorer | ChainScorer, max_c
 
 
 def _find_problem(scorer: LogJoint | ProductScorer | ChainScorer, dependencies: Dependencies) -> str:
-    """What is not as it was in the first call, in words.
-
-    It is empty if that is nothing.
-    """
+    """What is not as it was in the first call, in words."""
     read = sorted(dependencies.read & scorer.layout.sites.keys())
     if isinstance(scorer, ProductScorer) and read:
         return f"Python looks at values of {read}"

@@ -64,10 +64,7 @@ def elementwise(support: Any) -> Any:
 
 
 def possible_values(fn: Any, value: Tensor) -> Tensor:
-    """Whether values lie in a distribution's support, by batch entry.
-
-    Masked values are possible.
-    """
+    """Whether values lie in a distribution's support, by batch entry."""
     if isinstance(fn, MaskedDistribution):
         return possible_values(fn.base_dist, value) | ~torch.as_tensor(fn._mask, device=value.device)
     if isinstance(fn, ExpandedDistribution):

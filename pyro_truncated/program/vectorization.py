@@ -88,9 +88,6 @@ def choose_run_mode(log_joint: LogJoint) -> tuple[RunMode, bool]:
 
     Returns:
         How to score, and whether Pyro's own ELBOs can enumerate the states in parallel.
-
-    Raises:
-        ChangingSitesError: if the model samples other sites for some states.
     """
     if log_joint.layout.space.size == 1:
         return "together", True
@@ -250,10 +247,7 @@ def _terms(log_joint: LogJoint, words: Tensor, run_mode: RunMode) -> tuple[dict[
 
 
 def _difference(log_joint: LogJoint, actual: Mapping[str, Tensor] | Exception, expected: Mapping[str, Tensor] | Exception) -> str | None:
-    """Returns the first site with differing log probabilities.
-
-    The name is empty for an error.
-    """
+    """Returns the first site with differing log probabilities."""
     if isinstance(actual, Exception) or isinstance(expected, Exception):
         return ""
     for name, value in expected.items():

@@ -66,13 +66,6 @@ def log_prob_with_zeros(fn: Any, value: Tensor) -> Tensor | None:
     With infinite logits it computes NaN for possible values too. Here probabilities that are exactly 0 or 1 have exact logarithms, and
     gradients at possible values are finite. All others are clamped as torch does. On a CPU parameters are looked at first, which takes no
     time beside the density. A device is not waited for: there it is for sites that had such probabilities when the guide was set up.
-
-    Args:
-        fn: a discrete distribution, in any wrappers.
-        value: values in its support; broadcast against its batch and event shapes.
-
-    Returns:
-        One number for each entry of the batch, or ``None``.
     """
     return _apply_to_entries(fn, value, _entry_log_prob)
 
@@ -146,15 +139,10 @@ def _impossible(fn: Any, value: Tensor) -> Tensor | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Probability:
-    """A probability, as it was given to a distribution.
+    """A probability, as it was given to a distribution."""
 
-    Attributes:
-        value: the parameter, without the dimensions in which it was expanded.
-        name: ``"probs"`` or ``"logits"``.
-    """
-
-    value: Tensor
-    name: str
+    value: Tensor  # the parameter, without the dimensions in which it was expanded
+    name: str  # "probs" or "logits"
 
     @classmethod
     def from_distribution(cls, fn: Any, probs: str = "probs", logits: str = "logits") -> _Probability:

@@ -92,6 +92,16 @@ def test_global_latents(spread):
     assert Calibration({name: values for name, values in result.pit.items() if "shift" not in name}).is_calibrated(level=1e-4)
 
 
+def test_keywords_reach_the_model_alone():
+    def counted(y, max_count):
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Binomial(max_count, 0.4))
+            pyro.sample("y", dist.Normal(s, 0.6), obs=y)
+
+    result = simulation_based_calibration(counted, torch.zeros(20), max_count=3)
+    assert all(values.shape == (20,) for values in result.pit.values())
+
+
 def test_bad_arguments_are_refused():
     with pytest.raises(TypeError, match="AutoTruncated"):
         simulation_based_calibration(shifted, torch.zeros(3), fit=lambda model, y: AutoDelta(model))

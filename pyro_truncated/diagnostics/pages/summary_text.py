@@ -51,56 +51,37 @@ class Section:
 
     title: str  # heading
     text: str  # what is seen, what the numbers mean. Plain text.
-    figure: Figure | None = None  # picture, stored beside the page as name, or None
-    name: str = ""  # file name of the picture
+    figure: Figure | None = None  # picture
     table: Sequence[Sequence[Any]] = ()  # header and rows of a table, or empty
 
 
-def write_report(
-    folder: str | Path, title: str, lead: str, numbers: Mapping[str, Any], sections: Sequence[Section], *, dpi: int = 110
-) -> Path:
-    """Writes ``index.html``, which needs no network, and its pictures; returns its path.
+def write_page(path: str | Path, title: str, lead: str, numbers: Mapping[str, Any], sections: Sequence[Section]) -> Path:
+    """Writes one file that holds its pictures; returns its path.
 
-    The ``numbers``, main results by name, stand in large type under the ``lead``.
+    It needs no network. The ``numbers``, main results by name, stand in large type under the ``lead``.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    for section in sections:
-        if section.figure is not None:
-            section.figure.savefig(folder / section.name, dpi=dpi, bbox_inches="tight", facecolor="white")
-    return _write(folder / "index.html", title, lead, numbers, sections, [section.name for section in sections])
-
-
-def write_page(path: str | Path, title: str, lead: str, numbers: Mapping[str, Any], sections: Sequence[Section], *, dpi: int = 100) -> Path:
-    """Writes :func:`write_report` as one file that holds its pictures."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    sources = []
-    for section in sections:
-        buffer = io.BytesIO()
-        if section.figure is not None:
-            section.figure.savefig(buffer, format="png", dpi=dpi, bbox_inches="tight", facecolor="white")
-        sources.append("data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode())
-    return _write(path, title, lead, numbers, sections, sources)
-
-
-def _write(page: Path, title: str, lead: str, numbers: Mapping[str, Any], sections: Sequence[Section], sources: Sequence[str]) -> Path:
-    """Writes the page under a temporary name, then renames it."""
     tiles = "".join(f"<div><b>{_text(value)}</b><span>{_text(name)}</span></div>" for name, value in numbers.items())
     header = f'<header><h1>{_text(title)}</h1><p>{_text(lead)}</p><div class="numbers">{tiles}</div></header>'
-    body = "\n".join([header, *map(_render_section, sections, sources)])
-    temporary = page.with_name(f"{page.name}.tmp")
+    body = "\n".join([header, *map(_render_section, sections)])
+    # Under a temporary name first, so that no page is ever half written.
+    temporary = path.with_name(f"{path.name}.tmp")
     temporary.write_text(
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{_text(title)}</title><style>{_STYLE}</style></head>\n<body><main>\n{body}\n</main></body></html>\n",
         encoding="utf-8",
     )
-    os.replace(temporary, page)
-    return page
+    os.replace(temporary, path)
+    return path
 
 
-def _render_section(section: Section, source: str) -> str:
-    picture = f'<img src="{_text(source)}" alt="{_text(section.title)}">' if section.figure is not None else ""
+def _render_section(section: Section) -> str:
+    picture = ""
+    if section.figure is not None:
+        buffer = io.BytesIO()
+        section.figure.savefig(buffer, format="png", dpi=100, bbox_inches="tight", facecolor="white")
+        picture = f'<img src="data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}" alt="{_text(section.title)}">'
     return f"<section><h2>{_text(section.title)}</h2><p>{_text(section.text)}</p>{picture}{_table(section.table)}</section>"
 
 

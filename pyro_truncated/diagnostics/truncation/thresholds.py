@@ -40,15 +40,10 @@ class TruncationWarning(UserWarning):
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something a check found wrong.
+    """Something a check found wrong."""
 
-    Attributes:
-        problem: what was measured, and what it means.
-        advice: what to change.
-    """
-
-    problem: str
-    advice: str
+    problem: str  # what was measured, and what it means
+    advice: str  # what to change
 
     def __str__(self) -> str:
         return f"{self.problem} {self.advice}"

@@ -92,11 +92,7 @@ class DataKernel(UniqueModule, Parameterized):
 
 
 class ProtocolKernel(DataKernel):
-    """An object with :class:`KernelColumns`, fixed but for a variance.
-
-    Args:
-        columns: the object.
-    """
+    """An object with :class:`KernelColumns`, fixed but for a variance."""
 
     def __init__(self, columns: KernelColumns) -> None:
         diagonal = columns.diag()
@@ -119,11 +115,7 @@ class ProtocolKernel(DataKernel):
         return self.variance * self._there(self.source.cross(new, index))
 
     def diag_new(self, new: Any) -> Tensor:
-        """Variances ``(n_new,)`` of new inputs.
-
-        Raises:
-            TypeError: if the object has no ``diag_new``.
-        """
+        """Variances ``(n_new,)`` of new inputs."""
         variances = getattr(self.source, "diag_new", None)
         if variances is None:
             raise TypeError(f"{type(self.source).__name__} needs a method diag_new(new) -> (n_new,) to predict variances at new inputs")
@@ -131,11 +123,7 @@ class ProtocolKernel(DataKernel):
         return values
 
     def among(self, new: Any) -> Tensor:
-        """Covariances ``(n_new, n_new)`` of new inputs with each other.
-
-        Raises:
-            TypeError: if the object has no ``among``.
-        """
+        """Covariances ``(n_new, n_new)`` of new inputs with each other."""
         covariances = getattr(self.source, "among", None)
         return super().among(new) if covariances is None else self.variance * self._there(covariances(new))
 
@@ -504,11 +492,7 @@ class RestrictedKernel(DataKernel):
 
 
 class InputKernel(PairwiseKernel):
-    """A kernel of numeric inputs ``(n, D)``, which gives covariances of any points.
-
-    Args:
-        inputs: training inputs ``(n, D)`` or ``(n,)``, finite.
-    """
+    """A kernel of numeric inputs ``(n, D)``, which gives covariances of any points."""
 
     inputs: Tensor
 

@@ -96,18 +96,13 @@ def learn_exactly(
 
 
 class ExactPosterior:
-    """The posterior of a Gaussian process given all training data.
-
-    Attributes:
-        fitted: means at the training inputs, ``(n, H)``.
-    """
+    """The posterior of a Gaussian process given all training data."""
 
     @torch.no_grad()
     def __init__(self, kernel: DataKernel, targets: Tensor, noise: float) -> None:
         self.basis, self.targets = Basis(kernel, torch.arange(len(targets), device=targets.device)), targets
         self.covariance = DenseCovariance(self.basis.square(), torch.as_tensor(noise, dtype=targets.dtype, device=targets.device))
         self.weights = torch.cholesky_solve(targets, self.covariance.cholesky)
-        self.fitted = targets - noise * self.weights
 
     def marginals(self, new: Any) -> tuple[Tensor, Tensor]:
         """Means ``(n_new, H)`` and variances ``(n_new,)`` of the function."""

@@ -361,7 +361,6 @@ class SparsePosterior:
         held_out: positions of data points that had no part in moving the inducing inputs. These alone calibrate ``"pp"`` then.
 
     Attributes:
-        fitted: means at the training inputs, ``(n, H)``.
         share: the factor :math:`c`; 1 but for ``"pp"``.
     """
 
@@ -383,7 +382,6 @@ class SparsePosterior:
         shrink = torch.linalg.solve_triangular(R, inverse, upper=False)
         m = len(basis)
         whitened = torch.linalg.solve_triangular(R, scaled.mT @ targets, upper=False)
-        self.fitted = self.factor @ torch.linalg.solve_triangular(R.mT, whitened, upper=True)
         self.share = 1.0
         if self.is_projected:
             members = rows[:0] if isinstance(basis, FreeBasis) else basis.index[rows]

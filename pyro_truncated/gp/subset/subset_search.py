@@ -21,26 +21,16 @@ from pyro_truncated.utils.constraints import in_double
 
 @dataclasses.dataclass
 class Budget:
-    """Ends a search, and keeps its record.
+    """Ends a search, and keeps its record."""
 
-    Attributes:
-        max_swaps: most members exchanged. Default: no limit.
-        max_attempts: most attempts, whether they succeed or not. Default: no limit.
-        max_seconds: most seconds by ``clock``. Default: no limit.
-        clock: seconds from some moment on. Default: wall clock time.
-        progress: whether to show a progress bar.
-        swaps: members exchanged so far.
-        attempts: attempts so far.
-        history: seconds, swaps and objective after each change, the start included.
-    """
-
-    max_swaps: int | None = None
-    max_attempts: int | None = None
-    max_seconds: float | None = None
-    clock: Callable[[], float] = time.perf_counter
-    progress: bool = False
-    swaps: int = 0
-    attempts: int = 0
+    max_swaps: int | None = None  # most members exchanged. Default: no limit.
+    max_attempts: int | None = None  # most attempts, whether they succeed or not. Default: no limit.
+    max_seconds: float | None = None  # most seconds by clock. Default: no limit.
+    clock: Callable[[], float] = time.perf_counter  # seconds from some moment on. Default: wall clock time.
+    progress: bool = False  # whether to show a progress bar
+    swaps: int = 0  # members exchanged so far
+    attempts: int = 0  # attempts so far
+    # Seconds, swaps and objective after each change, the start included.
     history: list[tuple[float, int, float]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:

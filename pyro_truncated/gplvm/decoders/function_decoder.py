@@ -14,7 +14,7 @@ from torch.distributions import constraints
 from pyro_truncated.distributed.shards import refuse_shards
 from pyro_truncated.gp.active_set_distributions import ActiveSetGaussianProcess, ActiveSetPosterior
 from pyro_truncated.gp.active_sets import Choose, Split
-from pyro_truncated.gplvm.decoders.latents import Predictor
+from pyro_truncated.gplvm.decoders.conditioning_set import Posterior
 from pyro_truncated.gplvm.decoders.sas_decoder import SASDecoder
 from pyro_truncated.utils.arguments import describe, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
@@ -153,11 +153,11 @@ class SASFunctionDecoder(SASDecoder):
         noise: Tensor = self.noise_variance + self.width
         return noise
 
-    def _log_joint(self, posterior: Predictor, x: Tensor, latents: Tensor) -> Tensor:
+    def _log_joint(self, posterior: Posterior, x: Tensor, latents: Tensor) -> Tensor:
         log_joint: Tensor = self.observe(posterior.predict(latents)[0]).log_prob(x) - 0.5 * latents.square().sum(-1)
         return log_joint
 
-    def _best_candidates(self, posterior: Predictor, x: Tensor, num: int) -> Tensor:
+    def _best_candidates(self, posterior: Posterior, x: Tensor, num: int) -> Tensor:
         candidates = posterior.latents[:: -(-len(posterior.latents) // 200)]
         # One candidate at a time: all at once would need a tensor of candidates by data points by functions.
         values = torch.stack([self._log_joint(posterior, x, z.expand(len(x), -1)) for z in candidates])

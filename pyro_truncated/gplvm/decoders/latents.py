@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import pyro.distributions as dist
@@ -41,6 +41,7 @@ from pyro_truncated.gp.active_sets import (
     split_weights,
 )
 from pyro_truncated.gplvm.batched_bfgs import maximize_batched
+from pyro_truncated.gplvm.decoders.conditioning_set import Posterior
 from pyro_truncated.utils.arguments import check_count, describe, leaves_inference_mode, names_arguments
 from pyro_truncated.utils.arrays import as_tensors, check_column_names
 from pyro_truncated.utils.devices import generator_device
@@ -51,23 +52,13 @@ Objective = Callable[[Any, Tensor, Tensor], Tensor]
 _STEPS_PER_NEIGHBOURHOOD = 8
 
 
-class Predictor(Protocol):
-    """A posterior over functions of the latents."""
-
-    latents: Tensor
-
-    def predict(self, latents: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
-        """Predictive means ``(*batch, D)`` and variances ``(*batch, 1)`` or ``(*batch, D)``."""
-        ...
-
-
-def best_candidates(posterior: Predictor, x: Tensor, candidates: Tensor, num: int) -> Tensor:
+def best_candidates(posterior: Posterior, x: Tensor, candidates: Tensor, num: int) -> Tensor:
     """Returns each data point's ``num`` most probable candidates: ``(num, M, Q)``."""
     scores = log_prob_of_each(x, *posterior.predict(candidates)) - 0.5 * candidates.square().sum(-1)
     return candidates[scores.topk(num, 1).indices].movedim(1, 0)
 
 
-def maximize(posterior: Predictor, objective: Objective, x: Tensor, starts: Tensor, steps: int, lr: float) -> Tensor:
+def maximize(posterior: Posterior, objective: Objective, x: Tensor, starts: Tensor, steps: int, lr: float) -> Tensor:
     """Returns the best latents ``(M, Q)`` reached from starts ``(S, M, Q)``."""
     if isinstance(posterior, NearestSet):
         return maximize_among_neighbors(posterior, objective, x, starts, steps, lr)
@@ -103,7 +94,7 @@ def _maximize_once(
     return points, objective(around, x, points)
 
 
-def log_joint(posterior: Predictor, x: Tensor, latents: Tensor) -> Tensor:
+def log_joint(posterior: Posterior, x: Tensor, latents: Tensor) -> Tensor:
     r""":math:`\log p(x_n \mid z_n) + \log \mathcal N(z_n; 0, I)`, up to a constant, of data points at latents ``(*batch, M, Q)``."""
     return conditional_log_prob(x, *posterior.predict(latents)) - 0.5 * latents.square().sum(-1)
 

@@ -48,7 +48,6 @@ from pyro_truncated.gp.kernels import refuse_foreign_kernel
 from pyro_truncated.gplvm.decoders.conditioning_set import ConditioningSet, Posterior, checksum, neighbors_set, select_conditioning_set
 from pyro_truncated.gplvm.decoders.latents import (
     CandidateLatents,
-    Predictor,
     SharedSplit,
     best_candidates,
     gather_latents,
@@ -503,11 +502,11 @@ class SASDecoder(UniqueModule):
     def _output_noise(self) -> Tensor:
         return self.noise_variance
 
-    def _log_joint(self, posterior: Predictor, x: Tensor, latents: Tensor) -> Tensor:
+    def _log_joint(self, posterior: Posterior, x: Tensor, latents: Tensor) -> Tensor:
         """``log p(x | z) + log N(z; 0, I)``, up to a constant, of data points at latents ``(*batch, M, Q)``."""
         return log_joint(posterior, x - self.loc, latents)
 
-    def _best_candidates(self, posterior: Predictor, x: Tensor, num: int) -> Tensor:
+    def _best_candidates(self, posterior: Posterior, x: Tensor, num: int) -> Tensor:
         """The best ``num`` of 2000 latents for each data point, ``(num, M, Q)``."""
         candidates = posterior.latents[:: -(-len(posterior.latents) // 2000)]
         return best_candidates(posterior, x - self.loc, candidates, min(num, len(candidates)))

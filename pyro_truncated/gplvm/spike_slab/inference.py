@@ -77,7 +77,8 @@ class Posterior:
         self.model = model
         remember_columns(self, "y", y)
         self.inducing = model.inducing_posterior(y)
-        self.training_data = None if y is None else model.check_data(y)
+        if y is not None:
+            model.check_data(y)
 
     # --- from latents to outputs ---
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
 
 from pyro_truncated.diagnostics.pages import tensor_plots as plots
-from pyro_truncated.diagnostics.pages.summary_text import Section, write_report
+from pyro_truncated.diagnostics.pages.summary_text import Section, write_page
 
 
 @pytest.fixture
@@ -100,14 +102,14 @@ def test_decompositions_of_nothing(ax):
     assert np.isnan(shown(ax)[:, 8:]).all()
 
 
-def test_report_is_one_page_beside_its_pictures(tmp_path):
+def test_page_holds_its_pictures(tmp_path):
     figure = Figure(figsize=(1, 1))
     figure.subplots().plot([1, 2])
-    sections = [Section("A <picture>", "Seen & said.", figure, "a.png"), Section("A table", "", table=[["name", "value"], ["x", 3]])]
-    page = write_report(tmp_path / "new", "Title", "Lead.", {"nats": "-1.5"}, sections)
+    sections = [Section("A <picture>", "Seen & said.", figure), Section("A table", "", table=[["name", "value"], ["x", 3]])]
+    page = write_page(tmp_path / "new" / "page.html", "Title", "Lead.", {"nats": "-1.5"}, sections)
     text = page.read_text()
-    assert sorted(path.name for path in page.parent.iterdir()) == ["a.png", "index.html"]
-    assert '<img src="a.png" alt="A &lt;picture&gt;">' in text
+    assert sorted(path.name for path in page.parent.iterdir()) == ["page.html"]
+    assert re.search(r'<img src="data:image/png;base64,[\w+/=]+" alt="A &lt;picture&gt;">', text)
     assert "Seen &amp; said." in text
     assert "<th>name</th>" in text
     assert "<td>3</td>" in text
