@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import torch
@@ -213,9 +212,9 @@ def nearly_no_noise(image: Tensor, num_dims: int) -> float:
 
 def smooth_image(image: Tensor, num_dims: int) -> Tensor:
     """Smooths an array by repeated means over windows of side three."""
-    numbers = _neighbours(torch.ones_like(image), num_dims)
+    numbers = neighbour_sums(torch.ones_like(image), num_dims)
     for _ in range(16):
-        image = _neighbours(image, num_dims) / numbers
+        image = neighbour_sums(image, num_dims) / numbers
     return image
 
 
@@ -226,46 +225,16 @@ def fill_missing(image: Tensor, num_dims: int) -> Tensor:
         return image
     value, weight = image.nan_to_num(0.0), (~missing).to(image.dtype)
     while bool((weight == 0).any()):
-        total, share = (_neighbours(array, num_dims) for array in (value * weight, weight))
+        total, share = (neighbour_sums(array, num_dims) for array in (value * weight, weight))
         value = torch.where(weight > 0, value, total / share.clamp(min=1e-9))
         weight = torch.where(weight > 0, weight, (share > 0).to(weight.dtype))
     return value
 
 
-def _neighbours(array: Tensor, num_dims: int) -> Tensor:
+def neighbour_sums(array: Tensor, num_dims: int) -> Tensor:
     """Sums over the windows of side three around every entry."""
     for dim in range(num_dims):
         last = array.movedim(dim, -1)
         rows = F.pad(last.reshape(-1, last.shape[-1]), (1, 1))
         array = rows.unfold(-1, 3, 1).sum(-1).reshape(last.shape).movedim(-1, dim)
     return array
-
-
-# Impulses are so large a share of all entries, and half of those of their value, alone and this far from their neighbours in units of
-# the range. Fewer than a fifth as many have the next value, or lie within the third share of the range.
-MIN_IMPULSES, MIN_HEIGHT, GAP = 0.003, 0.25, 0.05
-
-
-def warn_if_impulses(image: Tensor, num_dims: int) -> None:
-    """Warns of single entries at the lowest or highest number."""
-    observed = image[~image.isnan()]
-    extent, found = float(observed.max() - observed.min()), []
-    for value in {float(observed.min()), float(observed.max())}:
-        distance = (image - value).abs()
-        is_there, others = distance == 0, (distance > 0).to(image.dtype)
-        like, unlike = _neighbours(is_there.to(image.dtype), num_dims), _neighbours(others, num_dims)
-        height = _neighbours((distance * others).nan_to_num(0.0), num_dims) / unlike.clamp(min=1.0)
-        is_alone = is_there & (like <= 1 + 3**num_dims // 8) & (height > MIN_HEIGHT * extent)
-        number = int(is_alone.sum())
-        gap = max(GAP * extent, float(distance[distance > 0].min())) if extent else 0.0
-        is_apart = int((others.bool() & (distance <= gap)).sum()) < 0.2 * number
-        if is_apart and number > MIN_IMPULSES * len(observed) and number > 0.5 * int(is_there.sum()):
-            found.append((value, number / len(observed)))
-    if found:
-        values = " or ".join(f"{value:g}" for value, _ in sorted(found))
-        warnings.warn(
-            f"{sum(share for _, share in found):.1%} of the entries stand alone at {values}, "
-            "far from their neighbours: no normal noise. Of salt and pepper or dead pixels make them NaN, and they are filled in.",
-            UserWarning,
-            stacklevel=5,
-        )

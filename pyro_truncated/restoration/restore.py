@@ -25,7 +25,8 @@ from pyro_truncated.restoration.channels import (
     warn_if_unlikely,
 )
 from pyro_truncated.restoration.large_holes import fill_large_holes
-from pyro_truncated.restoration.noise import as_floating, check_image, fill_missing, nearly_no_noise, warn_if_impulses
+from pyro_truncated.restoration.noise import as_floating, check_image, fill_missing, nearly_no_noise
+from pyro_truncated.restoration.noise_checks import check_stabilised_counts, warn_about_noise
 from pyro_truncated.restoration.nonlocal_groups import average_groups, average_low_rank_groups, predict_missing
 from pyro_truncated.restoration.patch_mixture import expected_errors, find_consensus, run_rounds
 from pyro_truncated.restoration.patch_model import (
@@ -40,13 +41,7 @@ from pyro_truncated.restoration.patch_model import (
     train,
 )
 from pyro_truncated.restoration.patch_size_stacking import restore_with_stacked_sides
-from pyro_truncated.restoration.photon_counts import (
-    check_stabilised_counts,
-    estimate_gain,
-    stabilise,
-    unbiased_inverse,
-    warn_if_noise_varies,
-)
+from pyro_truncated.restoration.photon_counts import estimate_gain, stabilise, unbiased_inverse
 from pyro_truncated.restoration.windows import Patches
 from pyro_truncated.utils.arguments import check_count, check_counts, names_arguments
 from pyro_truncated.utils.arrays import ArrayResult, as_data
@@ -165,8 +160,8 @@ def denoise(
         TypeError: for a model that cannot reconstruct its data.
 
     Warns:
-        VaryingNoiseWarning: if the noise grows with the brightness or differs from place to place, or counts are no Poisson counts.
-        UserWarning: if an image is a table of columns in unlike units, has salt and pepper, or cannot have the given noise.
+        VaryingNoiseWarning: if the noise follows the brightness or the place, or counts are no Poisson counts.
+        UserWarning: of a table of columns in unlike units, salt and pepper, noise that neighbours share, and unlikely levels.
     """
     image = check_image(image)
     if rounds is None:
@@ -211,8 +206,7 @@ def _restore(image: Tensor, noise: Noise | str, settings: _Settings, *, has_chan
     levels: Any = noise
     if noise is None:
         levels = noise_levels(image, num_dims)
-        warn_if_noise_varies(image, num_dims, levels)
-        warn_if_impulses(image, num_dims)
+        warn_about_noise(image, num_dims, levels)
     channels = image.shape[-1] if has_channels else None
     is_known = noise is not None
     groups = related_channels(image, num_dims, levels, is_noise_known=is_known) if has_channels and settings.model is None else []

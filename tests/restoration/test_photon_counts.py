@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 
 import pytest
 import torch
 
 from pyro_truncated.restoration import VaryingNoiseWarning, denoise, inpaint
-from pyro_truncated.restoration.channels import noise_levels
-from pyro_truncated.restoration.photon_counts import estimate_gain, stabilise, unbiased_inverse, warn_if_noise_varies
+from pyro_truncated.restoration.photon_counts import estimate_gain, stabilise, unbiased_inverse
 
 QUICK = {"side": 4, "rounds": 1, "progress": False}
 
@@ -97,85 +95,3 @@ def test_noise_of_a_camera_is_told_and_its_transform_restores_it():
     truth = gain * spots(48) + offset
     assert float((restored - truth).square().mean()) < 0.5 * float((plain - truth).square().mean())
     assert float(restored.mean()) == pytest.approx(float(y.mean()), abs=0.5)
-
-
-@pytest.mark.parametrize("kind", ["counts", "many", "scaled", "speckle", "colour"])
-def test_noise_that_grows_with_brightness_is_told(kind):
-    truth = spots(64)
-    counts = torch.poisson(truth, generator=generator())
-    speckle = truth * (1 + 0.2 * torch.randn(truth.shape, generator=generator(), dtype=truth.dtype))
-    colour = torch.stack([counts, counts.mT, counts.flip(0)], -1)
-    many = torch.poisson(200 * truth, generator=generator())  # noise of 2 % of the signal's deviation
-    noisy = {"counts": counts, "many": many, "scaled": 0.1 * counts, "speckle": speckle, "colour": colour}
-    with pytest.warns(VaryingNoiseWarning, match="grows with the brightness"):
-        warn_if_noise_varies(noisy[kind], 2, noise_levels(noisy[kind], 2))
-
-
-def scene(kind: str) -> torch.Tensor:
-    """An image from 5 to 255: ``edges``, bright at one place only; ``texture``, leaves before a bright sky."""
-    place = torch.arange(96).double() - 47.5
-    rows, columns = place.unsqueeze(1), place
-    if kind == "edges":
-        image = torch.full((96, 96), 5.0).double()
-        image[(rows / 42).square() + (columns / 36).square() < 1] = 65.0
-        image[((rows - 15) / 8).square() + ((columns + 12) / 8).square() < 1] = 225.0
-        return image
-    image = torch.where(rows < 0, 240.0, 60 + 40 * torch.rand(96, 96, generator=generator(5), dtype=torch.float64)) + 0 * columns
-    image[70:] = 14.0
-    return image
-
-
-@pytest.mark.parametrize("kind", ["edges", "texture"])
-@pytest.mark.parametrize("photons", [10, 30])
-def test_counts_of_scenes_with_edges_and_texture_are_told(kind, photons):
-    noisy = torch.poisson(scene(kind) / 255 * photons, generator=generator()) * 255 / photons
-    with pytest.warns(VaryingNoiseWarning, match="grows with the brightness"):
-        warn_if_noise_varies(noisy, 2, noise_levels(noisy, 2))
-
-
-@pytest.mark.parametrize("kind", ["edges", "texture"])
-@pytest.mark.parametrize("level", [0.0, 5.0, 12.0])
-@pytest.mark.parametrize("is_rounded", [False, True])
-def test_equal_noise_of_scenes_with_edges_and_texture_is_not_told(kind, level, is_rounded):
-    noisy = 20 + scene(kind) + level * torch.randn(96, 96, generator=generator(), dtype=torch.float64)
-    noisy = noisy.round().clamp(min=0) if is_rounded else noisy
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_if_noise_varies(noisy, 2, noise_levels(noisy, 2))
-
-
-@pytest.mark.parametrize("level", [2.0, 10.0])
-def test_equal_noise_is_not_told(level):
-    noise = level * torch.randn(64, 64, generator=generator(), dtype=torch.float64)
-    texture = torch.arange(64) % 2 * spots(64) / 4  # finer where it is bright
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for noisy in (spots(64), spots(64) + noise, spots(64) + texture + noise):
-            warn_if_noise_varies(noisy, 2, noise_levels(noisy, 2))
-
-
-def ramp(*sides: int) -> torch.Tensor:
-    """Noise levels that rise from 0.2 to 2 along the last dimension."""
-    return torch.linspace(0.2, 2.0, sides[-1], dtype=torch.float64).expand(sides)
-
-
-@pytest.mark.parametrize("sides", [(3000,), (108, 108), (42, 42, 42)])
-def test_noise_that_differs_from_place_to_place_is_told(sides):
-    clean = sum(torch.sin(torch.arange(side).double() / 4).view(-1, *[1] * dim) for dim, side in enumerate(reversed(sides)))
-    noise = torch.randn(sides, generator=generator(), dtype=torch.float64)
-    with pytest.warns(VaryingNoiseWarning, match=r"from place to place: in image\[.*\] it is \d\.\d times that of image\["):
-        warn_if_noise_varies(clean + ramp(*sides) * noise, len(sides), noise_levels(clean + ramp(*sides) * noise, len(sides)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_if_noise_varies(clean + noise, len(sides), noise_levels(clean + noise, len(sides)))
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_levels_of_places_are_divided_by_as_the_warning_says():
-    clean = 5 * spots(108, peak=1.0)
-    image, levels = clean + ramp(108, 108) * torch.randn(108, 108, generator=generator(), dtype=torch.float64), ramp(108, 108)
-    with pytest.warns(VaryingNoiseWarning, match="restore image / s with noise=1, and multiply what is restored by s"):
-        plain = denoise(image, **QUICK).image
-    restored = denoise(image / levels, 1.0, **QUICK).image * levels
-    assert float((restored - clean).square().mean()) < 0.5 * float((plain - clean).square().mean())
