@@ -34,7 +34,7 @@ NUM_PARTS, MIN_RATIO_OF_PARTS, MIN_SHARE_OF_PART, MIN_WINDOWS_OF_PART = 3, 1.8, 
 # the range. Fewer than a fifth as many have the next value, or lie within the third share of the range.
 MIN_IMPULSES, MIN_HEIGHT, GAP = 0.003, 0.25, 0.05
 # Quiet windows are the share of least texture. With correlated noise their texture has at most this ratio to that of the quietest. They
-# deviate by this share of the signal, and their upper principal variances are so many times the lower ones. So it is in 0 to 3 of 308
+# deviate by this share of the signal, and their upper principal variances are so many times the lower ones. So it is in 1 of 308
 # photographs with independent noise.
 QUIET_SHARE, QUIETEST_SHARE, MAX_RATIO_OF_TEXTURE, MIN_SHARE_OF_QUIET, MIN_RATIO_OF_VARIANCES, MIN_QUIET = 0.2, 0.02, 1.9, 0.1, 3.0, 1000
 
@@ -113,9 +113,9 @@ def _warn_if_noise_varies(image: Tensor, num_dims: int, levels: float | Tensor) 
 def _warn_if_places_differ(image: Tensor, num_dims: int, levels: float | Tensor) -> None:
     """Warns if some part is much noisier than another."""
     spans = [[(size * i // NUM_PARTS, size * (i + 1) // NUM_PARTS) for i in range(NUM_PARTS)] for size in image.shape[:num_dims]]
-    noise = {}
+    noise, white = {}, image / levels
     for place in itertools.product(*spans):
-        part = (image / levels)[tuple(slice(*span) for span in place)]
+        part = white[tuple(slice(*span) for span in place)]
         windows = whole_windows(part, num_dims).flatten(1)
         if len(windows) and int((windows.amax(1) > windows.amin(1)).sum()) >= MIN_WINDOWS_OF_PART:
             noise[place] = noise_level(part, num_dims)

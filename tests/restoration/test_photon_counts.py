@@ -1,4 +1,4 @@
-"""Photon counts: Anscombe's transform, its exact unbiased inverse, and noise that grows with the brightness."""
+"""Photon counts: Anscombe's transform and its exact unbiased inverse."""
 
 from __future__ import annotations
 
