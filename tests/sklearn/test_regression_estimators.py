@@ -146,6 +146,7 @@ def test_exact_regression_is_that_of_scikit_learn():
     ours_mean, ours_deviation = ours.predict(X[:20] + 0.01, return_std=True)
     np.testing.assert_allclose(ours_mean, mean * y.std(ddof=1) + y.mean(), rtol=1e-6)
     np.testing.assert_allclose(ours_deviation, deviation * y.std(ddof=1), rtol=1e-5)
+    np.testing.assert_allclose(-ours.objective_value_, theirs.log_marginal_likelihood_value_, rtol=1e-6)
 
 
 def test_kernels_of_ones_own_and_unknown_ones():
