@@ -379,7 +379,7 @@ def draw(call: Call, guide: Any, num_draws: int) -> Draws:
             log_joint = part.make_scorer(*call.args, values=_values_of_others(part, guide_trace), **call.kwargs)
             refuse_subsamples(log_joint.nodes)
             accumulator = accumulator or _Accumulator(call, part, log_joint, num_draws)
-            accumulator.add(log_joint, guide_trace, poutine.trace(poutine.replay(call, trace=guide_trace)).get_trace())
+            accumulator.add(log_joint, guide_trace, call.with_program(poutine.replay(call.model, trace=guide_trace)).trace())
         gathered = program or accumulator
         assert gathered is not None
         return gathered.result()
@@ -464,7 +464,7 @@ class _Program:
 
     def _run(self, values: Mapping[str, Any]) -> poutine.Trace:
         with isolate(), Assign(values):
-            return poutine.trace(self.call).get_trace()
+            return self.call.trace()
 
     def add(self, guide_trace: poutine.Trace) -> None:
         """Completes a draw of the guide and takes it in."""
@@ -545,7 +545,7 @@ def _trace_draws(call: Call, draws: Draws) -> Iterator[poutine.Trace]:
     """The model's run on each draw of the latents."""
     for position in range(len(draws.lp)):
         with isolate(), Assign(draws.values(position)):
-            trace = poutine.trace(call).get_trace()
+            trace = call.trace()
         yield trace
 
 
