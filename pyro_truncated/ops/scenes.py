@@ -154,8 +154,8 @@ def scan_places(
         \qquad p_0 = (1 - \epsilon)\, p_B + \epsilon / V.
 
     Without clutter, :math:`\epsilon = 0`, it is the log likelihood ratio of the object alone against the bare background. Clutter is the
-    share of pixels that other objects cover in whatever colour of the volume :math:`V` that objects and background span: a soft threshold
-    that keeps the hidden part of an object from outweighing the visible part.
+    share of pixels that other objects cover in whatever colour, of the volume :math:`V` that objects and background span. It is a soft
+    threshold that keeps the hidden part of an object from outweighing the visible part.
 
     Entries of mask probabilities below ``min_mask`` are left out ("representative features"), those above ``max_mask`` count as that.
     ``behind (N, D)`` are log densities of the pixels in the place of the bare background's. The result ``(N, H, L)`` is float32, exact to
