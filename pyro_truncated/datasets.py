@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pyro_truncated.utils.arguments import check_count
+from pyro_truncated.utils.arrays import as_data
 
 __all__ = [
     "DATA_VARIABLE",
@@ -325,6 +327,17 @@ def generated_images(num: int, size: int, generator: torch.Generator | None = No
 _ROWS_PER_BLOCK = 50_000
 
 
+def _grey_images(images: Sequence[Any]) -> list[Tensor]:
+    """Grey images as tensors of floating point numbers, in one type."""
+    tensors = [as_data("images", image) for image in images]
+    if others := [tuple(image.shape) for image in tensors if image.dim() != 2]:
+        raise ValueError(f"images must be grey, each of shape (height, width); got one of shape {others[0]}")
+    if any(bool(image.isnan().any()) for image in tensors):
+        raise ValueError("images must be complete; got NaN, or entries under a mask")
+    dtype = functools.reduce(torch.promote_types, (image.dtype for image in tensors), torch.bool)
+    return [image.to(dtype if dtype.is_floating_point else torch.get_default_dtype()) for image in tensors]
+
+
 def image_patches(images: Sequence[Tensor], size: int, num: int, generator: torch.Generator | None = None) -> Tensor:
     """Draws ``num`` square patches ``(num, size**2)``, uniformly over all positions in all images.
 
@@ -333,9 +346,9 @@ def image_patches(images: Sequence[Tensor], size: int, num: int, generator: torc
         torch.Size([50, 64])
 
     Raises:
-        ValueError: if an image is smaller than a patch or there is none.
+        ValueError: if an image is smaller than a patch, not grey or not complete, or there is none.
     """
-    size, num = check_count("size", size), check_count("num", num)
+    size, num, images = check_count("size", size), check_count("num", num), _grey_images(images)
     if not images or any(min(image.shape) < size for image in images):
         raise ValueError(f"patches of {size} x {size} need images at least as large; got {[tuple(image.shape) for image in images]}")
     windows = [image.unfold(0, size, 1).unfold(1, size, 1) for image in images]
@@ -451,7 +464,7 @@ def whitened_patches(
         Whitened patches ``(N, size**2)`` and the whitening.
     """
     size, num = check_count("size", size), check_count("num", num)
-    patches = _structured_patches([clamp_brightest(image, clamp) for image in images], size, num, structure, generator)
+    patches = _structured_patches([clamp_brightest(image, clamp) for image in _grey_images(images)], size, num, structure, generator)
     whitening = fit_whitening(patches, variance) if whitening is None else whitening
     return whitening.apply(patches), whitening
 
@@ -491,7 +504,7 @@ def save_whitened_patches(
         The whitening.
     """
     size, num = check_count("size", size), check_count("num", num)
-    images = [clamp_brightest(image, clamp) for image in images]
+    images = [clamp_brightest(image, clamp) for image in _grey_images(images)]
     whitening: Whitening | None = None
     written = np.lib.format.open_memmap(file, mode="w+", dtype=np.float32, shape=(num, size**2))
     for start in range(0, num, _ROWS_PER_BLOCK):
@@ -539,7 +552,7 @@ def binary_patches(
         >>> binary_patches(generated_images(1, 32), 4, 20).shape
         torch.Size([20, 16])
     """
-    patches = image_patches([clamp_brightest(image, clamp) for image in images], size, num, generator)
+    patches = image_patches([clamp_brightest(image, clamp) for image in _grey_images(images)], size, num, generator)
     return binarize(patches, generator)
 
 
