@@ -188,6 +188,7 @@ def matched_bars(weight: Tensor, truth: Tensor, threshold: float = 0.9) -> int:
         >>> matched_bars(3 * components[:, torch.randperm(8)], components)  # in any order and scale
         8
     """
+    weight, truth = as_data("weight", weight), as_data("truth", truth)
     if weight.shape[0] != truth.shape[0]:
         raise ValueError(f"weight and truth must have the same number of rows; got {tuple(weight.shape)} and {tuple(truth.shape)}")
     columns, components = (torch.nn.functional.normalize(matrix.detach().double(), dim=0) for matrix in (weight, truth))
@@ -327,6 +328,12 @@ def generated_images(num: int, size: int, generator: torch.Generator | None = No
 _ROWS_PER_BLOCK = 50_000
 
 
+def _numbers(name: str, value: Any) -> Tensor:
+    """An array as floating point numbers."""
+    tensor = as_data(name, value)
+    return tensor if tensor.is_floating_point() else tensor.to(torch.get_default_dtype())
+
+
 def _grey_images(images: Sequence[Any]) -> list[Tensor]:
     """Grey images as tensors of floating point numbers, in one type."""
     tensors = [as_data("images", image) for image in images]
@@ -391,11 +398,11 @@ class Whitening:
 
     def apply(self, data: Tensor) -> Tensor:
         """Whitened data ``(N, D)``: mean zero, and unit variance along every component kept."""
-        return (data - self.mean) @ self.whiten
+        return (as_data("data", data, self.mean) - self.mean) @ self.whiten
 
     def invert(self, whitened: Tensor) -> Tensor:
         """Returns data ``(N, D)`` from whitened data, without the dropped components."""
-        return whitened @ self.dewhiten + self.mean
+        return as_data("whitened", whitened, self.mean) @ self.dewhiten + self.mean
 
 
 def fit_whitening(data: Tensor, variance: float = 0.95) -> Whitening:
@@ -410,10 +417,13 @@ def fit_whitening(data: Tensor, variance: float = 0.95) -> Whitening:
         True
 
     Raises:
-        ValueError: if ``variance`` is not in (0, 1] or the data are constant.
+        ValueError: if ``variance`` is not in (0, 1], or the data are constant or not finite.
     """
+    data = _numbers("data", data)
     if not 0 < variance <= 1:
         raise ValueError(f"variance must lie in (0, 1]; got {variance}")
+    if not bool(data.isfinite().all()):
+        raise ValueError(f"data must be finite to be whitened; got {int((~data.isfinite()).sum())} entries that are not")
     mean = data.double().mean(0)
     centred = data.double() - mean
     eigenvalues, eigenvectors = torch.linalg.eigh(centred.mT @ centred / len(data))
@@ -535,6 +545,7 @@ def clamp_brightest(values: Tensor, share: float) -> Tensor:
         >>> clamp_brightest(torch.tensor([1.0, 2.0, 3.0, 9.0]), 0.25)
         tensor([1., 2., 3., 3.])
     """
+    values = as_data("values", values)
     if not 0 <= share < 1:
         raise ValueError(f"share must lie in [0, 1); got {share}")
     return values.clamp(max=values.flatten().kthvalue(max(1, math.ceil((1 - share) * values.numel()))).values)
@@ -563,6 +574,7 @@ def binarize(patches: Tensor, generator: torch.Generator | None = None) -> Tenso
         >>> binarize(torch.rand(5, 9)).unique()
         tensor([0., 1.])
     """
+    patches = _numbers("patches", patches)
     low, high = patches.amin(1, keepdim=True), patches.amax(1, keepdim=True)
     grey = (patches - low) / (high - low).clamp(min=torch.finfo(patches.dtype).tiny)
     return torch.bernoulli(grey, generator=generator)

@@ -81,6 +81,20 @@ def test_patches_of_arrays_of_bytes_are_those_of_tensors(draw: Callable[..., tor
     torch.testing.assert_close(found, expected)
 
 
+def test_arrays_and_lists_in_place_of_tensors() -> None:
+    y = torch.randn(30, 4, dtype=torch.float64)
+    expected = datasets.fit_whitening(y)
+    for given in (y.numpy(), y.tolist()):
+        found = datasets.fit_whitening(given)
+        torch.testing.assert_close(found.apply(given), expected.apply(y))
+        torch.testing.assert_close(found.invert(found.apply(given).numpy()), expected.invert(expected.apply(y)))
+        assert set(datasets.binarize(given).unique().tolist()) == {0.0, 1.0}
+        torch.testing.assert_close(datasets.clamp_brightest(given, 0.1), datasets.clamp_brightest(y, 0.1))
+        assert datasets.matched_bars(given, y) == 4
+    with pytest.raises(ValueError, match="data must be finite to be whitened; got 1 entries"):
+        datasets.fit_whitening(y.index_fill(1, torch.tensor(2), math.nan)[:1])
+
+
 def test_image_patches_refuse_other_images() -> None:
     with pytest.raises(ValueError, match=r"images must be grey, .*; got one of shape \(9, 9, 3\)"):
         datasets.image_patches([torch.zeros(9, 9, 3)], 5, 1)
