@@ -151,7 +151,9 @@ def compare_restarts(
     activation = [plain(population.marginals()).double() for population in populations]
     free_energy = torch.stack([plain(population.free_energy()).sum() for population in populations])
     best = int(free_energy.argmax())
-    features = [values.mT for values in activation] if components is None else [plain(as_data("components", part)).mT for part in components]
+    features = (
+        [values.mT for values in activation] if components is None else [plain(as_data("components", part)).mT for part in components]
+    )
     matches = [match_latents(features[best], own, centred=components is None) for own in features]
     order, similarity = torch.stack([order for order, _ in matches]), torch.stack([similar for _, similar in matches])
     matched_activation = torch.stack([values[:, own] for values, own in zip(activation, order, strict=True)])
