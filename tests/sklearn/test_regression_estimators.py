@@ -16,7 +16,7 @@ from sklearn.gaussian_process.kernels import RBF, ConstantKernel, Matern, WhiteK
 
 from pyro_truncated.gp import LeaveOneOutRegression, SubsetGPRegression, smooth_rbf
 from pyro_truncated.gplvm import SASDecoder
-from pyro_truncated.sklearn import SpikeSlabGPLVMTransformer, SpikeSlabRegressor, SubsetGPRegressor
+from pyro_truncated.sklearn import SparseCoding, SpikeSlabGPLVMTransformer, SpikeSlabRegressor, SubsetGPRegressor
 from pyro_truncated.sklearn.variable_selection import LinearModels
 
 
@@ -118,6 +118,15 @@ def test_predictors_that_repeat_each_other_share_their_probability():
 def test_parameters_out_of_range_are_refused_by_name(options, message):
     with pytest.raises(ValueError, match=message):
         SpikeSlabRegressor(**options).fit(*problem())
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [SpikeSlabRegressor(g="a"), SpikeSlabRegressor(expected_model_size="a"), SparseCoding(2, ridge="a"), SparseCoding(2, binarize="a")],
+)
+def test_parameters_that_are_no_numbers_are_refused_by_name(estimator):
+    with pytest.raises(TypeError, match=r"(g|expected_model_size|ridge|binarize) must be a number or None; got 'a'"):
+        estimator.fit(*problem())
 
 
 @pytest.mark.slow
