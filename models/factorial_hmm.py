@@ -215,11 +215,11 @@ class FactorialHMM(UniqueModule):
 
     @torch.no_grad()
     @takes_arrays
-    def sufficient_statistics(self, posterior: ChainPosterior, y: Tensor, batch_size: int | None = None) -> dict[str, Tensor]:
+    def sufficient_statistics(self, posterior: Any, y: Tensor, batch_size: int | None = None) -> dict[str, Tensor]:
         """Sums over all steps that :meth:`maximize` needs.
 
         Args:
-            posterior: of the sequences, or of those at its ``indices``.
+            posterior: of the sequences, or of those at its ``indices``; one that :meth:`marginals` takes.
             y: sequences ``(N, T, D)``.
             batch_size: argument of the model; plays no role here.
 
@@ -227,6 +227,9 @@ class FactorialHMM(UniqueModule):
             Those of :meth:`.LinearSuperposition.statistics`; expected values at the first step, ``first (M, 2)``, and expected
             ``transitions (M, 2, 2)``; and ``power``, the sum of squares about the mean.
         """
+        if (each := getattr(posterior, "posteriors", None)) is not None:
+            parts = [self.sufficient_statistics(one, y) for one in each]
+            return {name: torch.stack([part[name] for part in parts]).mean(0) for name in parts[0]}
         y = self._check(y) if posterior.indices is None else self._check(y)[posterior.indices]
         observed = _find_steps_of(posterior, y)
         is_part = (observed.kind >= 0).flatten()

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pyro_truncated.utils.arguments import check_count
+from pyro_truncated.utils.arrays import as_data
 
 __all__ = [
     "DATA_VARIABLE",
@@ -186,6 +188,7 @@ def matched_bars(weight: Tensor, truth: Tensor, threshold: float = 0.9) -> int:
         >>> matched_bars(3 * components[:, torch.randperm(8)], components)  # in any order and scale
         8
     """
+    weight, truth = as_data("weight", weight), as_data("truth", truth)
     if weight.shape[0] != truth.shape[0]:
         raise ValueError(f"weight and truth must have the same number of rows; got {tuple(weight.shape)} and {tuple(truth.shape)}")
     columns, components = (torch.nn.functional.normalize(matrix.detach().double(), dim=0) for matrix in (weight, truth))
@@ -325,6 +328,23 @@ def generated_images(num: int, size: int, generator: torch.Generator | None = No
 _ROWS_PER_BLOCK = 50_000
 
 
+def _numbers(name: str, value: Any) -> Tensor:
+    """An array as floating point numbers."""
+    tensor = as_data(name, value)
+    return tensor if tensor.is_floating_point() else tensor.to(torch.get_default_dtype())
+
+
+def _grey_images(images: Sequence[Any]) -> list[Tensor]:
+    """Grey images as tensors of floating point numbers, in one type."""
+    tensors = [as_data("images", image) for image in images]
+    if others := [tuple(image.shape) for image in tensors if image.dim() != 2]:
+        raise ValueError(f"images must be grey, each of shape (height, width); got one of shape {others[0]}")
+    if any(bool(image.isnan().any()) for image in tensors):
+        raise ValueError("images must be complete; got NaN, or entries under a mask")
+    dtype = functools.reduce(torch.promote_types, (image.dtype for image in tensors), torch.bool)
+    return [image.to(dtype if dtype.is_floating_point else torch.get_default_dtype()) for image in tensors]
+
+
 def image_patches(images: Sequence[Tensor], size: int, num: int, generator: torch.Generator | None = None) -> Tensor:
     """Draws ``num`` square patches ``(num, size**2)``, uniformly over all positions in all images.
 
@@ -333,9 +353,9 @@ def image_patches(images: Sequence[Tensor], size: int, num: int, generator: torc
         torch.Size([50, 64])
 
     Raises:
-        ValueError: if an image is smaller than a patch or there is none.
+        ValueError: if an image is smaller than a patch, not grey or not complete, or there is none.
     """
-    size, num = check_count("size", size), check_count("num", num)
+    size, num, images = check_count("size", size), check_count("num", num), _grey_images(images)
     if not images or any(min(image.shape) < size for image in images):
         raise ValueError(f"patches of {size} x {size} need images at least as large; got {[tuple(image.shape) for image in images]}")
     windows = [image.unfold(0, size, 1).unfold(1, size, 1) for image in images]
@@ -378,11 +398,11 @@ class Whitening:
 
     def apply(self, data: Tensor) -> Tensor:
         """Whitened data ``(N, D)``: mean zero, and unit variance along every component kept."""
-        return (data - self.mean) @ self.whiten
+        return (as_data("data", data, self.mean) - self.mean) @ self.whiten
 
     def invert(self, whitened: Tensor) -> Tensor:
         """Returns data ``(N, D)`` from whitened data, without the dropped components."""
-        return whitened @ self.dewhiten + self.mean
+        return as_data("whitened", whitened, self.mean) @ self.dewhiten + self.mean
 
 
 def fit_whitening(data: Tensor, variance: float = 0.95) -> Whitening:
@@ -397,10 +417,13 @@ def fit_whitening(data: Tensor, variance: float = 0.95) -> Whitening:
         True
 
     Raises:
-        ValueError: if ``variance`` is not in (0, 1] or the data are constant.
+        ValueError: if ``variance`` is not in (0, 1], or the data are constant or not finite.
     """
+    data = _numbers("data", data)
     if not 0 < variance <= 1:
         raise ValueError(f"variance must lie in (0, 1]; got {variance}")
+    if not bool(data.isfinite().all()):
+        raise ValueError(f"data must be finite to be whitened; got {int((~data.isfinite()).sum())} entries that are not")
     mean = data.double().mean(0)
     centred = data.double() - mean
     eigenvalues, eigenvectors = torch.linalg.eigh(centred.mT @ centred / len(data))
@@ -451,7 +474,7 @@ def whitened_patches(
         Whitened patches ``(N, size**2)`` and the whitening.
     """
     size, num = check_count("size", size), check_count("num", num)
-    patches = _structured_patches([clamp_brightest(image, clamp) for image in images], size, num, structure, generator)
+    patches = _structured_patches([clamp_brightest(image, clamp) for image in _grey_images(images)], size, num, structure, generator)
     whitening = fit_whitening(patches, variance) if whitening is None else whitening
     return whitening.apply(patches), whitening
 
@@ -491,7 +514,7 @@ def save_whitened_patches(
         The whitening.
     """
     size, num = check_count("size", size), check_count("num", num)
-    images = [clamp_brightest(image, clamp) for image in images]
+    images = [clamp_brightest(image, clamp) for image in _grey_images(images)]
     whitening: Whitening | None = None
     written = np.lib.format.open_memmap(file, mode="w+", dtype=np.float32, shape=(num, size**2))
     for start in range(0, num, _ROWS_PER_BLOCK):
@@ -522,6 +545,7 @@ def clamp_brightest(values: Tensor, share: float) -> Tensor:
         >>> clamp_brightest(torch.tensor([1.0, 2.0, 3.0, 9.0]), 0.25)
         tensor([1., 2., 3., 3.])
     """
+    values = as_data("values", values)
     if not 0 <= share < 1:
         raise ValueError(f"share must lie in [0, 1); got {share}")
     return values.clamp(max=values.flatten().kthvalue(max(1, math.ceil((1 - share) * values.numel()))).values)
@@ -539,7 +563,7 @@ def binary_patches(
         >>> binary_patches(generated_images(1, 32), 4, 20).shape
         torch.Size([20, 16])
     """
-    patches = image_patches([clamp_brightest(image, clamp) for image in images], size, num, generator)
+    patches = image_patches([clamp_brightest(image, clamp) for image in _grey_images(images)], size, num, generator)
     return binarize(patches, generator)
 
 
@@ -550,6 +574,7 @@ def binarize(patches: Tensor, generator: torch.Generator | None = None) -> Tenso
         >>> binarize(torch.rand(5, 9)).unique()
         tensor([0., 1.])
     """
+    patches = _numbers("patches", patches)
     low, high = patches.amin(1, keepdim=True), patches.amax(1, keepdim=True)
     grey = (patches - low) / (high - low).clamp(min=torch.finfo(patches.dtype).tiny)
     return torch.bernoulli(grey, generator=generator)

@@ -71,6 +71,38 @@ def test_image_patches_are_windows_of_the_images(generator: torch.Generator) -> 
     assert len(corners.unique()) == 14
 
 
+@pytest.mark.parametrize("draw", [datasets.image_patches, datasets.binary_patches, lambda *args: datasets.whitened_patches(*args)[0]])
+def test_patches_of_arrays_of_bytes_are_those_of_tensors(draw: Callable[..., torch.Tensor]) -> None:
+    images = [(255 * image).to(torch.uint8) for image in datasets.generated_images(2, 32, torch.Generator().manual_seed(0), 50)]
+    expected, found = (
+        draw(given, 4, 40, torch.Generator().manual_seed(1))
+        for given in ([image.float() for image in images], [image.numpy() for image in images])
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def test_arrays_and_lists_in_place_of_tensors() -> None:
+    y = torch.randn(30, 4, dtype=torch.float64)
+    expected = datasets.fit_whitening(y)
+    for given in (y.numpy(), y.tolist()):
+        found = datasets.fit_whitening(given)
+        torch.testing.assert_close(found.apply(given), expected.apply(y))
+        torch.testing.assert_close(found.invert(found.apply(given).numpy()), expected.invert(expected.apply(y)))
+        assert set(datasets.binarize(given).unique().tolist()) == {0.0, 1.0}
+        torch.testing.assert_close(datasets.clamp_brightest(given, 0.1), datasets.clamp_brightest(y, 0.1))
+        assert datasets.matched_bars(given, y) == 4
+    with pytest.raises(ValueError, match="data must be finite to be whitened; got 1 entries"):
+        datasets.fit_whitening(y.index_fill(1, torch.tensor(2), math.nan)[:1])
+
+
+def test_image_patches_refuse_other_images() -> None:
+    with pytest.raises(ValueError, match=r"images must be grey, .*; got one of shape \(9, 9, 3\)"):
+        datasets.image_patches([torch.zeros(9, 9, 3)], 5, 1)
+    hidden = np.ma.masked_array(np.zeros((9, 9)), np.eye(9))
+    with pytest.raises(ValueError, match="images must be complete"):
+        datasets.image_patches([hidden], 5, 1)
+
+
 def test_image_patches_refuse_small_images() -> None:
     with pytest.raises(ValueError, match="at least as large"):
         datasets.image_patches([torch.zeros(4, 9)], 5, 1)

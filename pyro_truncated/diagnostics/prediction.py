@@ -24,6 +24,7 @@ from pyro_truncated.program.sites import sample_nodes
 from pyro_truncated.search import EvolutionarySearch, ExhaustiveSearch
 from pyro_truncated.utils import arviz_compat as compat
 from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, names_arguments
+from pyro_truncated.utils.arrays import as_data
 from pyro_truncated.utils.arviz_compat import get_dataset, group_names
 from pyro_truncated.utils.constraints import first_invalid
 
@@ -86,6 +87,7 @@ def match_latents(reference: Tensor, other: Tensor, *, centred: bool = True) -> 
     Raises:
         ValueError: if the two differ in shape or are not finite.
     """
+    reference, other = as_data("reference", reference), as_data("other", other)
     if reference.dim() != 2 or reference.shape != other.shape:
         raise ValueError(f"reference and other must both have shape (L, F); got {tuple(reference.shape)} and {tuple(other.shape)}")
     for name, rows in (("reference", reference), ("other", other)):
@@ -149,7 +151,9 @@ def compare_restarts(
     activation = [plain(population.marginals()).double() for population in populations]
     free_energy = torch.stack([plain(population.free_energy()).sum() for population in populations])
     best = int(free_energy.argmax())
-    features = [values.mT for values in activation] if components is None else [plain(part).mT for part in components]
+    features = (
+        [values.mT for values in activation] if components is None else [plain(as_data("components", part)).mT for part in components]
+    )
     matches = [match_latents(features[best], own, centred=components is None) for own in features]
     order, similarity = torch.stack([order for order, _ in matches]), torch.stack([similar for _, similar in matches])
     matched_activation = torch.stack([values[:, own] for values, own in zip(activation, order, strict=True)])

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pyro_truncated.distributed import collectives
 from pyro_truncated.utils.arguments import Renamed, check_counts
-from pyro_truncated.utils.arrays import as_tensors
+from pyro_truncated.utils.arrays import as_data, as_tensors
 from pyro_truncated.utils.devices import generator_device
 
 # Methods of a tensor that move it or change its type, but not its rows.
@@ -111,7 +111,7 @@ def shard(array: Any, *, split: bool = True) -> Shard:
 
     Args:
         array: data with a row per data point: an array, a memory map, a tensor, or anything else with a length and slices. Of arrays of
-            xarray, zarr or HDF5 only the slice is read.
+            xarray, zarr or HDF5 only the slice is read. What is masked or null becomes NaN.
         split: ``False`` if every process has been given its own rows only, in the order of the processes.
 
     Returns:
@@ -136,18 +136,23 @@ def shard(array: Any, *, split: bool = True) -> Shard:
     portion = Portion(first, len(array), total)
     if min(total, *lengths) < 1 or total < collectives.size():
         raise ValueError(f"there must be at least one data point per process; got {total} for {collectives.size()} processes")
-    return Shard.from_rows(_tensor(array), portion, find_memory_map(array))
+    rows = _tensor(array)
+    # Integers are real numbers on a process that lacks some.
+    for dtype in collectives.gather(rows.dtype):
+        rows = rows.to(torch.promote_types(rows.dtype, dtype))
+    return Shard.from_rows(rows, portion, find_memory_map(array))
+
+
+# Types of arrays whose memory torch shares.
+_SHARED = "?bBhHiIlLqQefd"
 
 
 def _tensor(array: Any) -> Tensor:
     if isinstance(array, Tensor):
         return array.as_subclass(Tensor)
-    array = array if isinstance(array, np.ndarray) else np.asarray(array)
-    native = array.dtype.isnative and array.dtype.kind in "biuf" and all(stride >= 0 for stride in array.strides)
-    if not native:
-        array = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("=")))
-    if array.dtype.kind not in "biuf":
-        raise TypeError(f"data must be numbers; got an array of type {array.dtype}")
+    is_plain = isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray)
+    if not is_plain or not array.dtype.isnative or array.dtype.char not in _SHARED or any(stride < 0 for stride in array.strides):
+        return as_data("data", array)
     with warnings.catch_warnings():
         # Data are never written to.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writ")

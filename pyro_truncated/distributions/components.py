@@ -241,11 +241,11 @@ class ComponentMultivariateNormal(ComponentGaussian):
     def log_prob(self, value: Tensor) -> Tensor:
         """Returns log densities of values ``(*batch, D)``, in the means' type.
 
-        They are computed in the values' type where it is wider.
+        They are computed in the values' type where it is wider, and in single precision at least.
         """
         if self._validate_args:
             self._validate_sample(value)
-        dtype = torch.promote_types(value.dtype, self.loc.dtype)
+        dtype = torch.promote_types(torch.promote_types(value.dtype, self.loc.dtype), torch.float32)
         value, loc, whitening = value.to(dtype), self.loc.to(dtype), self._whitening().to(dtype)
         size: Tensor = self.scale_tril.diagonal(dim1=-2, dim2=-1).log().sum(-1) + loc.shape[1] * HALF_LOG_TWO_PI
         if self.scale_tril.dim() == 2:
@@ -338,12 +338,12 @@ class ComponentLowRankNormal(ComponentGaussian):
     def log_prob(self, value: Tensor) -> Tensor:
         """Returns log densities of values ``(*batch, D)``, in the means' type.
 
-        They are computed in the values' type where it is wider.
+        They are computed in the values' type where it is wider, and in single precision at least.
         """
         if self._validate_args:
             self._validate_sample(value)
         rows, row, component, shape = self.entries(value)
-        dtype = torch.promote_types(value.dtype, self.loc.dtype)
+        dtype = torch.promote_types(torch.promote_types(value.dtype, self.loc.dtype), torch.float32)
         parameters = (value.to(dtype) for value in (self.loc, self.factor, self._scales()))
         return log_densities(rows.to(dtype), row, component, *parameters).reshape(shape).to(self.loc.dtype)
 

@@ -437,6 +437,8 @@ class WholeModelGuide(AutoGuide):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         duplicate = self.__class__.__new__(self.__class__)
         memo[id(self)] = duplicate
+        # What was read of the first run is never changed, and torch does not copy views of parameters that steps have changed since.
+        memo[id(self.prototype_trace)] = self.prototype_trace
         duplicate.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[no-untyped-call]
         # A model that was copied before, together with the guide, goes with the copy.
         duplicate._model = self._model and (memo.get(id(self.model), self.model),)

@@ -151,11 +151,11 @@ def scan_places(
 
     .. math:: f_{nh}(l) = \sum_i \log\bigl[1 - \alpha_{hi}
         + \alpha_{hi}\, \mathcal N(y_{n,p(l,i)}; w_{hi}, \sigma^2 I) / p_0(y_{n,p(l,i)})\bigr],
-        \qquad p_0 = (1 - \epsilon)\, p_B + \epsilon.
+        \qquad p_0 = (1 - \epsilon)\, p_B + \epsilon / V.
 
     Without clutter, :math:`\epsilon = 0`, it is the log likelihood ratio of the object alone against the bare background. Clutter is the
-    share of pixels that other objects cover in whatever colour: a soft threshold that keeps the hidden part of an object from outweighing
-    the visible part.
+    share of pixels that other objects cover in whatever colour, of the volume :math:`V` that objects and background span. It is a soft
+    threshold that keeps the hidden part of an object from outweighing the visible part.
 
     Entries of mask probabilities below ``min_mask`` are left out ("representative features"), those above ``max_mask`` count as that.
     ``behind (N, D)`` are log densities of the pixels in the place of the bare background's. The result ``(N, H, L)`` is float32, exact to
@@ -192,8 +192,9 @@ def _terms(images: Tensor, scene: SceneParameters, background_log_density: Tenso
     Minus the log density of what else pixels may show, ``(N, D)``, and log-odds of the masks, with the constant of the objects' densities,
     ``(H, T)``.
     """
-    energy = -torch.logaddexp(
-        math.log1p(-clutter) + background_log_density, torch.full_like(background_log_density, math.log(clutter) if clutter else -math.inf)
-    )
+    colours = torch.cat([scene.features.flatten(0, 1), scene.background.unsqueeze(0)]).double()
+    spans = (colours.amax(0) - colours.amin(0)).clamp(min=scene.variance.double().sqrt())
+    covered = (math.log(clutter) if clutter else -math.inf) - spans.log().sum()
+    energy = -torch.logaddexp(math.log1p(-clutter) + background_log_density, covered.expand_as(background_log_density))
     logits = scene.masks.double().logit() - 0.5 * images.shape[-1] * (2 * math.pi * scene.variance.double()).log()
     return energy, logits

@@ -15,14 +15,14 @@ import torch
 from pyro.distributions.torch_distribution import MaskedDistribution
 from pyro.poutine.messenger import Messenger
 
-from pyro_truncated.program.sites import has_stock_density, unwrap
+from pyro_truncated.program.sites import has_stock_density, unwrap, without_masks
 from pyro_truncated.program.subsampling import SparseSubsamples, in_minibatch
 from pyro_truncated.program.supports import is_discrete
 from pyro_truncated.utils.arguments import naming_empty_plates
 from pyro_truncated.utils.parameter_store import Assign, isolate
 
 
-class _CheckedSites(Messenger):
+class CheckedSites(Messenger):
     """Effect handler that refuses observed values that are no dense real tensors.
 
     Pyro fails on them without naming the site. Masks of discrete latents become those of their sites, so that what
@@ -31,9 +31,12 @@ class _CheckedSites(Messenger):
 
     def _pyro_sample(self, msg: Any) -> None:
         value, fn = msg["value"], msg["fn"]
-        if not msg["is_observed"] and type(fn) is MaskedDistribution and is_discrete(fn):
-            msg["mask"] = fn._mask if msg["mask"] is None else msg["mask"] & fn._mask
-            msg["fn"] = fn.base_dist
+        if not msg["is_observed"] and unwrap(fn)[1] and is_discrete(fn):
+            while type(fn) is MaskedDistribution:
+                msg["mask"] = fn._mask if msg["mask"] is None else msg["mask"] & fn._mask
+                fn = fn.base_dist
+            # Parts of an event that a mask switches off keep their distribution: their values add up to one, not to their number.
+            msg["fn"] = without_masks(fn)
         if not msg["is_observed"] or value is None:
             return
         if not isinstance(value, torch.Tensor):
@@ -70,7 +73,7 @@ class Call:
 
     def trace(self) -> poutine.Trace:
         """A trace of the program, which the handlers around see as well."""
-        with _CheckedSites():
+        with CheckedSites():
             return poutine.trace(in_minibatch(self.model)).get_trace(*self.args, **self.kwargs)
 
     def run(self, values: Mapping[str, Any]) -> poutine.Trace:

@@ -195,6 +195,13 @@ def unwrap(fn: Any) -> tuple[Any, list[tuple[Any, int]]]:
     return fn, masks
 
 
+def without_masks(fn: Any) -> Any:
+    """Returns a distribution without its masks, those under ``to_event`` too."""
+    if isinstance(fn, MaskedDistribution):
+        return without_masks(fn.base_dist)
+    return without_masks(fn.base_dist).to_event(fn.reinterpreted_batch_ndims) if isinstance(fn, Independent) else fn
+
+
 def family(fn: Any) -> str:
     """Returns the name of a distribution without its wrappers.
 

@@ -22,7 +22,7 @@ from pyro_truncated.sklearn.estimators import ColumnUnits, binary_posteriors, is
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.loop import fit
-from pyro_truncated.utils.arguments import check_count, check_counts
+from pyro_truncated.utils.arguments import check_count, check_counts, check_kinds
 
 _FAMILIES = ("spike_slab", "gaussian", "bernoulli")
 
@@ -229,6 +229,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
     def _rows(self, X: Any, *, reset: bool) -> Tensor:
         if self.family not in _FAMILIES:
             raise ValueError(f"family must be one of {_FAMILIES}; got {self.family!r}")
+        check_kinds(SparseCoding.__init__, ridge=self.ridge, binarize=self.binarize)
         least = 2 if reset else 1
         data = validated_data(self, X, reset=reset, dtype=[np.float64, np.float32], ensure_all_finite="allow-nan", ensure_min_samples=least)
         rows = torch.from_numpy(np.array(data))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -105,7 +106,8 @@ class SubsetGPRegressor(RegressorMixin, BaseEstimator):
             regression = SubsetGPRegression(inputs, targets, kernel, num_inducing=number, objective=self.objective)
             regression.fit(max_epochs=self.max_epochs, free_inputs=self.free_inputs)
         self.regression_ = regression
-        self.inducing_, self.objective_value_ = regression.subset.numpy(), regression.objective_value
+        self.inducing_ = regression.subset.numpy()
+        self.objective_value_ = regression.objective_value + 0.5 * targets.numel() * math.log(2 * math.pi)
         return self
 
     def predict(self, X: Any, return_std: bool = False) -> Any:

@@ -19,7 +19,7 @@ from pyro_truncated.search.base import Search
 from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
 from pyro_truncated.sklearn.estimators import SteepestAscent, isolated_state, validated_data
-from pyro_truncated.utils.arguments import check_counts
+from pyro_truncated.utils.arguments import check_counts, check_kinds
 from pyro_truncated.utils.arrays import check_units
 from pyro_truncated.utils.budget import rows_per_block
 
@@ -242,6 +242,7 @@ class SpikeSlabRegressor(RegressorMixin, BaseEstimator):
         n, p = X.shape
         if self.prior not in _PRIORS:
             raise ValueError(f"prior must be one of {_PRIORS}; got {self.prior!r}")
+        check_kinds(SpikeSlabRegressor.__init__, g=self.g, expected_model_size=self.expected_model_size)
         g = float(max(n, p**2)) if self.g is None else self.g
         if not 0 < g < math.inf:
             raise ValueError(f"g must be a positive number; got {self.g!r}")

@@ -29,7 +29,7 @@ from pyro_truncated.guide.given_states import warn_impossible
 from pyro_truncated.guide.program import SearchRequest
 from pyro_truncated.guide.store import PopulationStore
 from pyro_truncated.ops import defer_checks, flush_checks, lazy_values
-from pyro_truncated.program.call import Call
+from pyro_truncated.program.call import Call, CheckedSites
 from pyro_truncated.program.probe import AllObservedError
 from pyro_truncated.program.sites import log_density, sample_nodes
 from pyro_truncated.program.subsampling import SparseSubsamples
@@ -411,7 +411,7 @@ class MixedGuides(TraceEnum_ELBO):
         return float(super().loss_and_grads(model, guide, *args, **kwargs))  # type: ignore[no-untyped-call]
 
     def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
-        traces = super()._get_trace(model, guide, args, kwargs)  # type: ignore[no-untyped-call]
+        traces = super()._get_trace(CheckedSites()(model), guide, args, kwargs)  # type: ignore[no-untyped-call]
         packed = [site["packed"] for trace in traces for site in trace.nodes.values() if site["type"] == "sample"]
         precision = functools.reduce(torch.promote_types, (site["log_prob"].dtype for site in packed), torch.float16)
         for site in packed:

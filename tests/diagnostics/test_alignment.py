@@ -31,6 +31,8 @@ def test_a_permutation_is_undone(generator):
     order, similarity = match_latents(reference, 3 * reference[shuffle] + 1)
     assert torch.equal(shuffle[order], torch.arange(6))
     torch.testing.assert_close(similarity, torch.ones(6, dtype=torch.float64))
+    of_arrays, _ = match_latents(reference.numpy(), reference[shuffle].tolist())
+    assert torch.equal(of_arrays, order)
 
 
 def test_rows_that_do_not_vary_match_nothing():
@@ -79,7 +81,7 @@ def test_restarts_that_agree_and_one_that_does_not(restarts):
     for training, store in zip(runs.trainings, runs.stores, strict=True):
         with pyro.get_param_store().scope(store):
             components.append(training.svi.model.weight.detach().clone())
-    by_components = compare_restarts(guides, y, stores=runs.stores, components=components)
+    by_components = compare_restarts(guides, y, stores=runs.stores, components=[part.numpy() for part in components])
     assert torch.equal(by_components.order[:2], found.order[:2])
     with pytest.raises(ValueError, match="components must hold one entry per guide; got 1 for 3"):
         compare_restarts(guides, y, components=components[:1])

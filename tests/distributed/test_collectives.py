@@ -156,6 +156,17 @@ def test_shards_are_successive_rows_and_rows_travel(crew, tmp_path):
         assert torch.equal(some.nan_to_num(-1), found[0][3].nan_to_num(-1))
 
 
+def masked():
+    hidden = np.arange(6) == 5
+    return distributed.shard(np.ma.masked_array(np.arange(6), hidden)).as_subclass(torch.Tensor)
+
+
+def test_processes_hold_one_type_of_data_of_which_only_some_are_missing(crew):
+    first, second = crew.results(2, masked)
+    torch.testing.assert_close(torch.cat([first, second]), torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, torch.nan]).double(), equal_nan=True)
+    assert first.dtype == second.dtype
+
+
 def different():
     return distributed.shard(torch.ones(5 + distributed.rank()))
 
@@ -169,7 +180,7 @@ def test_data_that_cannot_be_shared_out(crew):
     assert all("at least one data point per process; got 1 for 2" in str(found) for found in crew.run(2, too_few))
     with pytest.raises(TypeError, match="a row per data point, a length and slices; got int"):
         distributed.shard(3)
-    with pytest.raises(TypeError, match="must be numbers"):
+    with pytest.raises(TypeError, match="data must be a tensor, an array or a list of numbers; got an array of <U1"):
         distributed.shard(np.array(["a"]))
 
 

@@ -48,12 +48,13 @@ def test_components_that_do_not_exist_are_refused(make: Make, component: Tensor,
 
 
 @every_kind
-@pytest.mark.parametrize("types", [(torch.float32, D64), (D64, torch.float32)])
+@pytest.mark.parametrize("types", [(torch.float32, D64), (D64, torch.float32), (torch.float16,) * 2, (torch.bfloat16,) * 2])
 def test_densities_are_of_the_type_of_the_parameters(make: Make, types: tuple[torch.dtype, torch.dtype]) -> None:
     component, y = torch.arange(K).repeat(2), torch.linspace(-1, 1, 2 * K * D, dtype=types[1]).reshape(-1, D)
     found = make(component, types[0]).log_prob(y)
     assert found.dtype == types[0]
-    torch.testing.assert_close(found.double(), make(component).log_prob(y.double()), rtol=1e-5, atol=1e-5)
+    tolerance = max(1e-5, 10 * torch.finfo(types[0]).eps)
+    torch.testing.assert_close(found.double(), make(component).log_prob(y.double()), rtol=tolerance, atol=tolerance)
 
 
 @every_kind

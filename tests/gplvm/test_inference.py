@@ -347,7 +347,18 @@ def test_impossible_arguments_are_named():
         posterior.infer({1: views[0]})
     with pytest.raises(ValueError, match="collapsed=False"):
         natural_step(model, views)
-    assert dataclasses.is_dataclass(posterior.infer(views, steps=1))
+    latents = posterior.infer(views, steps=1)
+    assert dataclasses.is_dataclass(latents)
+    for view in (2, -1):
+        for read in (posterior.reconstruct, posterior.response):
+            with pytest.raises(ValueError, match=rf"view must .*; got {view}"):
+                read(latents, view)
+    with pytest.raises(ValueError, match=r"view must lie in 0 \.\. 1; got 2"):
+        posterior.predict(latents.loc, 2)
+    with pytest.raises(TypeError, match="latents must be a Latents"):
+        posterior.response(latents.loc)
+    with pytest.raises(TypeError, match="loc must be a tensor"):
+        posterior.predict(latents)
 
 
 def test_lists_of_numbers_are_refused_with_what_to_do():

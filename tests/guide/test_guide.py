@@ -407,6 +407,24 @@ def test_a_guide_that_is_copied_with_its_model_follows_the_copy():
     assert copy.deepcopy(twin["guide"]).model is twin["model"]
 
 
+def test_a_guide_is_copied_after_steps_that_changed_a_parameter_of_its_prior():
+    y = torch.randn(20, 3)
+
+    def model(y):
+        logits = pyro.param("logits", torch.zeros(3))
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(logits=logits).to_event(1))
+            pyro.sample("y", dist.Normal(s, 1.0).to_event(1), obs=y)
+
+    guide = AutoTruncated(model, num_states=4)
+    svi = SVI(model, guide, Adam({"lr": 0.1}), Truncated_ELBO())
+    for _ in range(2):
+        svi.step(y)
+    twin = copy.deepcopy(guide)
+    torch.testing.assert_close(twin.marginals(), guide.marginals())
+    assert Truncated_ELBO().loss(model, twin, y) == Truncated_ELBO().loss(model, guide, y)
+
+
 def test_initial_states_from_the_user():
     case = zoo.binary()
     states = torch.stack([torch.cat(zoo.binary_states(5))[torch.randperm(32)[:6]] for _ in range(6)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 
@@ -101,6 +102,12 @@ def test_the_posterior_of_a_guide_is_read_as_that_of_the_model() -> None:
         torch.testing.assert_close(read(posterior, y), read(model.posterior(y, 8), y), rtol=1e-9, atol=1e-9)
     with pytest.raises(ValueError, match="posterior must be of the sequences y"):
         model.reconstruct(posterior, y[:2])
+    learned = []
+    for own in (posterior, model.posterior(y, 8)):
+        twin = copy.deepcopy(model)
+        twin.maximize(model.sufficient_statistics(own, y))
+        learned.append(dict(twin.named_parameters()))
+    torch.testing.assert_close(*learned, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.slow

@@ -201,12 +201,21 @@ def test_clutter_raises_what_the_bare_background_cannot_explain() -> None:
     canvas, _, _, images, parameters = make_problem(wrap=True)
     bare, cluttered = (scan_places(images, parameters, canvas, clutter=clutter) for clutter in (0.0, 0.3))
     behind = normal_log_density(images, parameters[3], parameters[4])
-    energy = -torch.log(0.7 * behind.exp() + 0.3)
-    _, masks, variance = parameters[:3]
+    features, masks, variance, background, _ = parameters
+    colours = torch.cat([features.flatten(0, 1), background.unsqueeze(0)])
+    energy = -torch.log(0.7 * behind.exp() + 0.3 / (colours.amax(0) - colours.amin(0)).prod())
     logits = masks.logit() - (2 * math.pi * variance).log()
     expected = scenes.scan(images, parameters, canvas, energy, logits, masks >= 0)
     torch.testing.assert_close(cluttered, expected, rtol=1e-4, atol=2e-3)
     assert not torch.allclose(bare, cluttered, atol=0.1)
+
+
+@pytest.mark.parametrize("unit", [1e-3, 255.0])
+def test_scans_do_not_depend_on_the_unit_of_colours(unit: float) -> None:
+    canvas, _, _, images, (features, masks, variance, background, background_variance) = make_problem(wrap=True)
+    scaled = SceneParameters(unit * features, masks, unit**2 * variance, unit * background, unit**2 * background_variance)
+    expected = scan_places(images, SceneParameters(features, masks, variance, background, background_variance), canvas, clutter=0.3)
+    torch.testing.assert_close(scan_places(unit * images, scaled, canvas, clutter=0.3), expected, rtol=1e-4, atol=2e-3)
 
 
 def test_scan_beside_a_scene_is_the_gain_of_an_object_in_front_of_it() -> None:

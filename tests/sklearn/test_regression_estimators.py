@@ -16,7 +16,7 @@ from sklearn.gaussian_process.kernels import RBF, ConstantKernel, Matern, WhiteK
 
 from pyro_truncated.gp import LeaveOneOutRegression, SubsetGPRegression, smooth_rbf
 from pyro_truncated.gplvm import SASDecoder
-from pyro_truncated.sklearn import SpikeSlabGPLVMTransformer, SpikeSlabRegressor, SubsetGPRegressor
+from pyro_truncated.sklearn import SparseCoding, SpikeSlabGPLVMTransformer, SpikeSlabRegressor, SubsetGPRegressor
 from pyro_truncated.sklearn.variable_selection import LinearModels
 
 
@@ -120,6 +120,15 @@ def test_parameters_out_of_range_are_refused_by_name(options, message):
         SpikeSlabRegressor(**options).fit(*problem())
 
 
+@pytest.mark.parametrize(
+    "estimator",
+    [SpikeSlabRegressor(g="a"), SpikeSlabRegressor(expected_model_size="a"), SparseCoding(2, ridge="a"), SparseCoding(2, binarize="a")],
+)
+def test_parameters_that_are_no_numbers_are_refused_by_name(estimator):
+    with pytest.raises(TypeError, match=r"(g|expected_model_size|ridge|binarize) must be a number or None; got 'a'"):
+        estimator.fit(*problem())
+
+
 @pytest.mark.slow
 def test_predictions_are_those_of_the_librarys_regression():
     X, y = load_diabetes(return_X_y=True)
@@ -146,6 +155,7 @@ def test_exact_regression_is_that_of_scikit_learn():
     ours_mean, ours_deviation = ours.predict(X[:20] + 0.01, return_std=True)
     np.testing.assert_allclose(ours_mean, mean * y.std(ddof=1) + y.mean(), rtol=1e-6)
     np.testing.assert_allclose(ours_deviation, deviation * y.std(ddof=1), rtol=1e-5)
+    np.testing.assert_allclose(-ours.objective_value_, theirs.log_marginal_likelihood_value_, rtol=1e-6)
 
 
 def test_kernels_of_ones_own_and_unknown_ones():

@@ -14,7 +14,7 @@ from PIL import Image
 from scipy import sparse
 from torch import Tensor
 
-from pyro_truncated import LearnConfig, SASDecoder, SubsetGPRegression, best_start, gplvm, learn, models
+from pyro_truncated import LearnConfig, SASDecoder, SubsetGPRegression, best_start, distributed, gplvm, learn, models
 from pyro_truncated.extend import takes_arrays
 from pyro_truncated.gp import CoregionalizedGPRegression, smooth_rbf
 from pyro_truncated.restoration import denoise, inpaint
@@ -60,6 +60,7 @@ def test_what_is_missing_becomes_nan(container):
     found = as_tensors(CONTAINERS[container])
     torch.testing.assert_close(found.double(), torch.from_numpy(NAN), equal_nan=True, rtol=1e-6, atol=0)
     assert as_tensors([CONTAINERS[container], 3])[0].isnan().any()
+    assert torch.equal(distributed.shard(CONTAINERS[container]).isnan(), found.isnan())
     assert as_tensors({"y": CONTAINERS[container]}, torch.zeros(1))["y"].dtype == torch.float32
 
 
@@ -83,6 +84,8 @@ ROWS = {
 @pytest.mark.parametrize("rows", ROWS)
 def test_missing_entries_of_lists_and_objects_become_nan(rows):
     torch.testing.assert_close(as_data("y", ROWS[rows]), torch.from_numpy(NAN), equal_nan=True, rtol=0, atol=0)
+    if rows != "buffer":
+        torch.testing.assert_close(distributed.shard(ROWS[rows]).as_subclass(Tensor).isnan(), torch.from_numpy(HIDDEN))
 
     class Reader(torch.nn.Linear):
         @takes_arrays

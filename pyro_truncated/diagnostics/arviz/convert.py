@@ -65,8 +65,6 @@ def mask_hidden_entries(node: Mapping[str, Any]) -> Tensor:
     hidden = hidden_entries(node)
     if hidden is None:
         return value
-    batch = node["fn"].batch_shape
-    hidden = hidden.expand(torch.broadcast_shapes(hidden.shape, batch)).reshape((*batch, *(1,) * node["fn"].event_dim))
     value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
     return torch.where(hidden, torch.nan, value)
 

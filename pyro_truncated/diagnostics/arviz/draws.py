@@ -25,7 +25,7 @@ from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import sum_block
 from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.log_joint import LogJoint
-from pyro_truncated.program.sites import family, sample_nodes
+from pyro_truncated.program.sites import family, sample_nodes, unwrap
 from pyro_truncated.search.conditional import Moves
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.parameter_store import Assign, isolate, spare_random_numbers
@@ -59,13 +59,16 @@ def site_plates(node: Node) -> frozenset[str]:
 
 
 def hidden_entries(node: Node) -> Tensor | None:
-    """Returns where masks hide entries of a site, ``None`` if nowhere."""
-    hidden: Tensor | None = None
-    for mask in (node["mask"], getattr(node["fn"], "_mask", None)):
+    """Returns where masks hide entries of a site's value, ``None`` if nowhere.
+
+    Masks may lie under ``to_event``, and hide parts of an event.
+    """
+    fn, hidden = node["fn"], torch.zeros((), dtype=torch.bool)
+    for mask, event_dim in [(node["mask"], node["fn"].event_dim), *unwrap(fn)[1]]:
         if mask is not None:
             own = ~torch.as_tensor(mask, dtype=torch.bool)
-            hidden = own if hidden is None else hidden | own.to(hidden.device)
-    return hidden if hidden is not None and bool(hidden.any()) else None
+            hidden = hidden.to(own.device) | own.reshape((*own.shape, *(1,) * event_dim))
+    return hidden.expand(fn.shape()) if bool(hidden.any()) else None
 
 
 class FreeData(Messenger):
@@ -263,7 +266,7 @@ class Draws:
             hidden = hidden_entries(node)
             if hidden is None:
                 return None
-            hidden = hidden.cpu().expand(torch.broadcast_shapes(hidden.shape, node["fn"].batch_shape)).movedim(dims[0], 0)
+            hidden = hidden.cpu().movedim(dims[0] - node["fn"].event_dim, 0)
             seen |= ~hidden.reshape(size, -1).all(1)
         return seen if seen.any() and not seen.all() else None
 
@@ -376,7 +379,7 @@ def draw(call: Call, guide: Any, num_draws: int) -> Draws:
             log_joint = part.make_scorer(*call.args, values=_values_of_others(part, guide_trace), **call.kwargs)
             refuse_subsamples(log_joint.nodes)
             accumulator = accumulator or _Accumulator(call, part, log_joint, num_draws)
-            accumulator.add(log_joint, guide_trace, poutine.trace(poutine.replay(call, trace=guide_trace)).get_trace())
+            accumulator.add(log_joint, guide_trace, call.with_program(poutine.replay(call.model, trace=guide_trace)).trace())
         gathered = program or accumulator
         assert gathered is not None
         return gathered.result()
@@ -461,7 +464,7 @@ class _Program:
 
     def _run(self, values: Mapping[str, Any]) -> poutine.Trace:
         with isolate(), Assign(values):
-            return poutine.trace(self.call).get_trace()
+            return self.call.trace()
 
     def add(self, guide_trace: poutine.Trace) -> None:
         """Completes a draw of the guide and takes it in."""
@@ -542,7 +545,7 @@ def _trace_draws(call: Call, draws: Draws) -> Iterator[poutine.Trace]:
     """The model's run on each draw of the latents."""
     for position in range(len(draws.lp)):
         with isolate(), Assign(draws.values(position)):
-            trace = poutine.trace(call).get_trace()
+            trace = call.trace()
         yield trace
 
 

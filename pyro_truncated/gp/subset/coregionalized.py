@@ -31,12 +31,11 @@ from pyro_truncated.gp.subset.alternation import (
     scout_length_scales,
 )
 from pyro_truncated.gp.subset.objectives import NOISE_FLOOR, Basis, covariances_with, noise_from_log
-from pyro_truncated.gp.subset.regression import explained_share, warn_about_noise
+from pyro_truncated.gp.subset.regression import SavedRegression, explained_share, warn_about_noise
 from pyro_truncated.utils.arguments import check_count, check_kinds, describe, names_arguments
 from pyro_truncated.utils.arrays import as_data
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.constraints import LARGEST
-from pyro_truncated.utils.devices import DoubleModule
 from pyro_truncated.utils.parameter_store import load_snapshot, snapshot
 
 
@@ -77,7 +76,7 @@ class ObservedEntries:
 _OWN_SHARE = 0.5
 
 
-class CoregionalizedGPRegression(DoubleModule):
+class CoregionalizedGPRegression(SavedRegression):
     r"""Exact Gaussian process regression of several correlated outputs.
 
     Each output has its own noise, and inputs are of any kind. Outputs need not be observed at the same inputs. Every output is
@@ -169,6 +168,10 @@ class CoregionalizedGPRegression(DoubleModule):
         prior = Basis(self.kernel, inputs).square()[place[:, None], place]
         shared = prior * self.coregionalization[entries.output[:, None], entries.output]
         return shared + torch.diag_embed(self.noise[entries.output])
+
+    def saved_data(self) -> tuple[Tensor, Tensor]:
+        """Observed entries of standardised targets, and the positions of all inputs."""
+        return torch.stack([self._row, self._output, self._values]), torch.arange(self.kernel.num_data, device=self._row.device)
 
     @property
     def _entries(self) -> ObservedEntries:

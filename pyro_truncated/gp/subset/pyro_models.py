@@ -329,7 +329,7 @@ class SubsetVariationalGP(SubsetModel):
         jitter: float = INDUCING_JITTER,
     ) -> None:
         super().__init__(X, y, kernel, num_inducing, index, jitter)
-        if batch_size is not None and not 1 <= batch_size <= self.y.shape[-1]:
+        if batch_size is not None and not 1 <= check_count("batch_size", batch_size, 0) <= self.y.shape[-1]:
             raise ValueError(f"batch_size must lie in 1 .. {self.y.shape[-1]}, the number of data points; got {batch_size}")
         self.likelihood = likelihood
         self.latent_shape = torch.Size(self.y.shape[:-1] if latent_shape is None else latent_shape)

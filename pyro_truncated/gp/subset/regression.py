@@ -176,7 +176,51 @@ def _digest(targets: Tensor) -> str:
     return hashlib.sha256(rounded.numpy().tobytes()).hexdigest()
 
 
-class SubsetGPRegression(DoubleModule):
+class SavedRegression(DoubleModule):
+    """A regression whose state no regression on other data takes."""
+
+    kernel: DataKernel
+    target_mean: Tensor
+    target_scale: Tensor
+    objective_value: float
+
+    def saved_data(self) -> tuple[Tensor, Tensor]:
+        """Standardised targets, and the positions of inputs whose covariances are compared."""
+        raise NotImplementedError
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What is neither parameter nor buffer of a fixed shape."""
+        targets, index = self.saved_data()
+        return {"objective_value": self.objective_value, "targets": _digest(targets), "witness": _witness(self.kernel, index)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Takes what :meth:`get_extra_state` gave.
+
+        Raises:
+            ValueError: if it is of other data: other targets, or covariances that the kernel here does not have.
+        """
+        targets, index = self.saved_data()
+        if state["targets"] != _digest(targets):
+            raise ValueError(_OTHER_TARGETS)
+        _check_witness(self.kernel, index, state["witness"])
+        self.objective_value = state["objective_value"]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # Standardised targets may be the same in another unit, in which all that is loaded would predict.
+        for name in ("target_mean", "target_scale"):
+            own, given = getattr(self, name), state_dict.get(f"{prefix}{name}", getattr(self, name))
+            if given.shape == own.shape and bool(((given.to(own) - own).abs() > 1e-6 * self.target_scale + 1e-12 * own.abs()).any()):
+                raise ValueError(_OTHER_TARGETS)
+        # The kernel first: what covariances it has is compared.
+        inner = {name.removeprefix(f"{prefix}kernel."): v for name, v in state_dict.items() if name.startswith(f"{prefix}kernel.")}
+        self.kernel.load_state_dict(inner, strict=False)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+_OTHER_TARGETS = "the state is of a regression on other targets; make this one from the data that it was fitted to"
+
+
+class SubsetGPRegression(SavedRegression):
     r"""Sparse Gaussian process regression whose inducing inputs are training inputs.
 
     Targets are standardised, each output by itself; noise is measured on that scale. Learning alternates between exchanging members of
@@ -480,16 +524,17 @@ class SubsetGPRegression(DoubleModule):
         self.load_state_dict(torch.load(path, weights_only=True, map_location=self.targets.device))
         return self
 
+    def saved_data(self) -> tuple[Tensor, Tensor]:
+        """Standardised targets, and the positions of the inducing inputs."""
+        return self.targets, self.index[self.index >= 0]
+
     def get_extra_state(self) -> dict[str, Any]:
         """What is neither parameter nor buffer of a fixed shape."""
         inputs = None if self.inducing_inputs is None else self.inducing_inputs.detach().clone()
         settled = None if self.is_exact or math.isnan(self.objective_value) else self.posterior()
-        return {
+        return super().get_extra_state() | {
             "inducing_inputs": inputs,
             "held_out": self.held_out.clone(),
-            "objective_value": self.objective_value,
-            "targets": _digest(self.targets),
-            "witness": _witness(self.kernel, self.index[self.index >= 0]),
             "predictor": settled and {name: getattr(settled, name) for name in ("mean_weights", "variance_weights", "share")},
         }
 
@@ -499,13 +544,10 @@ class SubsetGPRegression(DoubleModule):
         Raises:
             ValueError: if it is of other data: other targets, or covariances that the kernel here does not have.
         """
-        if state["targets"] != _digest(self.targets):
-            raise ValueError("the state is of a regression on other targets; make this one from the data that it was fitted to")
-        _check_witness(self.kernel, self.index[self.index >= 0], state["witness"])
+        super().set_extra_state(state)
         inputs = state["inducing_inputs"]
         self.inducing_inputs = None if inputs is None else torch.nn.Parameter(inputs.to(self.index.device, copy=True))
         self.held_out = state["held_out"].to(self.index.device, copy=True)
-        self.objective_value = state["objective_value"]
         self._posterior = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -516,7 +558,4 @@ class SubsetGPRegression(DoubleModule):
         # Moved inducing inputs exist only where a fit made them; they travel with the extra state.
         state_dict.pop(f"{prefix}inducing_inputs", None)
         self.inducing_inputs = None
-        # The kernel first: what covariances it has is compared.
-        inner = {name.removeprefix(f"{prefix}kernel."): v for name, v in state_dict.items() if name.startswith(f"{prefix}kernel.")}
-        self.kernel.load_state_dict(inner, strict=False)
         super()._load_from_state_dict(state_dict, prefix, *args)

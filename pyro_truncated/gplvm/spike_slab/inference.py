@@ -82,6 +82,7 @@ class Posterior:
 
     # --- from latents to outputs ---
 
+    @names_arguments
     def predict(self, loc: Tensor, view: int = 0, *, scale: Tensor | None = None, full_covariance: bool = False) -> Prediction:
         """A view's outputs at given latents, its switches uncertain as they are.
 
@@ -93,6 +94,7 @@ class Posterior:
             scale: standard deviations of the latents, ``(N, Q)``. Default: known exactly.
             full_covariance: whether to return covariances between outputs.
         """
+        view = self._check_view(view)
         loc, scale = as_tensors(loc, self.model.loc), as_tensors(scale, self.model.loc)
         variance = torch.zeros_like(loc) if scale is None else scale.square()
         inputs = SpikeSlabInputs(loc, variance, self.model.probability[view].to(loc.dtype), validate_args=False)
@@ -114,13 +116,20 @@ class Posterior:
         covariance = torch.cat([part.covariance for part in parts if part.covariance is not None]) if full_covariance else None
         return Prediction(mean, torch.cat([part.variance for part in parts]), noise, covariance)
 
+    def _check_view(self, view: int) -> int:
+        """The view, if there is one of this number from zero."""
+        if check_count("view", view, least=0) >= self.model.num_views:
+            raise ValueError(f"view must lie in 0 .. {self.model.num_views - 1}; got {view}")
+        return view
+
+    @names_arguments
     def view_inputs(self, latents: Latents, view: int) -> SpikeSlabInputs:
         r"""What a view sees of the latents of new data points.
 
         For a view that was observed: a slab where its switch is on. For another: its switch on, and the slab
         if some observed view uses the dimension, :math:`\gamma_{cq}\rho_q`, the prior otherwise, :math:`\gamma_{cq}(1 - \rho_q)`.
         """
-        gamma = self.model.probability[view].detach()
+        gamma = self.model.probability[self._check_view(view)].detach()
         if view in latents.views:
             return SpikeSlabInputs(latents.loc, latents.scale.square(), gamma.to(latents.loc))
         slab = gamma * latents.usage
@@ -130,10 +139,12 @@ class Posterior:
 
     seen_by = Renamed("view_inputs")
 
+    @names_arguments
     def reconstruct(self, latents: Latents, view: int = 0, full_covariance: bool = False) -> Prediction:
         """A view's outputs, observed or not, for new data points."""
         return self.predict_at(self.view_inputs(latents, view), view, full_covariance)
 
+    @names_arguments
     @torch.no_grad()
     def response(self, latents: Latents, view: int = 0) -> Tensor:
         """A view's expected outputs: means, probabilities or rates."""
@@ -284,6 +295,7 @@ class Posterior:
 
     # --- neighbours ---
 
+    @names_arguments
     def distances(self, latents: Latents, views: tuple[int, int] = (0, 1), points: Tensor | None = None) -> Tensor:
         r"""Distances ``(N, N_train)`` to training data in dimensions two views share.
 

@@ -201,7 +201,9 @@ def test_missing_data_are_imputed_in_the_posterior(generator, covered):
         assert bool(np.isfinite(stats["log_weight"]).all())
 
 
-def test_masked_entries_are_no_data(generator):
+@pytest.mark.parametrize("is_event", [False, True])
+def test_masked_entries_are_no_data(generator, is_event):
+    """Under ``poutine.mask``, or in a distribution whose masked entries are then one event."""
     y, is_seen = torch.randn(4, 2, generator=generator), torch.tensor([[True, True], [False, False], [True, False], [True, True]])
 
     def model(y):
@@ -210,6 +212,12 @@ def test_masked_entries_are_no_data(generator):
             with pyro.plate("view", 2, dim=-1), poutine.mask(mask=is_seen):
                 pyro.sample("y", dist.Normal(z, 1.0), obs=y)
 
+    def model_of_events(y):
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Bernoulli(RATE))
+            pyro.sample("y", dist.Normal(z.unsqueeze(-1), torch.ones(2)).mask(is_seen).to_event(1), obs=y)
+
+    model = model_of_events if is_event else model
     idata = to_arviz(model, AutoTruncated(model, 2), y, num_samples=2)
     observed = get_dataset(idata, "observed_data")["y"]
     assert observed["data"].values.tolist() == get_dataset(idata, "log_likelihood")["data"].values.tolist() == [0, 2, 3]

@@ -226,13 +226,31 @@ def test_predictions_of_a_saved_regression_need_the_inducing_inputs_only(tmp_pat
         SubsetPredictor(tmp_path / "exact.pt", smooth_rbf(x))
 
 
+def test_a_state_of_correlated_outputs_is_refused_by_a_regression_on_other_data():
+    x, _, y = correlated(12)
+    model = CoregionalizedGPRegression(smooth_rbf(x), y)
+    model.fit(max_iterations=10)
+    missing = y.clone()
+    missing[3, 1] = torch.nan
+    for targets in (y.flip(0), 100 * y + 7, missing):
+        with pytest.raises(ValueError, match="other targets"):
+            CoregionalizedGPRegression(smooth_rbf(x), targets).load_state_dict(model.state_dict())
+    with pytest.raises(ValueError, match="other inputs"):
+        CoregionalizedGPRegression(smooth_rbf(x.square()), y).load_state_dict(model.state_dict())
+    again = CoregionalizedGPRegression(smooth_rbf(x), y)
+    again.load_state_dict(model.state_dict())
+    torch.testing.assert_close(again.predict(x), model.predict(x))
+    assert again.objective_value == model.objective_value
+
+
 def test_a_state_is_refused_by_a_regression_on_other_data(tmp_path):
     x, y = curve()
     model = SubsetGPRegression(smooth_rbf(x), y, num_inducing=8)
     model.fit(max_epochs=2)
     model.save(tmp_path / "model.pt")
-    with pytest.raises(ValueError, match="other targets"):
-        SubsetGPRegression(smooth_rbf(x), y.flip(0), num_inducing=8).load(tmp_path / "model.pt")
+    for targets in (y.flip(0), 100 * y + 7):
+        with pytest.raises(ValueError, match="other targets"):
+            SubsetGPRegression(smooth_rbf(x), targets, num_inducing=8).load(tmp_path / "model.pt")
     with pytest.raises(ValueError, match="other inputs"):
         SubsetGPRegression(smooth_rbf(x.square()), y, num_inducing=8).load(tmp_path / "model.pt")
     again = SubsetGPRegression(smooth_rbf(x), y, num_inducing=8).load(tmp_path / "model.pt")

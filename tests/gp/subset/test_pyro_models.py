@@ -231,3 +231,5 @@ def test_bad_input():
         SubsetVariationalGP(kernel, y, likelihood=likelihoods.Binary(), num_inducing=61)
     with pytest.raises(ValueError, match=r"batch_size must lie in 1 \.\. 60"):
         SubsetVariationalGP(kernel, y, likelihood=likelihoods.Binary(), num_inducing=6, batch_size=0)
+    with pytest.raises(ValueError, match=r"batch_size must be an integer .*; got 2\.5"):
+        SubsetVariationalGP(kernel, y, likelihood=likelihoods.Binary(), num_inducing=6, batch_size=2.5)
