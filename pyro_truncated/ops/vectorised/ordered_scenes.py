@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.backend import backend
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
+from pyro_truncated.ops.vectorised.in_order import add, blocks_of_rows, exp, log, total
 
 # As in the kernels.
 _LOST, _SMALL, _BLOCKS = -60.0, 1e-200, 16
@@ -55,29 +55,12 @@ class _Cells(NamedTuple):
     factor: Tensor
 
 
-def _exp(values: Tensor) -> Tensor:
-    return backend("binary_chains", values).exp(values)  # type: ignore[no-any-return]
-
-
-def _log(values: Tensor) -> Tensor:
-    return backend("binary_chains", values).log(values)  # type: ignore[no-any-return]
-
-
 def _likelihood_ratio(values: Tensor) -> Tensor:
-    return torch.where(values > _LOST, _exp(values), 0.0)
-
-
-def _sum(values: Tensor) -> Tensor:
-    return values.cumsum(-1)[..., -1]
+    return torch.where(values > _LOST, exp(values), 0.0)
 
 
 def _square(errors: Tensor, variance: Tensor) -> Tensor:
-    return 0.5 * _sum(errors.square()) / variance
-
-
-def _add(sums: Tensor, index: Tensor, values: Tensor) -> None:
-    """Adds values one after the other."""
-    sums.view(-1).index_add_(0, index.flatten(), values.flatten())
+    return 0.5 * total(errors.square()) / variance
 
 
 def _add_pixels(sums: Tensor, index: Tensor, pixels: Tensor, share: Tensor) -> None:
@@ -85,17 +68,17 @@ def _add_pixels(sums: Tensor, index: Tensor, pixels: Tensor, share: Tensor) -> N
     channels, scaled = pixels.shape[-1], share.unsqueeze(-1) * pixels
     column = torch.arange(2 * channels + 1).clamp(max=channels + 1)
     values = torch.cat([share.unsqueeze(-1), scaled, scaled * pixels], -1)
-    _add(sums, index.unsqueeze(-1) * (channels + 2) + column, values)
+    add(sums, index.unsqueeze(-1) * (channels + 2) + column, values)
 
 
 def log_prob(places: Tensor, rank: Tensor | None, images: Tensor, scene: SceneParameters, canvas: Canvas) -> Tensor:
     """Log densities ``(N, C)`` of some images under states."""
     layout = _lay_out(places, rank, images, scene, canvas)
-    constant = 0.5 * images.shape[1] * images.shape[2] * _log(images.new_tensor(2 * math.pi))
+    constant = 0.5 * images.shape[1] * images.shape[2] * log(images.new_tensor(2 * math.pi))
     totals = images.new_zeros(places.shape[0] * places.shape[1], places.shape[2] + 1)
-    totals[:, 0] = (_sum(-layout.energy) - constant).repeat_interleave(places.shape[1])
-    totals[layout.state, layout.level + 1] = _sum(layout.slots.single)[layout.slot]
-    value, cells = _sum(totals), _find_cells(layout, images.shape[1], rank is not None)
+    totals[:, 0] = (total(-layout.energy) - constant).repeat_interleave(places.shape[1])
+    totals[layout.state, layout.level + 1] = total(layout.slots.single)[layout.slot]
+    value, cells = total(totals), _find_cells(layout, images.shape[1], rank is not None)
     if len(cells.where):
         value = value + _corrections(cells, layout.slots, len(value), images.shape[1], places.shape[2])
     return value.view(places.shape[:2])
@@ -114,29 +97,28 @@ def _corrections(cells: _Cells, slots: _Slots, num_states: int, num_pixels: int,
         is_small = product < _SMALL
         logged[turn] = torch.where(is_small, product, 1.0)
         product = torch.where(is_small, 1.0, product)
-    terms[:, -1] = _log(logged)
-    return terms.flatten(0, 1).cumsum(0)[-1] + _log(product)
+    terms[:, -1] = log(logged)
+    return terms.flatten(0, 1).cumsum(0)[-1] + log(product)
 
 
 def pixel_log_prob(places: Tensor, rank: Tensor | None, images: Tensor, scene: SceneParameters, canvas: Canvas) -> Tensor:
     """Log densities of their pixels, ``(N, C, D)``."""
     layout = _lay_out(places, rank, images, scene, canvas)
-    constant = 0.5 * images.shape[2] * _log(images.new_tensor(2 * math.pi))
+    constant = 0.5 * images.shape[2] * log(images.new_tensor(2 * math.pi))
     out = (-layout.energy - constant).unsqueeze(1).repeat(1, places.shape[1], 1)
     slots, cells = layout.slots, _find_cells(layout, images.shape[1], rank is not None)
-    _add(out, layout.state.unsqueeze(1) * images.shape[1] + slots.pixel[layout.slot], slots.single[layout.slot])
-    _add(out, cells.where, cells.peak)
-    _add(out, cells.where, _log(cells.factor))
-    _add(out, cells.where[cells.cell], -slots.single[cells.slot, cells.entry])
+    add(out, layout.state.unsqueeze(1) * images.shape[1] + slots.pixel[layout.slot], slots.single[layout.slot])
+    add(out, cells.where, cells.peak)
+    add(out, cells.where, log(cells.factor))
+    add(out, cells.where[cells.cell], -slots.single[cells.slot, cells.entry])
     return out
 
 
 def empty_statistics(num_data: int, scene: SceneParameters) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The block of every image, and empty sums for each block."""
     num_blocks, channels, masks = min(max(1, num_data), _BLOCKS), scene.features.shape[2], scene.masks
-    block = torch.bucketize(torch.arange(num_data), num_data * torch.arange(1, num_blocks) // num_blocks, right=True)
     shapes = (*masks.shape, channels + 2), masks.shape, masks.shape[:1], (channels + 2,)
-    return block, tuple(masks.new_zeros(num_blocks, *shape) for shape in shapes)
+    return blocks_of_rows(num_data, num_blocks), tuple(masks.new_zeros(num_blocks, *shape) for shape in shapes)
 
 
 def add_statistics(
@@ -156,26 +138,26 @@ def add_statistics(
     layout = _lay_out(places.masked_fill(weights.unsqueeze(-1) == 0, -1), rank, images, scene, canvas)
     slots, cells = layout.slots, _find_cells(layout, num_pixels, rank is not None)
     mass, owner_mass, mask_mass = images.new_zeros(len(slots.image)), torch.zeros_like(slots.single), torch.zeros_like(slots.single)
-    _add(mass, layout.slot, weights.flatten()[layout.state])
-    likelihood = _exp(slots.ratio - slots.single)
+    add(mass, layout.slot, weights.flatten()[layout.state])
+    likelihood = exp(slots.ratio - slots.single)
     at, weight = cells.slot * num_entries + cells.entry, weights.flatten()[cells.where[cells.cell] // num_pixels]
     alone = (slots.mask * likelihood).flatten()[at]
-    _add(owner_mass, at, weight * (cells.responsibility - alone))
-    _add(mask_mass, at, weight * (cells.on - alone))
+    add(owner_mass, at, weight * (cells.responsibility - alone))
+    add(mask_mass, at, weight * (cells.on - alone))
     alone = mass.unsqueeze(1) * slots.mask * likelihood
     share, own = alone + owner_mass, torch.zeros_like(layout.energy)
-    _add(own, slots.image.unsqueeze(1) * num_pixels + slots.pixel, share)
+    add(own, slots.image.unsqueeze(1) * num_pixels + slots.pixel, share)
     kind = block[slots.image] * num_objects + slots.kind
     entry = kind.unsqueeze(1) * num_entries + torch.arange(num_entries)
-    _add(present, kind, mass)
-    _add(on, entry, alone + mask_mass)
+    add(present, kind, mass)
+    add(on, entry, alone + mask_mass)
     _add_pixels(owned, entry, images[slots.image.unsqueeze(1), slots.pixel], share)
-    _add_pixels(background, block.unsqueeze(1).expand(-1, num_pixels), images, _sum(weights).unsqueeze(1) - own)
+    _add_pixels(background, block.unsqueeze(1).expand(-1, num_pixels), images, total(weights).unsqueeze(1) - own)
 
 
 def _lay_out(places: Tensor, rank: Tensor | None, images: Tensor, scene: SceneParameters, canvas: Canvas) -> _Layout:
     features, masks, variance, background, background_variance = scene
-    shift = 0.5 * images.shape[2] * _log(torch.stack([variance, background_variance]).view(2))
+    shift = 0.5 * images.shape[2] * log(torch.stack([variance, background_variance]).view(2))
     energy = _square(images - background, background_variance) + shift[1]
     order = torch.arange(places.shape[2]).expand(places.shape) if rank is None else rank.long()
     order = order.masked_fill(places < 0, torch.iinfo(order.dtype).max).argsort(dim=2, stable=True)
@@ -187,8 +169,8 @@ def _lay_out(places: Tensor, rank: Tensor | None, images: Tensor, scene: ScenePa
     image, kind, pixel = data[first], kind[first], canvas.pixels[place[first]]
     mask, under = masks[kind], (image.unsqueeze(1), pixel)
     ratio = energy[under] - _square(images[under] - features[kind], variance) - shift[0]
-    chances = torch.where(ratio > 0, mask, 1 - mask) + torch.where(ratio > 0, 1 - mask, mask) * _exp(-ratio.abs())
-    slots = _Slots(image, kind, pixel, mask, ratio, ratio.clamp(min=0.0) + _log(chances))
+    chances = torch.where(ratio > 0, mask, 1 - mask) + torch.where(ratio > 0, 1 - mask, mask) * exp(-ratio.abs())
+    slots = _Slots(image, kind, pixel, mask, ratio, ratio.clamp(min=0.0) + log(chances))
     return _Layout(energy, data * places.shape[1] + candidate, level, by_need.argsort()[slot], slots)
 
 
@@ -225,11 +207,11 @@ def _own(alpha: Tensor, ratio: Tensor, in_depth: bool) -> tuple[Tensor, Tensor, 
         for weight, _, factor in nodes:
             share = share + alpha * _product(weight, factor) / factor
     responsibility = share * _likelihood_ratio(ratio - peak)
-    total = _sum(torch.cat([rest[:, -1:] * _likelihood_ratio(-peak), responsibility], 1)).unsqueeze(1)
-    responsibility = responsibility / total
+    mass = total(torch.cat([rest[:, -1:] * _likelihood_ratio(-peak), responsibility], 1)).unsqueeze(1)
+    responsibility = responsibility / mass
     if in_depth:
         on = torch.stack(
-            [_sum(torch.cat([responsibility[:, j : j + 1], alpha[:, j : j + 1] * responsibility[:, :j]], 1)) for j in range(number)], 1
+            [total(torch.cat([responsibility[:, j : j + 1], alpha[:, j : j + 1] * responsibility[:, :j]], 1)) for j in range(number)], 1
         )
     elif number == 2:
         on = responsibility + 0.5 * responsibility.flip(1) * alpha[:, :1] * alpha[:, 1:] / share.flip(1)
@@ -241,8 +223,8 @@ def _own(alpha: Tensor, ratio: Tensor, in_depth: bool) -> tuple[Tensor, Tensor, 
                 # Both masks on, and the others whatever they are.
                 both = responsibility * (alone[:, j : j + 1] * alpha / factor) / share
                 both[:, j] = 0.0
-                on[:, j] = _sum(torch.cat([on[:, j : j + 1], both], 1))
-    return peak.squeeze(1), total.squeeze(1), responsibility, on
+                on[:, j] = total(torch.cat([on[:, j : j + 1], both], 1))
+    return peak.squeeze(1), mass.squeeze(1), responsibility, on
 
 
 def _product(start: float, factor: Tensor) -> Tensor:
