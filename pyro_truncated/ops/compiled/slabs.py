@@ -557,19 +557,19 @@ def _scratch(words: Tensor, num_data: int, accumulator_size: int) -> tuple[np.nd
     return _aligned_zeros((num_blocks, 4, most, 2 * size)), _aligned_zeros((num_blocks, NUM_VECTORS, size))
 
 
-def add_rows(
-    factors: Tensor, source: Tensor, target: Tensor, start: int, rows: Tensor, others: Tensor, firsts: Tensor, sizes: Tensor
-) -> None:
-    """:func:`add_row` for matrices of many states ``(B, ...)``, factors ``(B, M)``."""
-    places = (place.contiguous().numpy() for place in (rows, others, firsts, sizes))
-    _add_rows(as_array(factors), source.numpy(), target.numpy(), start, *places)
+def add_rows(factors: Tensor, source: Tensor, target: Tensor, start: int, moves: np.ndarray) -> None:
+    """:func:`add_row` for matrices of many states, with factors ``(B, M)``.
+
+    ``moves (M, 4)`` are row, other row, first and size.
+    """
+    _add_rows(as_array(factors), source.numpy(), target.numpy(), start, moves)
 
 
 @njit(cache=True, nogil=True)
-def _add_rows(factors, source, target, start, rows, others, firsts, sizes):
+def _add_rows(factors, source, target, start, moves):
     for b in range(len(factors)):
-        for m in range(len(rows)):
-            add_row(factors[b, m], source[b], rows[m], target[b], others[m], firsts[m], sizes[m], start)
+        for m in range(len(moves)):
+            add_row(factors[b, m], source[b], moves[m, 0], target[b], moves[m, 1], moves[m, 2], moves[m, 3], start)
 
 
 def row_squares(matrices: Tensor, row: int, first: int, last: int) -> Tensor:

@@ -9,31 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pyro_truncated.ops.backend import backend
 from pyro_truncated.ops.vectorised.in_order import add, blocks_of_rows, log, total
-from pyro_truncated.ops.vectorised.latent_values import active_places, sort_by_number
-from pyro_truncated.utils.budget import row_slices, rows_per_block
+from pyro_truncated.ops.vectorised.latent_values import active_places, count_active, sort_by_number
+from pyro_truncated.utils.budget import current_budget, row_slices, rows_per_block
 
 # As in the kernels.
 _TINY, _LARGE, _LOST, _FIELD, _SLABS = 1e-14, 1e150, 1e-24, 0, 1
+# Bytes of states at a time: less overhead and less memory that is new take the least time.
+_CACHED = 2**26
 
 
-def _add_rows(
-    factors: Tensor,
-    source: Tensor,
-    rows: int | Tensor,
-    target: Tensor,
-    others: int | Tensor,
-    first: int | Tensor,
-    size: int | Tensor,
-    start: int = 0,
-) -> None:
+def _add_rows(factors: Tensor, source: Tensor, rows: Any, target: Tensor, others: Any, first: Any, size: Any, start: int = 0) -> None:
     """Adds multiples ``(B, M)`` of rows to others, one after the other."""
-    places = (torch.as_tensor(place).expand(factors.shape[1]) for place in (rows, others, first, size))
-    backend("slabs", factors).add_rows(factors, source, target, start, *places)
+    moves = np.stack(np.broadcast_arrays(rows, others, first, size), -1).reshape(-1, 4)
+    backend("slabs", factors).add_rows(factors, source, target, start, moves)
 
 
 def _round_up(count: Any) -> Any:
@@ -50,8 +44,8 @@ class _States:
         self.vectors, lower = linear.new_zeros(number, 2, self.size), torch.zeros_like(self.prior)
         self.joint[:, :, :count], self.prior[:, :, :count] = table, covariance.triu()
         self.variances = torch.empty_like(linear)
-        latents = torch.arange(count)
-        for p in latents.tolist():
+        latents = np.arange(count)
+        for p in range(count):
             self.variances[:, p] = self.prior[:, p, p].maximum(_TINY * covariance[:, p, p])
             factors = self.prior[:, p, p + 1 : count] * (1 / self.variances[:, p : p + 1])
             _add_rows(-factors, self.prior, p, self.prior, latents[p + 1 :], p, self.size)
@@ -62,10 +56,10 @@ class _States:
         field = self.vectors[:, _FIELD, :count]
         self.energy = total(torch.cat([linear.new_zeros(number, 1), 0.5 * mean * (linear + field)], 1))
         self.joint[:, :, count] = field
-        a, p = torch.tril_indices(count, count, -1)
-        _add_rows(self.prior[:, p, a], self.joint, a, self.joint, p, 0, self.size)
-        a, p = torch.triu_indices(count, count, 1)
-        _add_rows(self.joint[:, a, p], lower, p, self.joint, a, a, _round_up(p))
+        a, b = np.tril_indices(count, -1)
+        _add_rows(self.prior[:, b, a], self.joint, a, self.joint, b, 0, self.size)
+        a, b = np.triu_indices(count, 1)
+        _add_rows(self.joint[:, a, b], lower, b, self.joint, a, a, _round_up(b))
         self.joint.diagonal(dim1=1, dim2=2).add_(self.precisions)
 
     def eliminate(self, size: int) -> Tensor:
@@ -76,7 +70,7 @@ class _States:
             self.joint[:, p, p], inverse = pivot, 1 / pivot
             factors = -self.joint[:, p, p + 1 : self.count] * inverse.unsqueeze(1)
             energy = energy + 0.5 * x * x * inverse
-            _add_rows(factors, self.joint, p, self.joint, torch.arange(p + 1, self.count), p, size)
+            _add_rows(factors, self.joint, p, self.joint, np.arange(p + 1, self.count), p, size)
             product = product * (pivot * self.variances[:, p])
             energy, product = _take_out(energy, product, product > _LARGE)
         return energy - 0.5 * log(product)
@@ -89,12 +83,12 @@ class _States:
         self.eliminate(2 * self.size)
         pivots = self.joint.diagonal(dim1=1, dim2=2).clone()
         factors = self.joint[:, :, self.count] / pivots
-        _add_rows(factors, self.joint, torch.arange(self.count), self.vectors, _SLABS, 0, self.size, self.size)
+        _add_rows(factors, self.joint, np.arange(self.count), self.vectors, _SLABS, 0, self.size, self.size)
         return pivots
 
     def covariance(self, pivots: Tensor) -> Tensor:
         """The lower triangle of the posterior covariance."""
-        out, (p, a) = torch.zeros_like(self.prior), torch.ones(self.count, self.count).nonzero().mT
+        out, (p, a) = torch.zeros_like(self.prior), np.ones((self.count, self.count)).nonzero()
         factors = (1 / pivots)[:, p] * self.joint[:, p, self.size + a]
         _add_rows(factors, self.joint, p, out, a, 0, _round_up(a + 1), self.size)
         return out[..., : self.count]
@@ -104,14 +98,14 @@ class _States:
         spare, products = torch.zeros_like(self.prior), torch.zeros_like(self.prior)
         spare.diagonal(dim1=1, dim2=2).fill_(1.0)
         self.vectors[:, _FIELD] = 0.0
-        latents = torch.arange(self.count)
-        for p in latents.tolist():
+        latents = np.arange(self.count)
+        for p in range(self.count):
             own, later, width = latents[: p + 1], latents[p + 1 :], _round_up(p + 1)
             inverse = self.precisions[:, p : p + 1]
             _add_rows(-self.prior[:, p, p + 1 : self.count], spare, p, spare, later, 0, width)
             _add_rows(-inverse * spare[:, p, : p + 1], spare, p, products, own, 0, _round_up(own + 1))
             spare[:, p, : p + 1] *= inverse
-        for p in latents.tolist():
+        for p in range(self.count):
             own, later, width = latents[: p + 1], latents[p + 1 :], _round_up(p + 1)
             inverse = 1 / pivots[:, p : p + 1]
             _add_rows(-self.joint[:, p, p + 1 : self.count] * inverse, spare, p, spare, later, 0, width)
@@ -134,7 +128,7 @@ class _States:
             energy = energy - 0.5 * inverse * backend("slabs", rows).row_squares(rows, p, size, size + count + 1)
             product = product * pivot
             energy, product = _take_out(energy, product, ~((product > 1 / _LARGE) & (product < _LARGE)))
-            _add_rows(-rows[:, p, p + 1 : count] * inverse.unsqueeze(1), rows, p, rows, torch.arange(p + 1, count), p, 2 * size)
+            _add_rows(-rows[:, p, p + 1 : count] * inverse.unsqueeze(1), rows, p, rows, np.arange(p + 1, count), p, 2 * size)
         return energy - 0.5 * log(product)
 
 
@@ -159,7 +153,7 @@ class Problem:
         flat, gram = words.reshape(-1, 1, words.shape[2]), self.gram if len(self.gram) == 1 else self.gram[rows]
         for count, some in sort_by_number(words, list(range(num_latents + 1))):
             some = some if is_kept is None else some[is_kept.flatten()[some]]
-            for where in some.split(rows_per_block(32 * num_latents + 160 * (count + 4) ** 2)):
+            for where in some.split(rows_per_block(32 * num_latents + 160 * (count + 4) ** 2, min(current_budget(), _CACHED))):
                 latents = active_places(flat[where], num_latents, count)[0].squeeze(1)
                 data, pairs = where // words.shape[1], (latents.unsqueeze(2), latents.unsqueeze(1))
                 table = gram[0][pairs] if len(gram) == 1 else gram[data[:, None, None], *pairs]
@@ -191,25 +185,28 @@ def moments(problem: Problem, weights: Tensor, per_datum: bool) -> tuple[Tensor,
     second = active.new_zeros(num_data if per_datum else num_blocks, num_latents, num_latents)
     for rows in row_slices(num_data, 64 * candidates * most**2):
         is_kept, weight = _is_kept(weights[rows]), weights[rows].flatten()
-        data = torch.arange(num_data)[rows].repeat_interleave(candidates)
-        index, (value, ascent) = torch.zeros(len(weight), most, dtype=torch.int64), active.new_zeros(2, len(weight), most)
-        spread, bend = active.new_zeros(2, len(weight), most, most)
-        number = torch.zeros_like(data)
+        number = (count_active(problem.words[rows]) * is_kept).flatten()
+        num_pairs, data = number * (number + 1) // 2, torch.arange(num_data)[rows].repeat_interleave(candidates)
+        single, pair = number.cumsum(0) - number, num_pairs.cumsum(0) - num_pairs
+        index, (value, ascent) = torch.empty(int(number.sum()), dtype=torch.int64), active.new_empty(2, int(number.sum()))
+        pairs, (spread, bend) = torch.empty(int(num_pairs.sum()), dtype=torch.int64), active.new_empty(2, int(num_pairs.sum()))
         for where, latents, states in problem.states(rows, is_kept):
-            count, pivots = states.count, states.find_posterior()
-            number[where], index[where, :count] = count, latents
-            value[where, :count], spread[where, :count, :count] = states.vectors[:, _SLABS, :count], states.covariance(pivots)
-            ascent[where, :count], bend[where, :count, :count] = states.gradients(pivots)
-        is_there = torch.arange(most) < number.unsqueeze(1)
-        s, a = is_there.nonzero(as_tuple=True)
-        add(active, data[s] * num_latents + index[s, a], weight[s])
-        add(first, data[s] * num_latents + index[s, a], weight[s] * value[s, a])
-        add(slope, block[data[s]] * num_latents + index[s, a], weight[s] * ascent[s, a])
-        s, a, b = (is_there.unsqueeze(2) & is_there.unsqueeze(1)).tril().nonzero(as_tuple=True)
-        pair = index[s, a] * num_latents + index[s, b]
-        place = data[s] if per_datum else block[data[s]]
-        add(second, place * num_latents**2 + pair, weight[s] * (spread[s, a, b] + value[s, a] * value[s, b]))
-        add(curvature, block[data[s]] * num_latents**2 + pair, weight[s] * bend[s, a, b])
+            pivots, (a, b) = states.find_posterior(), torch.tril_indices(states.count, states.count)
+            at = single[where].unsqueeze(1) + torch.arange(states.count)
+            slabs = states.vectors[:, _SLABS, : states.count]
+            index[at], value[at] = latents, slabs
+            at_pair = pair[where].unsqueeze(1) + torch.arange(len(a))
+            pairs[at_pair] = latents[:, a] * num_latents + latents[:, b]
+            spread[at_pair] = states.covariance(pivots)[:, a, b] + slabs[:, a] * slabs[:, b]
+            ascent[at], products = states.gradients(pivots)
+            bend[at_pair] = products[:, a, b]
+        place, mass = data.repeat_interleave(number), weight.repeat_interleave(number)
+        add(active, place * num_latents + index, mass)
+        add(first, place * num_latents + index, mass * value)
+        add(slope, block[place] * num_latents + index, mass * ascent)
+        place, mass = data.repeat_interleave(num_pairs), weight.repeat_interleave(num_pairs)
+        add(second, (place if per_datum else block[place]) * num_latents**2 + pairs, mass * spread)
+        add(curvature, block[place] * num_latents**2 + pairs, mass * bend)
     second, bend = second if per_datum else second.sum(0), curvature.sum(0)
     return active, first, second + second.tril(-1).mT, slope.sum(0), bend + bend.tril(-1).mT
 
