@@ -7,7 +7,9 @@ by nothing but what tells slabs apart. All is done to whole rows, of so many ent
 
 from __future__ import annotations
 
+import functools
 import math
+import time
 
 import numpy as np
 import torch
@@ -607,10 +609,19 @@ def _aligned_zeros(shape: tuple[int, ...]) -> np.ndarray:
     return numbers[start : start + size].reshape(shape)
 
 
+# Seconds for which torch serves: longer, and its slower steps would take more time than compiling.
+_PATIENCE = 10.0
+
+
+@functools.cache
+def _first_use():
+    return time.monotonic()
+
+
 def _are_few(words, data, *arguments):
     """Whether torch takes less time for such states than compiling."""
     most = next(argument.shape[2] for argument in arguments if isinstance(argument, np.ndarray) and argument.ndim == 4)
-    return len(data) * words.shape[1] * most**2 <= 2**23
+    return len(data) * words.shape[1] * most**2 <= 2**23 and time.monotonic() < _first_use() + _PATIENCE
 
 
 @parallel_kernel(cost=24, has_plain=_are_few)
