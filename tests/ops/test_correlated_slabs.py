@@ -14,8 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pyro_truncated import ops
-from pyro_truncated.ops import slabs
-from pyro_truncated.ops.vectorised import slabs as torch_kernels
 from pyro_truncated.states import StateSpace
 
 NUM_DATA, NUM_STATES, NUM_OBSERVED = 5, 7, 6
@@ -74,28 +72,6 @@ def test_log_prob_is_that_of_the_marginal_gaussian(kind: str, num_latents: int, 
     linear = torch.randn(NUM_DATA, num_latents).double()
     actual = ops.slab_log_prob(words, value, *parameters, linear)
     torch.testing.assert_close(actual, expected + torch.einsum("nch,nh->nc", states, linear), rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize(("num_latents", "noise"), [(1, 1.0), (12, 1.0), (70, 1.0), (70, 1e-6)])
-@pytest.mark.parametrize("with_missing", [False, True])
-def test_until_kernels_are_compiled_torch_gives_the_same_to_the_last_digit(
-    num_latents: int, noise: float, with_missing: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With little noise products of pivots leave the range of numbers."""
-    words, _, value, (weight, precision, mean, covariance) = draw(num_latents, with_missing)
-    parameters = weight, precision / noise, mean, covariance
-    weights = torch.rand(words.shape[:2]).double() * 1e-30 ** (torch.rand(words.shape[:2]) < 0.3)
-    others = torch.stack([mean, mean + 1]), torch.stack([covariance, 1e-6 * covariance])
-
-    def every_result() -> list[Tensor]:
-        moments = [ops.slab_moments(words, weights, value, *parameters, per_datum) for per_datum in (False, True)]
-        expected = ops.expected_log_slab_prior(words, weights, value, *parameters, *others)
-        return [ops.slab_log_prob(words, value, *parameters), *moments[0], *moments[1], expected]
-
-    compiled = every_result()
-    monkeypatch.setattr(slabs, "backend", lambda *_: torch_kernels)
-    for one, other in zip(compiled, every_result(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0.0, atol=0.0)
 
 
 def test_plain_torch_works_with_the_active_latents_alone() -> None:

@@ -7,9 +7,7 @@ by nothing but what tells slabs apart. All is done to whole rows, of so many ent
 
 from __future__ import annotations
 
-import functools
 import math
-import time
 
 import numpy as np
 import torch
@@ -320,7 +318,7 @@ _VARIANCES, _PRECISIONS, FIELD, SLABS = 0, 1, 2, 3
 NUM_VECTORS = 4
 
 
-@njit
+@njit(cache=True, nogil=True)
 def row_sizes(most):
     """Row sizes for at most so many active latents and a column."""
     return round_up(most + 1)
@@ -497,7 +495,7 @@ def correlated_log_prob(
     """As :func:`log_prob`, with the covariance of the slabs, ``(H, H)``."""
     out = linear.new_empty(linear.shape[0], words.shape[1], dtype=torch.float64)
     packed, parameters = as_words(words), (as_array(linear), *gram_matrix(elements, is_observed), as_array(mean), as_array(covariance))
-    _correlated_log_prob(packed, *parameters, *_scratch(words, len(linear), 0), out.numpy())
+    _correlated_log_prob(packed, *parameters, *_scratch(packed, len(linear), 0), out.numpy())
     return out
 
 
@@ -516,7 +514,7 @@ def correlated_moments(
     active = linear.new_zeros(num_data, num_latents, dtype=torch.float64)
     first = torch.zeros_like(active)
     packed, parameters = as_words(words), (as_array(linear), *gram_matrix(elements, is_observed), as_array(mean), as_array(covariance))
-    scratch = _scratch(words, num_data, 2 * num_latents**2)
+    scratch = _scratch(packed, num_data, 2 * num_latents**2)
     num_blocks = len(scratch[0])
     second = linear.new_zeros(num_data if per_datum else num_blocks, num_latents, num_latents, dtype=torch.float64)
     curvature = linear.new_zeros(num_blocks, num_latents, num_latents, dtype=torch.float64)
@@ -540,65 +538,18 @@ def expected_log_prior(
 ) -> Tensor:
     """See :func:`pyro_truncated.ops.expected_log_slab_prior`; the other arguments are those of :func:`log_prob`."""
     packed, parameters = as_words(words), (as_array(linear), *gram_matrix(elements, is_observed), as_array(mean), as_array(covariance))
-    scratch, others = _scratch(words, len(linear), len(means)), (as_array(means), as_array(covariances))
+    scratch, others = _scratch(packed, len(linear), len(means)), (as_array(means), as_array(covariances))
     out = linear.new_zeros(len(scratch[0]), len(means), dtype=torch.float64)
     _expected_log_prior(packed, as_array(weights), *parameters, *others, *scratch, out.numpy())
     return out.sum(0)
 
 
-def count_correlated_blocks(words: Tensor, num_data: int, accumulator_size: int) -> tuple[int, int]:
-    """Numbers of blocks of data points, and of active latents at most."""
-    most = most_active(as_words(words))
-    return count_blocks(num_data, accumulator_size, 8 * most * row_sizes(most)), most
-
-
-def _scratch(words: Tensor, num_data: int, accumulator_size: int) -> tuple[np.ndarray, np.ndarray]:
+def _scratch(words: np.ndarray, num_data: int, accumulator_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Allocates matrices and vectors for active latents, for each block."""
-    num_blocks, most = count_correlated_blocks(words, num_data, accumulator_size)
+    most = most_active(words)
     size = row_sizes(most)
+    num_blocks = count_blocks(num_data, accumulator_size, 8 * most * size)
     return _aligned_zeros((num_blocks, 4, most, 2 * size)), _aligned_zeros((num_blocks, NUM_VECTORS, size))
-
-
-def add_rows(factors: Tensor, source: Tensor, target: Tensor, start: int, moves: np.ndarray) -> None:
-    """:func:`add_row` for matrices of many states, with factors ``(B, M)``.
-
-    ``moves (M, 4)`` are row, other row, first and size.
-    """
-    _add_rows(as_array(factors), source.numpy(), target.numpy(), start, moves)
-
-
-@njit(cache=True, nogil=True)
-def _add_rows(factors, source, target, start, moves):
-    for b in range(len(factors)):
-        for m in range(len(moves)):
-            add_row(factors[b, m], source[b], moves[m, 0], target[b], moves[m, 1], moves[m, 2], moves[m, 3], start)
-
-
-def row_squares(matrices: Tensor, row: int, first: int, last: int) -> Tensor:
-    """:func:`row_square` for matrices of many states."""
-    out = matrices.new_empty(len(matrices))
-    _row_squares(matrices.numpy(), row, first, last, out.numpy())
-    return out
-
-
-@njit(cache=True, nogil=True)
-def _row_squares(matrices, row, first, last, out):
-    for b in range(len(matrices)):
-        out[b] = row_square(matrices[b], row, first, last)
-
-
-def row_grams(elements: Tensor, is_observed: Tensor) -> Tensor:
-    """Gram matrices over each data point's observed entries, ``(N, H, H)``."""
-    out = elements.new_empty(len(is_observed), elements.shape[1], elements.shape[1])
-    _row_grams(as_array(elements.mT), is_observed.contiguous().numpy(), out.numpy())
-    return out
-
-
-@njit(cache=True, nogil=True)
-def _row_grams(elements, is_observed, out):
-    active, near = np.arange(len(elements)), np.empty(elements.shape)
-    for n in range(len(is_observed)):
-        row_gram_matrix(elements, is_observed[n], active, len(active), near, out[n])
 
 
 def _aligned_zeros(shape: tuple[int, ...]) -> np.ndarray:
@@ -609,22 +560,7 @@ def _aligned_zeros(shape: tuple[int, ...]) -> np.ndarray:
     return numbers[start : start + size].reshape(shape)
 
 
-# Seconds for which torch serves: longer, and its slower steps would take more time than compiling.
-_PATIENCE = 10.0
-
-
-@functools.cache
-def _first_use():
-    return time.monotonic()
-
-
-def _are_few(words, data, *arguments):
-    """Whether torch takes less time for such states than compiling."""
-    most = next(argument.shape[2] for argument in arguments if isinstance(argument, np.ndarray) and argument.ndim == 4)
-    return len(data) * words.shape[1] * most**2 <= 2**23 and time.monotonic() < _first_use() + _PATIENCE
-
-
-@parallel_kernel(cost=24, has_plain=_are_few)
+@parallel_kernel(cost=24)
 def _correlated_log_prob(words, linear, elements, is_observed, gram, mean, covariance, matrices, vectors, out):
     num_rows, num_candidates, num_words = words.shape
     num_data, num_latents = linear.shape
@@ -645,7 +581,7 @@ def _correlated_log_prob(words, linear, elements, is_observed, gram, mean, covar
                 out[n, c] = energy + eliminate(joint, count, row_sizes(count), work)
 
 
-@parallel_kernel(cost=48, has_plain=_are_few)
+@parallel_kernel(cost=48)
 def _correlated_moments(
     words, weights, linear, elements, is_observed, gram, mean, covariance, matrices, vectors, total, first, second, slope, curvature
 ):
@@ -686,7 +622,7 @@ def _correlated_moments(
                         curvature[block, h, active[b]] += weight * spread[a, b]
 
 
-@parallel_kernel(cost=64, has_plain=_are_few)
+@parallel_kernel(cost=64)
 def _expected_log_prior(words, weights, linear, elements, is_observed, gram, mean, covariance, means, covariances, matrices, vectors, out):
     num_rows, num_candidates, num_words = words.shape
     num_data, num_latents = linear.shape

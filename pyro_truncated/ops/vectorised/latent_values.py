@@ -143,7 +143,7 @@ def active_blocks(words: Tensor, num_latents: int, num_matrices: int) -> Iterato
     most = max(1, int(read_number(count_active(words).amax()))) if words.numel() else 1
     if words.shape[0] * words.shape[1] <= rows_per_block(_bytes_per_state(num_latents, numbers(most))):
         data = torch.arange(len(words), device=words.device).unsqueeze(1)
-        yield ActiveLatents(slice(None), data, *active_places(words, num_latents, most))
+        yield ActiveLatents(slice(None), data, *_places(words, num_latents, most))
     else:
         yield from by_number(words, num_latents, numbers)
 
@@ -158,7 +158,7 @@ def by_number(words: Tensor, num_latents: int, numbers: Callable[[int], int]) ->
     bounds = [bound for bound in _bounds() if bound < num_latents] + [num_latents]
     for bound, some in sort_by_number(words, bounds):
         for where in some.split(rows_per_block(_bytes_per_state(num_latents, numbers(bound)))):
-            yield ActiveLatents(where, (where // words.shape[1]).unsqueeze(1), *active_places(flat[where], num_latents, bound))
+            yield ActiveLatents(where, (where // words.shape[1]).unsqueeze(1), *_places(flat[where], num_latents, bound))
 
 
 def sort_by_number(words: Tensor, bounds: list[int]) -> list[tuple[int, Tensor]]:
@@ -188,7 +188,7 @@ def _bounds() -> list[int]:
     return sorted({1, 2, *(number << power for power in range(1, 16) for number in (2, 3))})
 
 
-def active_places(words: Tensor, num_latents: int, most: int) -> tuple[Tensor, Tensor]:
+def _places(words: Tensor, num_latents: int, most: int) -> tuple[Tensor, Tensor]:
     """Active latents ``(n, c, most)`` and, in float64, which of the places are taken."""
     bits = unpack_bits(words, num_latents, torch.bool)
     number = bits.sum(-1, keepdim=True)

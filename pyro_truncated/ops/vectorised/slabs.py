@@ -1,7 +1,4 @@
-"""Spike-and-slab likelihoods in plain torch, for any device.
-
-Until kernels are compiled, :mod:`pyro_truncated.ops.vectorised.ordered_slabs` serves in the place of those for correlated slabs.
-"""
+"""Spike-and-slab likelihoods in plain torch, for any device."""
 
 from __future__ import annotations
 
@@ -10,10 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.backend import is_vectorised
 from pyro_truncated.ops.deferred_checks import cholesky
 from pyro_truncated.ops.slabs import collapse, collapse_correlated_slabs
-from pyro_truncated.ops.vectorised import ordered_slabs
 from pyro_truncated.ops.vectorised.latent_values import ActiveLatents, active_blocks, gram_matrix
 
 _INDEPENDENT_MATRICES = 12
@@ -80,8 +75,6 @@ def correlated_log_prob(
     words: Tensor, linear: Tensor, elements: Tensor, is_observed: Tensor | None, mean: Tensor, covariance: Tensor
 ) -> Tensor:
     """See :func:`pyro_truncated.ops.compiled.slabs.log_prob`."""
-    if not is_vectorised(words):
-        return ordered_slabs.log_prob(ordered_slabs.Problem(words, linear, elements, is_observed, mean, covariance))
     gram, linear = gram_matrix(elements, is_observed), linear.double()
     out = linear.new_empty(words.shape[:2])
     for block in active_blocks(words, elements.shape[1], _CORRELATED_MATRICES):
@@ -98,10 +91,8 @@ def correlated_moments(
     mean: Tensor,
     covariance: Tensor,
     per_datum: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See :func:`pyro_truncated.ops.slab_moments`; the other arguments are those of :func:`log_prob`."""
-    if not is_vectorised(words):
-        return ordered_slabs.moments(ordered_slabs.Problem(words, linear, elements, is_observed, mean, covariance), weights, per_datum)
     num_data, num_latents = linear.shape
     gram, linear = gram_matrix(elements, is_observed), linear.double()
     active, first, slope = (linear.new_zeros(number, num_latents) for number in (num_data, num_data, num_data))
@@ -131,9 +122,6 @@ def expected_log_prior(
     covariances: Tensor,
 ) -> Tensor:
     """See :func:`pyro_truncated.ops.expected_log_slab_prior`; the other arguments are those of :func:`log_prob`."""
-    if not is_vectorised(words):
-        problem = ordered_slabs.Problem(words, linear, elements, is_observed, mean, covariance)
-        return ordered_slabs.expected_log_prior(problem, weights, means, covariances)
     gram, linear = gram_matrix(elements, is_observed), linear.double()
     total = linear.new_zeros(len(means))
     for block in active_blocks(words, linear.shape[1], _CORRELATED_MATRICES):
