@@ -51,6 +51,27 @@ print("numba" in sys.modules, torch.get_num_threads() == num_threads)
     assert result.stdout.split() == ["False", "True", "True"]
 
 
+@pytest.mark.nightly
+def test_fits_of_gaussian_processes_do_not_load_the_compiler_of_torch():
+    script = """
+import sys
+import torch
+from pyro_truncated.gp.optimization import minimize
+
+x = torch.zeros(2, requires_grad=True)
+
+def evaluate():
+    value = (x - 1).square().sum()
+    value.backward()
+    return value
+
+minimize(evaluate, [x])
+print("torch._dynamo" in sys.modules, bool((x - 1).abs().max() < 1e-6))
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["False", "True"]
+
+
 @pytest.mark.parametrize("name", pyro_truncated.__all__)
 def test_every_public_name_is_there(name):
     assert name == "__version__" or getattr(pyro_truncated, name).__name__ == name

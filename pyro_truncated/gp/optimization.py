@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,18 @@ class Minimum(NamedTuple):
 
 class OutOfTimeError(Exception):
     """Ends an optimiser in the middle of a line search."""
+
+
+class _LBFGS(torch.optim.LBFGS):
+    """L-BFGS without torch's compiler, which takes seconds to import."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch has it, but for what keeps its compiler away."""
+        inspect.unwrap(torch.optim.LBFGS.add_param_group)(self, param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The same."""
+        inspect.unwrap(torch.optim.LBFGS.zero_grad)(self, set_to_none)
 
 
 def minimize(
@@ -49,7 +62,7 @@ def minimize(
         return Minimum(float(evaluate()), 0)
     best, best_values, count = math.inf, snapshot(parameters), 0
     limit = max_iterations * 5 // 4 if max_evaluations is None else max_evaluations
-    optimizer = torch.optim.LBFGS(
+    optimizer = _LBFGS(
         list(parameters), max_iter=min(max_iterations, limit), max_eval=limit, tolerance_change=tolerance,
         tolerance_grad=gradient_tolerance, history_size=memory, line_search_fn="strong_wolfe",
     )  # fmt: skip
@@ -78,7 +91,7 @@ def minimize(
         return value
 
     try:
-        optimizer.step(closure)
+        optimizer.step(closure)  # type: ignore[no-untyped-call]
     except OutOfTimeError:
         pass
     finally:

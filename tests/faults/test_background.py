@@ -141,6 +141,28 @@ def test_a_background_that_cannot_compile_is_done_without(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+PLACES = """
+import pyro, torch
+from pyro.infer import SVI
+from pyro_truncated import AutoTruncated, ClosedForm, Truncated_ELBO
+from pyro_truncated.models import OcclusiveComponents
+pyro.set_rng_seed(0)
+y = torch.rand(20, 6, 6, 2)
+model = OcclusiveComponents(3, (6, 6), (3, 3), 2, order={order!r})
+svi = SVI(model, AutoTruncated(model, 16), ClosedForm(model), Truncated_ELBO(model.default_search(16)))
+print([svi.step(y).hex() for _ in range(3)])
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("order", ["exclusive", "depth"])
+def test_the_first_steps_of_scenes_have_the_same_free_energies_to_the_last_digit(order, tmp_path):
+    script = PLACES.format(order=order)
+    found = [run(script, tmp_path, background) for background in "01"]
+    assert [done.returncode for done in found] == [0, 0], found[1].stderr
+    assert found[0].stdout == found[1].stdout
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("model", ["BinarySparseCoding", "NoisyOr", "SpikeSlabSparseCoding", "MaximalCauses", "FactorialHMM"])
 def test_the_first_steps_have_the_same_free_energies_to_the_last_digit(model, tmp_path):

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from pyro_truncated import ops
+from pyro_truncated.ops import scenes as public
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
 from pyro_truncated.ops.scenes import scan_at, scan_places, scene_log_prob, scene_pixel_log_prob, scene_statistics
 from pyro_truncated.ops.vectorised import scenes
@@ -77,7 +79,8 @@ def test_density_sums_over_all_masks_and_owners(wrap: bool, in_depth: bool) -> N
         dtype=torch.float64,
     )
     torch.testing.assert_close(scene_log_prob(places, images, parameters, canvas, given), expected, rtol=1e-12, atol=1e-10)
-    dense = scenes.log_prob(places, given, images, parameters, canvas)
+    with ops.use_backend("vectorised"):
+        dense = scenes.log_prob(places, given, images, parameters, canvas)
     torch.testing.assert_close(dense, expected, rtol=1e-12, atol=1e-10)
 
 
@@ -88,7 +91,9 @@ def test_densities_of_pixels_add_up_to_that_of_the_image(in_depth: bool) -> None
     ranks = rank if in_depth else None
     pixels = scene_pixel_log_prob(places, images, parameters, canvas, ranks)
     torch.testing.assert_close(pixels.sum(-1), scene_log_prob(places, images, parameters, canvas, ranks), rtol=1e-12, atol=1e-9)
-    torch.testing.assert_close(pixels, scenes.pixel_log_prob(places, ranks, images, parameters, canvas), rtol=1e-12, atol=1e-9)
+    with ops.use_backend("vectorised"):
+        dense = scene_pixel_log_prob(places, images, parameters, canvas, ranks)
+    torch.testing.assert_close(pixels, dense, rtol=1e-12, atol=1e-9)
     behind = normal_log_density(images, *parameters[3:])
     torch.testing.assert_close(pixels[:, 0], behind, rtol=1e-12, atol=1e-9)  # nothing is there
 
@@ -115,10 +120,9 @@ def test_statistics_are_posterior_owners_and_mask_bits(in_depth: bool) -> None:
             for entry, value in bits.items():
                 on[entry] += weights[n, c] * value
     given = rank if in_depth else None
-    for got in (
-        scene_statistics(places, weights, images, parameters, canvas, given),
-        scenes.statistics(places, given, weights, images, parameters, canvas),
-    ):
+    for kind in ("compiled", "vectorised"):
+        with ops.use_backend(kind):
+            got = scene_statistics(places, weights, images, parameters, canvas, given)
         for mine, expected in zip(got, (owned, on, present, rest), strict=True):
             torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-10)
 
@@ -142,7 +146,9 @@ def test_gradient_is_that_of_the_dense_form(in_depth: bool) -> None:
     given, weights = rank if in_depth else None, torch.randn(places.shape[:2], dtype=torch.float64)
     inputs = [value.clone().requires_grad_() for value in parameters]
     fast = torch.autograd.grad((weights * scene_log_prob(places, images, SceneParameters(*inputs), canvas, given)).sum(), inputs)
-    slow = torch.autograd.grad((weights * scenes.log_prob(places, given, images, SceneParameters(*inputs), canvas)).sum(), inputs)
+    with ops.use_backend("vectorised"):
+        dense = scenes.log_prob(places, given, images, SceneParameters(*inputs), canvas)
+    slow = torch.autograd.grad((weights * dense).sum(), inputs)
     for mine, expected in zip(fast, slow, strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-9)
 
@@ -153,9 +159,38 @@ def test_log_ratios_of_hundreds_are_exact() -> None:
     images = images.clone()
     images[:, ::2] = parameters[0][0, 0]  # some pixels fit perfectly, the others not at all
     got = scene_log_prob(places, images, narrow, canvas)
-    expected = scenes.log_prob(places, None, images, narrow, canvas)
+    with ops.use_backend("vectorised"):
+        expected = scene_log_prob(places, images, narrow, canvas)
     assert float(expected.max() - expected.min()) > 700
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-8)
+
+
+@pytest.mark.parametrize("in_depth", [True, False])
+@pytest.mark.parametrize("num_objects", [1, 2, 7])
+@pytest.mark.parametrize("smallest", [0.05, 1e-60])
+def test_until_kernels_are_compiled_torch_gives_the_same_to_the_last_digit(
+    in_depth: bool, num_objects: int, smallest: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of images in a block of their own and in shared ones, and of products that underflow."""
+    canvas, places, rank, images, parameters = make_problem(in_depth, num_objects, num_data=20)
+    is_usual, narrow = torch.rand(parameters.masks.shape) < 0.2, torch.tensor(1e-4).double()
+    parameters = parameters._replace(masks=parameters.masks.where(is_usual, smallest), background_variance=narrow)
+    weights, given = torch.rand(places.shape[:2], dtype=torch.float64), rank if in_depth else None
+    weights[torch.rand(weights.shape) < 0.3] = 0.0
+
+    def every_result() -> list[Tensor]:
+        return [
+            scene_log_prob(places, images, parameters, canvas, given),
+            scene_pixel_log_prob(places, images, parameters, canvas, given),
+            *scene_statistics(places, weights, images, parameters, canvas, given),
+        ]
+
+    compiled = every_result()
+    monkeypatch.setattr(public, "backend", lambda *_: scenes)
+    for budget in (None, 2**12):
+        with ops.memory_budget(budget):
+            for one, other in zip(compiled, every_result(), strict=True):
+                torch.testing.assert_close(one, other, rtol=0.0, atol=0.0)
 
 
 @pytest.mark.slow

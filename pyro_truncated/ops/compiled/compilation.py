@@ -165,7 +165,9 @@ BLOCKS = 16
 _AS_TORCH = "NUMBA_NUM_THREADS" not in os.environ
 
 
-def parallel_kernel(*, cost: int = 1, has_plain: bool = False, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def parallel_kernel(
+    *, cost: int = 1, has_plain: bool | Callable[..., bool] = False, **options: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Compiles a function with parallel loops, which small arrays do not use.
 
     Waking threads takes longer than a small call needs: arrays of fewer than ``2**14 / cost`` entries in all are small. The number of
@@ -175,7 +177,7 @@ def parallel_kernel(*, cost: int = 1, has_plain: bool = False, **options: Any) -
     A forked child (a worker of a ``DataLoader``) has none of its parent's threads, and the OpenMP runtime of the GNU compiler would end it.
     There, functions are compiled once more, without parallel loops; their results are the same. The same functions, which compile in a
     third of the time, serve while another process compiles the kernel for its first use. If plain torch computes the same to the last digit
-    (``has_plain``), that serves on first use.
+    (``has_plain``), that serves on first use. A function of the arguments says where it takes less time than compiling.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -194,7 +196,7 @@ def parallel_kernel(*, cost: int = 1, has_plain: bool = False, **options: Any) -
             try:
                 return compiled(*arguments)
             except NoKernelError:
-                if has_plain:
+                if has_plain(*arguments) if callable(has_plain) else has_plain:
                     raise
             finally:
                 if at_most < num_threads:

@@ -307,7 +307,12 @@ def _room(places, model, num_pixels):
     return memory, state, local, space
 
 
-@parallel_kernel(cost=HEAVY)
+def _are_few(places, rank, images, features, *_):
+    """Whether torch takes less time for so many entries than compiling."""
+    return places.size * features.shape[1] <= 2**21
+
+
+@parallel_kernel(cost=HEAVY, has_plain=_are_few)
 def _log_prob(places, rank, images, features, masks, variance, background, background_variance, shape, nodes, weights, out):
     """Log densities ``(N, C)`` of images under states ``(N, C, H)`` and depth ranks."""
     num_data, num_candidates = places.shape[:2]
@@ -329,7 +334,7 @@ def _log_prob(places, rank, images, features, masks, variance, background, backg
             forget(memory)
 
 
-@parallel_kernel(cost=HEAVY)
+@parallel_kernel(cost=HEAVY, has_plain=_are_few)
 def _pixel_log_prob(places, rank, images, features, masks, variance, background, background_variance, shape, nodes, weights, out):
     """Log densities ``(N, C, D)`` of the pixels, which :func:`_log_prob` sums."""
     num_data, num_candidates = places.shape[:2]
@@ -449,7 +454,7 @@ def _add_pixel(pixel, share, sums):
         sums[len(pixel) + 1] += share * pixel[f] * pixel[f]
 
 
-@parallel_kernel(cost=HEAVY)
+@parallel_kernel(cost=HEAVY, has_plain=lambda places, rank, weights, *others: _are_few(places, rank, *others))
 def _statistics(
     places, rank, state_weights, images, features, masks, variance, background, background_variance, shape, nodes, weights,
     sums, bits, counts, rest,

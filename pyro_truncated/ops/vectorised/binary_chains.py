@@ -11,20 +11,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.backend import backend, is_vectorised
+from pyro_truncated.ops.backend import is_vectorised
 from pyro_truncated.ops.binary_chains import LOST_NATS, PairTables, chances_if_full, likelihoods, pair_tables
 from pyro_truncated.ops.evolution import find_duplicates
+from pyro_truncated.ops.vectorised import in_order
 from pyro_truncated.ops.vectorised.latent_values import unpack_bits
 
 exp, log = torch.exp, torch.log
-
-
-def _exp(values: Tensor) -> Tensor:
-    return backend("binary_chains", values).exp(values)  # type: ignore[no-any-return]
-
-
-def _log(values: Tensor) -> Tensor:
-    return backend("binary_chains", values).log(values)  # type: ignore[no-any-return]
 
 
 def _sum(values: Tensor, dim: int = -1) -> Tensor:
@@ -34,7 +27,7 @@ def _sum(values: Tensor, dim: int = -1) -> Tensor:
 
 def _sum_exp(below: Tensor) -> tuple[Tensor, Tensor]:
     """Exponentials but for those that are lost, and their sum."""
-    terms = torch.where(below > -LOST_NATS, _exp(below), 0.0)
+    terms = torch.where(below > -LOST_NATS, in_order.exp(below), 0.0)
     return terms, _sum(terms)
 
 
@@ -42,7 +35,7 @@ def _log_sum(values: Tensor) -> Tensor:
     if is_vectorised(values):
         return values.logsumexp(-1)
     best = values.amax(-1)
-    return torch.where(best > -torch.inf, best + _log(_sum_exp(values - best.unsqueeze(-1))[1]), best)
+    return torch.where(best > -torch.inf, best + in_order.log(_sum_exp(values - best.unsqueeze(-1))[1]), best)
 
 
 def _normalize(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,7 +83,7 @@ class _Members:
         logs = message + tables.constant[self.kind].unsqueeze(1) + self._alone(terms, words)
         self.best = _finite(logs.amax(1, keepdim=True))
         self.logs = logs - self.best
-        self.weights = _exp(self.logs)
+        self.weights = in_order.exp(self.logs)
 
     def _look_up(self, table: Tensor, place: Tensor, words: Tensor) -> Iterator[Tensor]:
         """Yields the entries of tables ``(N,)`` at each octet of words ``(N, ..., W)``."""
@@ -147,7 +140,7 @@ class _Members:
     def message(self, states: Tensor, own: Tensor) -> Tensor:
         """Adds what the members send to states to ``own (N, C)``."""
         total = self.weigh(states)[1]
-        log_factor, is_lost = _log(total), self.lost_mask(total)
+        log_factor, is_lost = in_order.log(total), self.lost_mask(total)
         if bool(is_lost.any()):
             log_factor = torch.where(is_lost, _log_sum(self.log_pairs(states)), log_factor)
         return own + ((self.alone(states) + self.best) + log_factor)
@@ -164,7 +157,7 @@ class _Members:
 
     def posterior(self, states: Tensor, alone: Tensor) -> tuple[Tensor, Tensor]:
         """The posterior of states and members ``(N, C, S)``, and where one exists."""
-        weight = _exp(alone - _finite(alone.amax(1, keepdim=True))).unsqueeze(2)
+        weight = in_order.exp(alone - _finite(alone.amax(1, keepdim=True))).unsqueeze(2)
         products, sums = self.weigh(states)
         pairs = torch.where(weight > 0, weight * products, 0.0)
         total = _sum(torch.where(weight > 0, weight * sums.unsqueeze(2), 0.0).squeeze(2))
@@ -374,7 +367,7 @@ def _place(weights: Tensor, uniform: Tensor) -> Tensor:
 def draw_paths(words: Tensor, forward: Tensor, log_prob: Tensor, kind: Tensor, uniform: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.binary_chains.draw_paths`."""
     tables, path = pair_tables(log_prob), torch.zeros(uniform.shape, dtype=torch.int64, device=words.device)
-    row, chances = torch.arange(len(kind), device=words.device), _exp(forward)
+    row, chances = torch.arange(len(kind), device=words.device), in_order.exp(forward)
     for t in reversed(range(kind.shape[1])):
         weights = chances[:, t].unsqueeze(1).expand(-1, len(uniform), -1)
         if t + 1 < kind.shape[1]:
@@ -419,7 +412,7 @@ def flips(
     ratio = torch.where((following >= 0).view(-1, 1, 1), ratio * ahead, ratio)
     own = log_weight[n, t, : gain.shape[1]].unsqueeze(-1)
     is_possible = (ratio > 0) & (own > -torch.inf) & (k >= 0).view(-1, 1, 1)
-    score = torch.where(is_possible, own + gain + _log(ratio), -torch.inf)
+    score = torch.where(is_possible, own + gain + in_order.log(ratio), -torch.inf)
     score = score.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).flatten(1)
     latent = torch.arange(num_latents, device=words.device)
     bit = torch.where(latent // 64 == torch.arange(words.shape[-1], device=words.device).unsqueeze(-1), 1 << (latent % 64), 0).mT

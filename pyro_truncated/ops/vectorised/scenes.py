@@ -1,16 +1,21 @@
-"""Scenes of occluding objects, and scans of places, in plain torch."""
+"""Scenes of occluding objects, and scans of places, in plain torch.
+
+Until kernels are compiled, :mod:`pyro_truncated.ops.vectorised.ordered_scenes` serves in their place.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_truncated.ops.backend import is_vectorised
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
 from pyro_truncated.ops.packed_states import gather_states
+from pyro_truncated.ops.vectorised import ordered_scenes
+from pyro_truncated.ops.vectorised.ordered_scenes import gauss_rule
 from pyro_truncated.utils.budget import row_slices, rows_per_block
 
 _TINY = 1e-300
@@ -18,12 +23,24 @@ _TINY = 1e-300
 
 def log_prob(places: Tensor, rank: Tensor | None, images: Tensor, scene: SceneParameters, canvas: Canvas) -> Tensor:
     """Log densities ``(N, C)``; see :func:`pyro_truncated.ops.scenes.scene_log_prob`. Differentiable by torch itself."""
+    if not is_vectorised(places):
+        return _in_order(ordered_scenes.log_prob, places, rank, images, scene, canvas)
     return torch.cat([pixels.sum(-1) for pixels in _pixel_blocks(places, rank, images, scene, canvas)])
 
 
 def pixel_log_prob(places: Tensor, rank: Tensor | None, images: Tensor, scene: SceneParameters, canvas: Canvas) -> Tensor:
     """Log densities of the pixels ``(N, C, D)``; see :func:`pyro_truncated.ops.scenes.scene_pixel_log_prob`."""
+    if not is_vectorised(places):
+        return _in_order(ordered_scenes.pixel_log_prob, places, rank, images, scene, canvas)
     return torch.cat(list(_pixel_blocks(places, rank, images, scene, canvas)))
+
+
+def _in_order(
+    function: Callable[..., Tensor], places: Tensor, rank: Tensor | None, images: Tensor, scene: SceneParameters, canvas: Canvas
+) -> Tensor:
+    images, scene = images.double(), _doubles(scene)
+    blocks = row_slices(max(1, len(places)), _bytes_per_row(places, images))
+    return torch.cat([function(places[rows], None if rank is None else rank[rows], images[rows], scene, canvas) for rows in blocks])
 
 
 def _pixel_blocks(places: Tensor, rank: Tensor | None, images: Tensor, scene: SceneParameters, canvas: Canvas) -> Iterator[Tensor]:
@@ -38,9 +55,16 @@ def _pixel_blocks(places: Tensor, rank: Tensor | None, images: Tensor, scene: Sc
 
 def statistics(
     places: Tensor, rank: Tensor | None, weights: Tensor, images: Tensor, scene: SceneParameters, canvas: Canvas
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """See :class:`pyro_truncated.ops.canvas.SceneStatistics`."""
-    images, weights, (features, masks, variance, background, background_variance) = images.double(), weights.double(), _doubles(scene)
+    images, weights, scene = images.double(), weights.double(), _doubles(scene)
+    if not is_vectorised(places):
+        block, sums = ordered_scenes.empty_statistics(len(places), scene)
+        for rows in row_slices(len(places), _bytes_per_row(places, images)):
+            some = places[rows], None if rank is None else rank[rows], weights[rows], images[rows]
+            ordered_scenes.add_statistics(sums, block[rows], *some, scene, canvas)
+        return tuple(total.sum(0) for total in sums)
+    features, masks, variance, background, background_variance = scene
     (num_objects, num_entries), channels = masks.shape, images.shape[-1]
     owned = images.new_zeros(num_objects, num_entries, channels + 2)
     on, present = images.new_zeros(num_objects, num_entries), images.new_zeros(num_objects)
@@ -103,7 +127,7 @@ def _shares(alpha: Tensor, rank: Tensor | None) -> tuple[Tensor, Tensor]:
     if rank is not None:
         return alpha * _front(off, rank, torch.cumprod, 1.0), off.prod(2)
     share = torch.zeros_like(alpha)
-    for node, weight in _rule(alpha.shape[2]):
+    for node, weight in gauss_rule(alpha.shape[2]):
         factor = off + alpha * node
         share = share + weight * factor.prod(2, keepdim=True) / factor
     return alpha * share, off.prod(2)
@@ -115,7 +139,7 @@ def _mask_probabilities(alpha: Tensor, ratio: Tensor, share: Tensor, rank: Tenso
     if rank is not None:
         return responsibility + alpha * _front(responsibility, rank, torch.cumsum, 0.0)
     total = responsibility
-    for node, weight in _rule(alpha.shape[2]):
+    for node, weight in gauss_rule(alpha.shape[2]):
         factor = 1 - alpha + alpha * node
         owner = ratio * alpha / factor
         others = owner.sum(2, keepdim=True) - owner
@@ -135,12 +159,6 @@ def _front(values: Tensor, rank: Tensor, accumulate: Callable[[Tensor, int], Ten
     sorted_values = values.gather(2, order)
     before = torch.cat([torch.full_like(sorted_values[:, :, :1], start), accumulate(sorted_values, 2)[:, :, :-1]], 2)
     return torch.zeros_like(values).scatter(2, order, before)
-
-
-def _rule(num_objects: int) -> list[tuple[float, float]]:
-    """A Gauss-Legendre rule on the unit interval, exact for so many objects."""
-    nodes, weights = np.polynomial.legendre.leggauss((num_objects + 1) // 2)
-    return [(float(node + 1) / 2, float(weight) / 2) for node, weight in zip(nodes, weights, strict=True)]
 
 
 def _doubles(scene: SceneParameters) -> SceneParameters:

@@ -1,0 +1,33 @@
+"""What plain torch computes with in the order of the kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.ops.backend import backend
+
+
+def exp(values: Tensor) -> Tensor:
+    """Exponentials as kernels compute them."""
+    return backend("binary_chains", values).exp(values)  # type: ignore[no-any-return]
+
+
+def log(values: Tensor) -> Tensor:
+    """Logarithms as kernels compute them."""
+    return backend("binary_chains", values).log(values)  # type: ignore[no-any-return]
+
+
+def total(values: Tensor) -> Tensor:
+    """Sums of rows, from the first entry to the last."""
+    return values.cumsum(-1)[..., -1]
+
+
+def add(sums: Tensor, index: Tensor, values: Tensor) -> None:
+    """Adds values at places of the flattened sums, one after the other."""
+    sums.view(-1).index_add_(0, index.flatten(), values.flatten())
+
+
+def blocks_of_rows(num_data: int, num_blocks: int) -> Tensor:
+    """The block of each data point, where kernels split them."""
+    return torch.bucketize(torch.arange(num_data), num_data * torch.arange(1, num_blocks) // num_blocks, right=True)
