@@ -60,7 +60,21 @@ def test_salt_and_pepper_are_told_and_filled_in_where_missing(low):
     assert float(np.sqrt(np.mean((restored - IMAGE) ** 2))) < 4
 
 
-@pytest.mark.parametrize("mean", [1.0, 3.0, 5.0, 20.0])
+@pytest.mark.parametrize("kind", ["any number", "cosmic rays", "colour"])
+def test_impulses_of_any_number_are_told_and_filled_in_where_missing(kind):
+    damaged, random = noisy(), np.random.default_rng(1)
+    is_hit = random.random(IMAGE.shape) < 0.03
+    damaged[is_hit] = random.uniform(0, 255, IMAGE.shape)[is_hit] if kind != "cosmic rays" else damaged[is_hit] + 200
+    damaged = np.stack([noisy(2), damaged, noisy(3)], -1) if kind == "colour" else damaged
+    (text,) = said(damaged)
+    assert "of the entries stand alone by" in text
+    assert "cosmic rays make them NaN" in text
+    if kind != "colour":
+        restored = denoise(np.where(is_hit, np.nan, damaged), rounds=2, progress=False)
+        assert float(np.sqrt(np.mean((restored - IMAGE) ** 2))) < 4
+
+
+@pytest.mark.parametrize("mean", [0.02, 1.0, 3.0, 5.0, 20.0])
 def test_photon_counts_are_no_salt_and_pepper(mean):
     counts = np.random.default_rng(0).poisson(mean, IMAGE.shape)
     assert not [text for text in said(counts) if "stand alone" in text]
