@@ -120,6 +120,8 @@ def _warn_if_places_differ(image: Tensor, num_dims: int, levels: float | Tensor)
     noise, white = {}, image / levels
     for place in itertools.product(*spans):
         part = white[tuple(slice(*span) for span in place)]
+        if part.numel() < MIN_WINDOWS_OF_PART:
+            continue
         windows = whole_windows(part, num_dims).flatten(1)
         if len(windows) and int((windows.amax(1) > windows.amin(1)).sum()) >= MIN_WINDOWS_OF_PART:
             noise[place] = noise_level(part, num_dims)

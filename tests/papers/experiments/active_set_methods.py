@@ -20,7 +20,8 @@ from pyro_truncated import datasets
 from pyro_truncated.gp import UniformSplits
 from pyro_truncated.gp.active_sets import ProjectedSet, least_variance, projected_statistics
 from pyro_truncated.gplvm import SASDecoder, principal_components
-from pyro_truncated.gplvm.decoders.latents import Predictor, best_candidates, log_joint, maximize
+from pyro_truncated.gplvm.decoders.conditioning_set import Posterior
+from pyro_truncated.gplvm.decoders.latents import best_candidates, log_joint, maximize
 
 DATA = {"mnist": "mnist_train", "fashion": "fashion_mnist_train", "cifar10": "cifar10_train_lossless"}
 
@@ -50,7 +51,7 @@ class Fit:
     """What the evaluation needs of a trained model: latents of the training data, predictions, and the way to new latents."""
 
     latents: Tensor
-    posterior: Predictor
+    posterior: Posterior
     loc: Tensor
     latents_test: Tensor
     seconds: float
@@ -112,7 +113,7 @@ def evaluated(decoder: SASDecoder, data: Images, seconds: float) -> Fit:
     )
 
 
-def infer_latents(posterior: Predictor, x: Tensor, *, starts: int, steps: int, extra_start: Tensor | None = None) -> Tensor:
+def infer_latents(posterior: Posterior, x: Tensor, *, starts: int, steps: int, extra_start: Tensor | None = None) -> Tensor:
     """The most probable latents ``(M, Q)`` of data points, from the posterior's own latents that explain them best."""
     candidates, parts = posterior.latents[:: -(-len(posterior.latents) // 2000)], []
     for rows in torch.arange(len(x), device=x.device).split(5000):
