@@ -242,10 +242,14 @@ def _unlike_impulses(image: Tensor, num_dims: int) -> tuple[float, float]:
 
 def _warn_if_correlated(image: Tensor, num_dims: int, levels: float | Tensor) -> None:
     """Warns of noise in pictures that neighbours share, which stays as texture."""
-    windows = whole_windows(image / levels, num_dims)
-    if num_dims != 2 or QUIET_SHARE * len(windows) < MIN_QUIET:
+    if num_dims != 2:  # signals may be smooth
         return
+    windows = whole_windows(image / levels, num_dims)
     texture = texture_energy(windows).double()
+    # A constant border says nothing of the noise.
+    windows, texture = windows[texture > 0], texture[texture > 0]
+    if QUIET_SHARE * len(windows) < MIN_QUIET:
+        return
     least, most = texture.quantile(texture.new_tensor([QUIETEST_SHARE, QUIET_SHARE])).tolist()
     variances = torch.linalg.eigvalsh(windows.flatten(1).double()[texture <= most].mT.cov())
     size = len(variances)

@@ -105,13 +105,14 @@ def blurred(noise: torch.Tensor, spread: float) -> torch.Tensor:
     return noise / noise.std()
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-def test_noise_that_neighbours_share_is_told(channels):
+@pytest.mark.parametrize(("channels", "border"), [(1, 0), (3, 0), (1, 8)])
+def test_noise_that_neighbours_share_is_told(channels, border):
     clean = 40 * spots(108, peak=1.0)
     noise = torch.stack(
         [blurred(torch.randn(108, 108, generator=generator(seed), dtype=torch.float64), 0.7) for seed in range(channels)], -1
     )
     image = (clean.unsqueeze(-1) + 5 * noise).squeeze(-1)
+    image[:border] = 0.0
     with pytest.warns(UserWarning, match="alike in neighbouring pixels, as after demosaicing or resizing"):
         warn_about_noise(image, 2, noise_levels(image, 2))
 
