@@ -543,6 +543,10 @@ class PyroKernel(InputKernel):
         if not isinstance(kernel, kernels.Kernel):
             raise TypeError(f"kernel must be one of pyro.contrib.gp.kernels; got {type(kernel).__name__}")
         super().__init__(inputs)
+        if max(kernel.active_dims) >= self.inputs.shape[1]:
+            raise ValueError(f"kernel must be of inputs with {self.inputs.shape[1]} columns; it reads column {max(kernel.active_dims)}")
+        if any(isinstance(part, kernels.WhiteNoise) for part in kernel.modules()):
+            raise ValueError("kernel must be without WhiteNoise: models have noise of their own, and IdentityKernel(n) is white noise of data")
         self.kernel = kernel
 
     def between(self, first: Tensor, second: Tensor) -> Tensor:
@@ -651,6 +655,8 @@ def bound_kernel(X: Any, kernel: Any = None) -> DataKernel:
     if isinstance(kernel, holders) and not isinstance(kernel, type):
         raise TypeError("kernel holds its inputs already: give it in the place of X")
     refuse_foreign_kernel(kernel)
+    if isinstance(kernel, type) and issubclass(kernel, kernels.Kernel):
+        raise TypeError(f"kernel must be made first: {kernel.__name__}(input_dim=...); got the class")
     is_maker = callable(kernel) and not isinstance(kernel, torch.nn.Module)
     inputs = as_tensors(X, name="X") if is_maker else _as_matrix("X", X)
     bound: DataKernel | None = None
