@@ -546,7 +546,7 @@ class PyroKernel(InputKernel):
         if max(kernel.active_dims) >= self.inputs.shape[1]:
             raise ValueError(f"kernel must be of inputs with {self.inputs.shape[1]} columns; it reads column {max(kernel.active_dims)}")
         if any(isinstance(part, kernels.WhiteNoise) for part in kernel.modules()):
-            raise ValueError("kernel must be without WhiteNoise: models have noise of their own, and IdentityKernel(n) is white noise of data")
+            raise ValueError("kernel must be without WhiteNoise: models have noise of their own, and IdentityKernel(n) is more")
         self.kernel = kernel
 
     def between(self, first: Tensor, second: Tensor) -> Tensor:
