@@ -375,7 +375,7 @@ def as_data(name: str, value: Any, like: Tensor | None = None) -> Tensor:
         elif result is not None:
             result = as_tensors(_from_objects(np.asarray(result)))
     except (ValueError, RuntimeError) as error:
-        kind = f"a {type(value).__name__} of unlike lengths"
+        kind = f"a {type(value).__name__} of unlike lengths: pad them, with NaN where missing entries are taken"
         raise TypeError(f"{name} must be a tensor, an array or a list of numbers; got {kind}") from error
     if isinstance(result, np.ndarray) and result.dtype.kind == "c":
         raise TypeError(f"{name} must hold real numbers; got {result.dtype}")
