@@ -7,6 +7,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+import xarray as xr
 from matplotlib.figure import Figure
 from pyro import poutine
 from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoNormal
@@ -167,6 +168,20 @@ def test_p_values_count_draws(generator):
     found = predictive_p_values(idata, group="marginal_predictive")
     assert found["mean"] == pytest.approx((drawn.mean((1, 2)) > observed.mean()).mean())
     assert predictive_p_values(idata, statistics={"size": np.size}) == {"size": 0.5}
+
+
+@pytest.mark.parametrize("unit", [1e-15, 1e15])
+def test_p_values_do_not_depend_on_the_unit(generator, unit):
+    draws = {name: torch.randn(shape, generator=generator).numpy() for name, shape in (("observed", (40, 3)), ("drawn", (1, 25, 40, 3)))}
+    found = []
+    for scale in (np.float32(1), np.float32(unit)):
+        predictive = xr.Dataset({"y": (("chain", "draw", "data", "feature"), scale * draws["drawn"])})
+        observed = xr.Dataset({"y": (("data", "feature"), scale * draws["observed"])})
+        found.append(predictive_p_values(make_idata(posterior_predictive=predictive, observed_data=observed)))
+    assert found[0] == found[1]
+    values = draws["observed"].ravel().astype(float)
+    kurtosis = [stats.kurtosis(one.ravel().astype(float)) for one in draws["drawn"][0]]
+    assert found[0]["kurtosis"] == np.mean(np.array(kurtosis) > stats.kurtosis(values))
 
 
 @pytest.mark.slow
