@@ -83,8 +83,10 @@ def _tabulated_energy(words, linear, alone, pairs, out):
     low, four, size = np.uint64(15), np.uint64(4), np.uint64(256)
     num_blocks = min(num_data, MAX_BLOCKS)
     for block in prange(num_blocks):
-        own = np.zeros(16 * num_chunks)
+        own = np.empty(16 * num_chunks)
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
+            for i in range(num_chunks):
+                own[16 * i] = 0.0
             for h in range(num_latents):
                 start, bit = h // 4 * 16, 1 << (h & 3)
                 for state in range(bit):
@@ -108,8 +110,6 @@ def _tabulated_energy(words, linear, alone, pairs, out):
                     left >>= four
                     place += np.uint64(16)
                 out[n, c] = energy
-            for place in range(0, len(own), 16):
-                own[place] = 0.0
 
 
 @parallel_kernel()
