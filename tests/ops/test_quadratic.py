@@ -31,6 +31,17 @@ def test_pair_energy_of_few_latents(kind: str, num_latents: int) -> None:
     torch.testing.assert_close(ops.pair_energy(words, linear, pairwise), expected, rtol=1e-12, atol=1e-11)
 
 
+@pytest.mark.parametrize("kind", ["compiled"], indirect=True)
+def test_infinite_energies_count_where_latents_are_active(kind: str) -> None:
+    words, states = draw(StateSpace([2] * 6))
+    linear, pairwise = torch.randn(NUM_DATA, 6).double(), torch.randn(6, 6).double()
+    linear[:, 1], pairwise[2, 3] = -torch.inf, -torch.inf
+    expected = torch.einsum("nch,nh->nc", states, linear.masked_fill(linear.isinf(), 0.0))
+    expected += ((states @ pairwise.masked_fill(pairwise.isinf(), 0.0)) * states).sum(-1)
+    expected[(states[..., 1] > 0) | (states[..., 2] * states[..., 3] > 0)] = -torch.inf
+    torch.testing.assert_close(ops.pair_energy(words, linear, pairwise), expected, rtol=1e-12, atol=1e-11)
+
+
 def test_flips_change_the_energy_by_as_much_as_scoring_them_says(kind: str, space: StateSpace) -> None:
     words, _ = draw(space)
     num_latents = space.num_latents

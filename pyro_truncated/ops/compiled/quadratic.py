@@ -35,7 +35,8 @@ def pair_energy(words: Tensor, linear: Tensor, pairwise: Tensor | None) -> Tenso
     # Each unordered pair is visited once: fold the matrix into its lower triangle.
     folded = (pairwise + pairwise.mT).tril(-1) + torch.diag_embed(pairwise.diagonal(dim1=-2, dim2=-1))
     out = linear.new_empty(linear.shape[0], words.shape[1], dtype=torch.float64)
-    if pairwise.dim() == 2 and linear.shape[1] <= _MOST_TABULATED:
+    # Sums over all latents of a table have no place for infinite energies.
+    if pairwise.dim() == 2 and linear.shape[1] <= _MOST_TABULATED and bool(pairwise.isfinite().all()):
         _tabulated_energy(as_words(words), as_array(linear), *_tabulate(folded), out.numpy())
     else:
         _pair_energy(as_words(words), as_array(linear), as_array(folded if folded.dim() == 3 else folded.unsqueeze(0)), out.numpy())
