@@ -86,7 +86,7 @@ class Watched(Tensor):
             value = func(*args, **(kwargs or {}))
         owner = args[0] if args else None
         if isinstance(owner, Watched) and isinstance(value, Tensor):
-            chosen = args[1] if getattr(func, "__name__", "") == "__getitem__" else slice(None)
+            chosen = {"__getitem__": args[-1], "index_select": args[-1]}.get(getattr(func, "__name__", ""), slice(None))
             owner.read.append(torch.arange(len(owner))[chosen.as_subclass(Tensor) if isinstance(chosen, Tensor) else chosen])
         return value
 
