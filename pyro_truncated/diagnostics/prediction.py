@@ -472,6 +472,8 @@ def _convert_for_arviz(idata: Any, name: str, result: CrossValidation) -> Any:
 
 def missing_nats(idata: Any) -> float:
     r""":math:`-\sum_n \log c_n` of the best guide, which populations lack at least."""
+    if "truncated_posterior" not in group_names(idata):
+        return float("nan")
     data = get_dataset(idata, "truncated_posterior")
     if "support_mass_bound" not in data:
         return float("nan")
@@ -484,7 +486,7 @@ Statistic = Callable[[np.ndarray], float]
 
 def _kurtosis(values: np.ndarray) -> float:
     deviation = values - values.mean()
-    return float((deviation**4).mean() / max((deviation**2).mean() ** 2, 1e-300))
+    return float(((deviation / max(deviation.std(), np.finfo(float).tiny)) ** 4).mean())
 
 
 STATISTICS: dict[str, Statistic] = {"mean": np.mean, "standard deviation": np.std, "kurtosis": _kurtosis, "maximum": np.max}
@@ -562,8 +564,10 @@ def predictive_p_values(
 ) -> dict[str, float]:
     r"""Returns predictive p-values :math:`P(T(\tilde y) \ge T(y))`, with ties by half.
 
-    Near 0 or 1 the model cannot reproduce the statistic. Those of ``posterior_predictive`` are conservative, because repeated data points
-    have seen the data; ``marginal_predictive`` is the sharper check.
+    Near 0 or 1 the model cannot reproduce the statistic. Of ``S`` draws p-values are at least :math:`\tfrac12 / (S + 1)`.
+
+    Those of ``posterior_predictive`` are conservative, because repeated data points have seen the data; ``marginal_predictive`` is the
+    sharper check.
 
     Example:
         >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
@@ -587,8 +591,10 @@ def predictive_p_values(
     is_observed = ~np.isnan(observed) if np.issubdtype(observed.dtype, np.floating) else np.ones(observed.shape, dtype=bool)
     samples = get_dataset(idata, group)[name].values
     samples = samples.reshape(-1, *samples.shape[2:])
+    # Single precision has no squares of large numbers, nor of small ones.
+    kind = float if np.issubdtype(observed.dtype, np.floating) else observed.dtype
     result = {}
     for label, statistic in (statistics or STATISTICS).items():
-        own, others = statistic(observed[is_observed]), np.array([statistic(values[is_observed]) for values in samples])
-        result[label] = float((others > own).mean() + 0.5 * (others == own).mean())
+        own, *others = (statistic(values[is_observed].astype(kind)) for values in (observed, *samples))
+        result[label] = float((np.greater(others, own).sum() + 0.5 * (np.equal(others, own).sum() + 1)) / (len(others) + 1))
     return result

@@ -9,6 +9,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+import xarray as xr
 from matplotlib.figure import Figure
 from pyro import poutine
 from pyro.infer.autoguide import AutoGuideList, AutoNormal
@@ -207,6 +208,16 @@ def test_predictive_checks_of_whole_numbers_show_the_share_of_each(generator):
     for line, row in zip(ax.lines, [*drawn[:, :7].reshape(28, -1), y.numpy()], strict=True):
         np.testing.assert_array_equal(line.get_xdata(), values)
         np.testing.assert_allclose(line.get_ydata(), (row[:, None] == values).mean(0))
+
+
+def test_predictive_checks_of_heavy_tails_and_of_counts_near_the_end_of_their_type(generator):
+    y = torch.randn(20, generator=generator).numpy()
+    for observed, drawn in ((y, y * 1e30), (np.ones(20), np.ones(20)), (np.arange(20, dtype=np.int32), np.full(20, 2**31 - 1, np.int32))):
+        datasets = {"observed_data": (("data",), observed), "posterior_predictive": (("chain", "draw", "data"), drawn[None, None])}
+        ax = Figure().subplots()
+        idata = make_idata(**{name: xr.Dataset({"y": values}) for name, values in datasets.items()})
+        pictures.plot_predictive_check(idata, ax)
+        assert all(len(line.get_xdata()) <= 100 for line in ax.lines)
 
 
 def test_predictive_checks_leave_out_what_is_missing(y):
