@@ -139,6 +139,8 @@ class SubsetPredictor(DoubleModule):
         for name in ("target_mean", "target_scale", "log_noise"):
             self.register_buffer(name, state[name])
         self.share = extra["predictor"]["share"]
+        # Files of earlier versions do not say it.
+        self._has_columns = extra["predictor"].get("has_columns", True)
 
     @torch.no_grad()
     def predict(self, new: Any, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
@@ -146,7 +148,8 @@ class SubsetPredictor(DoubleModule):
         basis = _basis(self.kernel, self.inducing_inputs, self.index)
         mean, variance = sparse_marginals(basis, self.mean_weights, self.variance_weights, self.share, new)
         variance = variance if noiseless else variance + noise_from_log(self.log_noise)
-        return mean * self.target_scale + self.target_mean, variance[:, None] * self.target_scale.square()
+        mean, variance = mean * self.target_scale + self.target_mean, variance[:, None] * self.target_scale.square()
+        return (mean, variance) if self._has_columns else (mean.squeeze(1), variance.squeeze(1))
 
 
 def _basis(kernel: DataKernel, inducing_inputs: Tensor | None, index: Tensor) -> Basis:
@@ -532,10 +535,11 @@ class SubsetGPRegression(SavedRegression):
         """What is neither parameter nor buffer of a fixed shape."""
         inputs = None if self.inducing_inputs is None else self.inducing_inputs.detach().clone()
         settled = None if self.is_exact or math.isnan(self.objective_value) else self.posterior()
+        kept = settled and {name: getattr(settled, name) for name in ("mean_weights", "variance_weights", "share")}
         return super().get_extra_state() | {
             "inducing_inputs": inputs,
             "held_out": self.held_out.clone(),
-            "predictor": settled and {name: getattr(settled, name) for name in ("mean_weights", "variance_weights", "share")},
+            "predictor": kept and {**kept, "has_columns": self._has_columns},
         }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
