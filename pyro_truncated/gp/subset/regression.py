@@ -90,6 +90,23 @@ def warn_about_noise(targets: Tensor, prediction: Tensor, noise: float, num_indu
         )
 
 
+def warn_about_copies(kernel: DataKernel, index: Tensor, targets: Tensor, noise: float) -> None:
+    """Warns if copies of standardised targets ``(n, K)`` have made the noise vanish.
+
+    Without noise the likelihood grows without bound in the number of copies, as those that a bootstrap draws.
+    """
+    if noise > 2 * NOISE_FLOOR or not isinstance(kernel, InputKernel) or not bool(targets.square().mean() > 1e-12):
+        return
+    copies = len(targets) - len(torch.cat([kernel.inputs[index].reshape(len(targets), -1), targets], 1).unique(dim=0))
+    if copies:
+        warnings.warn(
+            f"{copies} of {len(targets)} targets are copies of others at the same inputs, for the fit a proof that there is no noise. "
+            "Unless there is none, predictions at other inputs are bad: leave copies out, as those that a bootstrap draws.",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
 class SubsetPredictor(DoubleModule):
     """Predictions of a saved :class:`SubsetGPRegression` from its inducing inputs alone.
 
@@ -376,6 +393,7 @@ class SubsetGPRegression(SavedRegression):
 
         Warns:
             AllNoiseWarning: if the inducing inputs explain nearly nothing.
+            UserWarning: if repeated data points have made the noise vanish.
         """
         check_kinds(
             SubsetGPRegression.fit, free_inputs=free_inputs, max_seconds=max_seconds, tolerance=tolerance, subset_share=subset_share
@@ -399,6 +417,7 @@ class SubsetGPRegression(SavedRegression):
         record.close()
         self._posterior = None
         warn_about_noise(self.targets, self.posterior().leave_one_out()[0], self.noise, None if self.is_exact else self.num_inducing)
+        warn_about_copies(self.kernel, torch.arange(len(self.targets), device=self.targets.device), self.targets, self.noise)
         return self.objective_value
 
     def _learn(self, settings: FitSettings, record: FitRecord, share: float) -> float:
