@@ -100,9 +100,11 @@ def match_latents(reference: Tensor, other: Tensor, *, centred: bool = True) -> 
 
 def _unit_rows(features: Tensor, centred: bool) -> Tensor:
     features = plain(features).double()
+    # Less than this of the longest row is rounding, in any unit.
+    least = 1e-12 * features.norm(dim=-1).max()
     features = features - features.mean(-1, keepdim=True) if centred else features
     norm = features.norm(dim=-1, keepdim=True)
-    return torch.where(norm > 1e-12 * features.shape[-1] ** 0.5, features / norm, 0.0)
+    return torch.where(norm > least, features / norm, 0.0)
 
 
 @torch.no_grad()
