@@ -65,7 +65,7 @@ def mask_hidden_entries(node: Mapping[str, Any]) -> Tensor:
     hidden = hidden_entries(node)
     if hidden is None:
         return value
-    value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
+    value = value if value.is_floating_point() else value.double()
     return torch.where(hidden, torch.nan, value)
 
 
@@ -363,7 +363,7 @@ class Writer:
         if is_whole:
             return values.to(level_type([int(values.max()) + 1, -int(values.min()), 1 if is_latent else 2**31]))
         # Beside data that are NaN where hidden, and so are floats, integers would be counted in bins that reach to NaN.
-        return values if values.is_floating_point() else values.to(torch.get_default_dtype())
+        return values if values.is_floating_point() else values.double()
 
     def observed_data(self) -> xr.Dataset:
         """Returns values of the observed sites, NaN where a mask hides them."""

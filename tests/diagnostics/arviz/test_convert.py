@@ -490,6 +490,16 @@ def test_counts_of_any_size_keep_their_values() -> None:
     idata = to_arviz(model, AutoTruncated(model, max_count=126).infer(n), n, num_samples=100)
     assert idata["observed_data"]["n"].values.tolist() == n.tolist()
     assert abs(idata["posterior_predictive"]["n"].mean(("chain", "draw")) / n.numpy() - 1).max() < 1e-3
+    seen = torch.tensor([True, False])
+
+    def masked(n: Tensor) -> None:
+        with pyro.plate("rows", 2):
+            z = pyro.sample("z", dist.Bernoulli(torch.tensor(0.5)))
+            pyro.sample("n", dist.Binomial(2**31, (0.3 + 0.4 * z).unsqueeze(-1) * torch.ones(2)).mask(seen).to_event(1), obs=n)
+
+    wide = torch.tensor([[2**30 + 1, 0], [2**29 + 3, 0]])
+    observed = get_dataset(to_arviz(masked, AutoTruncated(masked).infer(wide), wide, num_samples=2), "observed_data")["n"].values
+    assert observed[:, 0].tolist() == wide[:, 0].tolist()
     prior = idata["prior"]["k"].values
     assert abs(prior.mean() - 125) < 4
     assert prior.max() > 127

@@ -190,6 +190,15 @@ def test_diagnose_refuses_what_holds_no_posterior(y):
         diagnose(make_idata(observed_data=get_dataset(idata, "observed_data")), None)
 
 
+def test_missing_groups_and_other_data_are_told(y):
+    idata = to_arviz(model, AutoTruncated(model, 4), y, num_samples=5, num_predictive=0)
+    with pytest.raises(ValueError, match=r"the data have no group training, only \['posterior'"):
+        pictures.plot_restarts(idata, Figure().subplots())
+    for other in ("posterior.nc", get_dataset(idata, "posterior")):
+        with pytest.raises(TypeError, match=f"idata must be what to_arviz returns, or read back from a file; got {type(other).__name__}"):
+            diagnose(other)
+
+
 def test_predictive_checks_of_whole_numbers_show_the_share_of_each(generator):
     def counting(y):
         with pyro.plate("data", len(y)):
