@@ -366,7 +366,7 @@ class SpikeSlabMRD(UniqueModule):
 
     @takes_arrays
     def check_data(self, y: Views, *, takes_shards: bool = False) -> list[Tensor]:
-        """The views' outputs as a list; all but labels become floats.
+        """The views' outputs as a list, as floating point numbers.
 
         Raises:
             TypeError: if they are complex, or no tensors.
@@ -388,7 +388,7 @@ class SpikeSlabMRD(UniqueModule):
             raise ValueError(f"y must be finite, or NaN where missing; got a value that is infinite, or larger than {LARGEST:g}")
         for c, (view, data) in enumerate(zip(self.views, views, strict=True)):
             view.check_labels(data, c)
-            if view.likelihood is None and not data.is_floating_point():
+            if not data.is_floating_point():
                 views[c] = as_shard_like(data.to(view.center), data)
         return views
 
