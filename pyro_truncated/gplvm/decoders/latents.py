@@ -177,10 +177,11 @@ class CandidateLatents:
         self, decoder: Any, x: Tensor, *, most: int = 5000, calibration: int = 500, generator: torch.Generator | None = None
     ) -> None:
         most, calibration, x = check_count("most", most, least=3), check_count("calibration", calibration), as_data("x", x, decoder.loc)
+        x = x if x.is_floating_point() else x.to(decoder.loc)
         if tuple(x.shape) != (decoder.num_data, decoder.num_outputs) or len(x) < 3:
             raise ValueError(f"x must be the decoder's training data, ({decoder.num_data}, {decoder.num_outputs}); got {tuple(x.shape)}")
-        if not x.is_floating_point() or not bool((~x.isnan()).any()):
-            raise ValueError(f"x must hold real numbers, not only missing ones; got {x.dtype}")
+        if bool(x.isnan().all()):
+            raise ValueError("x must hold numbers, not only missing ones")
         latents: Tensor = decoder.latents(x)
         device = generator_device(generator)
         order = torch.randperm(len(x), generator=generator, device=device).to(x.device)[:most]
