@@ -170,7 +170,7 @@ class SparseCoding(SuperposedCauses):
 
     def _warn_about_data(self, y: Tensor | None) -> None:
         """Looks once, at the first data."""
-        if self.is_positive and y is not None and not self._has_met_data:
+        if self.is_positive and y is not None and len(y) and not self._has_met_data:
             self._has_met_data = True
             warn_about_background(self, y)
 

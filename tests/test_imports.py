@@ -9,7 +9,7 @@ import pytest
 
 import pyro_truncated
 
-HEAVY = ("arviz", "pandas", "matplotlib", "xarray", "scipy.stats", "numba", "llvmlite", "pyro_truncated.gp")
+HEAVY = ("arviz", "pandas", "matplotlib", "xarray", "scipy", "numba", "llvmlite", "pyro_truncated.gp")
 
 
 @pytest.mark.nightly

@@ -214,7 +214,7 @@ class ClosedForm(ReprFromArguments, PyroOptim):
         is_beginning = self.statistics is None
         if is_beginning and hasattr(self.model, "expected_statistics"):
             self.expected = self.model.expected_statistics()
-        visited = 0 if self.visited is None else int(self.visited[indices.cpu()].sum())
+        visited = 0 if self.visited is None or self.expected is None else int(self.visited[indices.cpu()].sum())
         return _add_expected(change, self.expected, (num_data if is_beginning else 0) + visited - len(indices))
 
     def _blend(self, new: Statistics, scale: float) -> None:

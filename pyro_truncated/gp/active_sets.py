@@ -320,7 +320,7 @@ def split_weights(batch_size: int, num_active: int, num_data: int, like: Tensor 
     Impossible sizes are refused.
     """
     if not 0 <= num_active <= batch_size <= num_data:
-        raise ValueError(f"sizes must satisfy 0 <= num_active <= batch <= num_data; got {num_active}, {batch_size}, {num_data}")
+        raise ValueError(f"sizes must satisfy 0 <= num_active <= batch_size <= num_data; got {num_active}, {batch_size}, {num_data}")
     if num_active == batch_size < num_data:
         raise ValueError(
             f"all {batch_size} points of the batch are active, and none stands for the other {num_data - batch_size} data points; "

@@ -31,8 +31,7 @@ def refuse_foreign_kernel(kernel: Any) -> None:
     """Refuses classes and kernels of scikit-learn; names what to take."""
     kind = kernel if isinstance(kernel, type) else type(kernel)
     if kernel is kind and issubclass(kind, kernels.Kernel):
-        name = kind.__name__
-        raise TypeError(f"kernel must be a kernel; got the class {name}: call it with the number of input columns, {name}(2)")
+        raise TypeError(f"kernel must be made first: {kind.__name__}(input_dim=...); got the class")
     if kind.__module__.startswith("sklearn.gaussian_process"):
         others = {"Matern": "Matern32 or Matern52", "ExpSineSquared": "Periodic", "DotProduct": "Linear", "ConstantKernel": "Constant"}
         own = others.get(kind.__name__, kind.__name__)

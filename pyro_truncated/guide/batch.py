@@ -195,7 +195,8 @@ class Batch(ProgramBatch[LogJoint]):
                 where = rows if self.indices is None else self.indices[rows]
                 own_observations = {name: value[rows] for name, value in observations.items()}
                 with ops.defer_checks():
-                    words = self.scorer.insert_observed_values(store.words[where])
+                    words = store.words[where] if isinstance(where, slice) else store.words.index_select(0, where)
+                    words = self.scorer.insert_observed_values(words)
                     score = RowScorer(self.scorer, rows)
                     log_joint, moments = score.with_moments(words) if search.takes_moments else (score(words), None)
                     current = Population(store.space, words, log_joint, self._positions(rows))

@@ -10,7 +10,6 @@ from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 import torch
-from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from pyro_truncated.multistart.config import Restart
@@ -286,6 +285,9 @@ def build_recombinations(profile: Profile, state: dict[str, Tensor]) -> list[Rec
 
 def _blocks(correlation: Tensor) -> list[tuple[int, ...]]:
     """Returns single pairs, and components correlated by several thresholds."""
+    # SciPy takes longer to import than all of the library.
+    from scipy.sparse.csgraph import connected_components
+
     similarity = torch.maximum(correlation, correlation.mT)
     blocks: dict[tuple[int, ...], None] = {(position,): None for position in range(len(similarity))}
     for least in _MIN_CORRELATIONS:

@@ -30,11 +30,11 @@ from pyro_truncated.multistart.solution import (
     share_most,
 )
 from pyro_truncated.multistart.trainer import (
-    Schedule,
     Trainer,
     converge,
     finish,
     fit_states,
+    restart_schedule,
     run_restart,
     search_and_train,
     train,
@@ -433,7 +433,7 @@ def best_start(
         search: fills the populations of the short runs. What it learns from the data in a run is forgotten after it.
         num_starts: number of starts.
         num_data: data points drawn for the short runs, without replacement; all if there are fewer.
-        steps: EM iterations of a short run.
+        steps: EM iterations of a short run; of a mixture at most, at temperature one.
         num_states: states per data point in the short runs; all of them if the space has fewer. Has no meaning for Gibbs sampling.
         temperature: as in :class:`~pyro_truncated.Truncated_ELBO` or :class:`~pyro_truncated.GibbsEM`.
         generator: source of randomness of the part of the data and the initialisations.
@@ -457,7 +457,7 @@ def best_start(
     with restore_driver(model):
         for _ in range(num_starts):
             model.initialize(part, generator)
-            energies.append(train(Trainer(profile, temperature), Schedule(steps, steps)).free_energy)
+            energies.append(train(Trainer(profile, temperature), restart_schedule(profile, temperature, steps)).free_energy)
             if energies[-1] == max(energies):
                 best = profile.parameters.snapshot()
         profile.parameters.load(best)

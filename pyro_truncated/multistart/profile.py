@@ -223,8 +223,9 @@ def check_one_array(y: Any) -> Tensor:
     if isinstance(y, (tuple, Mapping)) and holds_arrays(tuple(y.values()) if isinstance(y, Mapping) else y):
         raise TypeError(f"y must be one array of data; got a {type(y).__name__} of {len(y)}. {_SIDE_BY_SIDE}")
     rows = as_data("y", y)
-    if rows.dim() == 0:
-        raise ValueError(f"y must have a row for each data point, (N, ...); got one number, {rows.item()}")
+    if not rows.shape or not total_rows(rows):
+        got = f"shape {tuple(rows.shape)}" if rows.shape else f"one number, {rows.item()}"
+        raise ValueError(f"y must have a row for each data point, (N, ...) with N > 0; got {got}")
     # Linear algebra knows no half precision.
     return rows.float() if rows.is_floating_point() and rows.dtype.itemsize < 4 else rows
 

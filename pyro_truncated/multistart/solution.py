@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -174,6 +173,9 @@ def match_latents(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     for value in (one, other):
         deviation = value - value.mean(0)
         parts.append(normalize(deviation.where(deviation.square().mean(0).sqrt() > ROUNDING, 0.0), dim=0))
+    # This takes longer to import than all of the library.
+    from scipy.optimize import linear_sum_assignment
+
     correlation = (parts[0].mT @ parts[1]).abs()
     return correlation, torch.from_numpy(linear_sum_assignment(correlation.numpy(), maximize=True)[1])
 

@@ -19,9 +19,9 @@ from pyro_truncated.ops.packed_states import check_bits, check_likelihood, check
 def pair_energy(words: Tensor, linear: Tensor, pairwise: Tensor) -> Tensor:
     r"""Quadratic function of binary states: :math:`E_{nc} = \sum_h s_h a_{nh} + \sum_{hh'} s_h s_{h'} B_{hh'}` with :math:`s = s_{nc}`.
 
-    On the CPU a state with :math:`k` active latents costs :math:`O(k^2)`. Differentiable in ``linear`` and ``pairwise``, as often as
-    needed; the gradients are the moments of :func:`moments`. ``pairwise`` may be one matrix per data point, ``(N, H, H)``. Returns energies
-    ``(N, C)`` of the type of ``linear``.
+    On the CPU a state with :math:`k` active latents costs :math:`O(k^2)`, less of up to 20 in all. Differentiable in ``linear`` and
+    ``pairwise``, as often as needed; the gradients are the moments of :func:`moments`. ``pairwise`` may be one matrix per data point, ``(N,
+    H, H)``. Returns energies ``(N, C)`` of the type of ``linear``.
     """
     num_data, num_latents = check_rows(words, linear, "linear (N, H)")
     check_bits(words, num_latents)

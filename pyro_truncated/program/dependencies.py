@@ -135,7 +135,7 @@ class Dependencies:
                 self.lower_varies.add(name)
             if not node["is_observed"]:
                 before.add(name)
-            elif other is None or not torch.equal(torch.as_tensor(node["value"]), torch.as_tensor(other["value"])):
+            elif other is None or not _same_values(torch.as_tensor(node["value"]), torch.as_tensor(other["value"])):
                 self.observed[name] = frozenset(before)
 
     def dependents(self, names: set[str]) -> set[str]:
@@ -257,6 +257,11 @@ def _equal(node: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether a site has the same log density in two runs."""
     first, second = (one["fn"].log_prob(one["value"], *one["args"], **one["kwargs"]) for one in (node, other))
     return torch.allclose(first, second, rtol=1e-5, equal_nan=True)
+
+
+def _same_values(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether values are the same, missing ones too."""
+    return first.shape == second.shape and torch.allclose(first, second, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _point(fn: Any) -> Any:

@@ -79,5 +79,5 @@ def random_subset(size: int, number: int, device: torch.device | str | None = No
         in_order, order = positions.sort(stable=True)
         is_first = torch.ones_like(in_order, dtype=torch.bool)
         is_first[1:] = in_order[1:] != in_order[:-1]
-        positions = positions[order[is_first].sort().values]
+        positions = positions[torch.empty_like(is_first).scatter_(0, order, is_first)]
     return positions[:number].clone()

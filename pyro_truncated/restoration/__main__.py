@@ -35,21 +35,21 @@ def restore_in_tiles(
     progress: bool | None = None,
     *,
     keeps_observed: bool = False,
-) -> tuple[Tensor, float]:
+) -> tuple[Tensor, Tensor]:
     """Restores an image as a whole or in overlapping tiles.
 
     Tiles have at most ``most`` entries, and fade into each other. If ``restore`` keeps what was observed, as :func:`.inpaint` does without
     noise, those without missing entries are skipped. It is given a part, and whether to show a progress bar.
 
-    Returns the image, and the root mean square of the noise learned in the tiles, zero if nothing was learned. Raises ``ValueError`` before
-    any work is done if in a part that is restored by itself all is missing.
+    Returns the image, and the root mean square of the noise learned in the tiles: one number, or one for each channel. It is zero if
+    nothing was learned. Raises ``ValueError`` before any work is done if in a part that is restored by itself all is missing.
     """
     is_missing = image.isnan()
     if keeps_observed and not bool(is_missing.any()):
-        return image.clone(), 0.0
+        return image.clone(), torch.zeros(())
     if image.numel() <= most:
         whole = restore(image, progress)
-        return whole.image, whole.noise
+        return whole.image, _learned_noise(whole)
     side = math.isqrt(most // image[0, 0].numel())
     places = list(itertools.product(*(spans(size, side) for size in image.shape[:2])))
     for rows, columns in places:
@@ -61,7 +61,7 @@ def restore_in_tiles(
     if keeps_observed:
         # All parts that cover a missing entry stay: they fade into each other there as ever.
         places = [place for place in places if bool(is_missing[place].any())]
-    total, share, squares = torch.zeros_like(image), image.new_zeros(image.shape[:2]), 0.0
+    total, share, squares = torch.zeros_like(image), image.new_zeros(image.shape[:2]), torch.zeros(())
     with progress_bar(progress, total=len(places), desc="tiles") as bar:
         for place in places:
             part = restore(image[place], False)
@@ -70,13 +70,17 @@ def restore_in_tiles(
             weight = torch.outer(*(along.minimum(along.flip(0)).clamp(max=_OVERLAP_PIXELS) for along in pixels)).to(image)
             share[place] += weight
             total[place] += part.image * weight.reshape(weight.shape + (1,) * (image.dim() - 2))
-            squares += part.noise**2 / len(places)
+            squares = squares + _learned_noise(part).square() / len(places)
             bar.update()
     restored = total / share.reshape(share.shape + (1,) * (image.dim() - 2))
     if keeps_observed:
         # Exactly, which means of what is the same in all parts are not; nor is there one where no part was restored.
         restored = torch.where(is_missing, restored, image)
-    return restored, math.sqrt(squares)
+    return restored, squares.sqrt()
+
+
+def _learned_noise(restored: Restored) -> Tensor:
+    return torch.as_tensor(restored.noise if restored.channel_noise is None else restored.channel_noise)
 
 
 def spans(size: int, side: int) -> list[slice]:
@@ -89,6 +93,7 @@ def spans(size: int, side: int) -> list[slice]:
 
 # Grey, of sixteen or thirty-two bits.
 _DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
+_WHITE = 65535.0  # of 16 bits
 _IMAGE = (
     "the damaged picture, grey or colour, in any format that Pillow reads. White is 255; in grey pictures of 16 bits, and of 32 if a "
     "pixel exceeds 255, it is 65535. Scale what has 10, 12 or 14 bits. In real numbers NaN is missing"
@@ -128,16 +133,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = {"side": args.side, "num_components": args.components, "rounds": args.rounds, "stride": args.stride}
         noise, method = (args.noise or 0.0, inpaint) if has_holes else (args.noise, denoise)
         keeps_seen = has_holes and noise == 0.0
+        # Photons are counted in the numbers of the file.
+        unit = _WHITE / 255 if noise == "poisson" and picture.is_deep else 1.0
         with _print_warnings():
             pixels, level = restore_in_tiles(
-                image, lambda part, bar: method(part, noise=noise, progress=bar, **options), keeps_observed=keeps_seen
+                image * unit, lambda part, bar: method(part, noise=noise, progress=bar, **options), keeps_observed=keeps_seen
             )
-        omission = _write(args.output, pixels, picture)
+        omission = _write(args.output, pixels / unit, picture)
     except (OSError, UnidentifiedImageError, ValueError) as error:
         hint = ": Pillow reads no such format. Save the picture as PNG" if isinstance(error, UnidentifiedImageError) else ""
         print(f"error: {error}{hint}", file=sys.stderr)
         return 1
-    done = f"noise of standard deviation {level:.1f} (of 255) taken off"
+    levels = ", ".join(f"{one:.1f}" for one in level.flatten().tolist())
+    done = "the noise of photons taken off" if noise == "poisson" else f"noise of standard deviation {levels} (of 255) taken off"
     if keeps_seen:
         done = f"the {100 * missing:.1f} % that are missing filled in"
     if missing > 0.5:
@@ -160,13 +168,28 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--mask", type=Path, help="a picture of the same size: what is not nearly white is missing")
     parser.add_argument("--invert", action="store_true", help="what is not nearly black in the mask is missing")
-    parser.add_argument("--noise", type=float, help="standard deviation of the noise, of 255; default: estimated, or none with a mask")
+    parser.add_argument(
+        "--noise",
+        type=_parse_noise,
+        help="standard deviation of the noise, of 255, or one for each channel (5,10,40), or poisson: photon counts; default: estimated, "
+        "or none with a mask",
+    )
     parser.add_argument("--side", type=int, help="side of a patch in pixels; default: several, by the noise")
     parser.add_argument("--components", type=int, help="components of the mixture of patches; default: by the size")
     parser.add_argument("--rounds", type=int, help="rounds of learning; default: 3, or 8 with a mask")
     parser.add_argument("--stride", type=int, default=1, help="distance of neighbouring patches (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random numbers (default: %(default)s)")
     return parser
+
+
+def _parse_noise(text: str) -> float | list[float] | str:
+    if text == "poisson":
+        return text
+    try:
+        levels = [float(level) for level in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, one for each channel such as 5,10,40, or poisson; got {text}") from None
+    return levels if len(levels) > 1 else levels[0]
 
 
 def _read_picture(path: Path) -> _Picture:
@@ -201,7 +224,7 @@ def _scale_to_255(pixels: Tensor, mode: str) -> tuple[Tensor, bool]:
     if not math.isfinite(most - least):
         raise ValueError(f"the picture must be finite, or NaN where missing; got {describe(pixels)}")
     is_deep = mode.startswith("I;16") or (mode == "I" and most > 255)
-    largest = 65535.0 if is_deep else 255.0
+    largest = _WHITE if is_deep else 255.0
     if mode == "F" and least >= 0 and 0 < most <= 1:
         # Of what is hardly above zero the brightest pixel is white.
         top = 1.0 if most > 1 / 255 else most

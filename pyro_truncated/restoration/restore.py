@@ -51,11 +51,11 @@ from pyro_truncated.utils.parameter_store import one_thread
 _CANDIDATES = (4, 5, 6, 8, 10, 12)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Restored(ArrayResult):
     """A restored array, and what it was made with.
 
-    To NumPy, matplotlib and torch it is the array.
+    To NumPy, matplotlib, scikit-image and torch it is the array.
 
     Example:
         >>> restored = denoise(torch.randn(16, 16), progress=False)

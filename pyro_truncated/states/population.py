@@ -160,7 +160,7 @@ class Population:
 
     def select_rows(self, data: Tensor) -> Tensor:
         """The rows of these data points among those ``(N, ...)`` of all data."""
-        return data if self.indices is None else missing_where(data[self.indices.to(data.device)], data)
+        return data if self.indices is None else missing_where(data.index_select(0, self.indices.to(data.device)), data)
 
     rows_of = Renamed("select_rows")
 

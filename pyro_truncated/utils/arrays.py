@@ -19,6 +19,7 @@ from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import numpy as np
 import torch
+from numpy.lib.mixins import NDArrayOperatorsMixin
 from torch import Tensor
 
 OF_TIMES = "divide differences of times by a unit"
@@ -374,7 +375,7 @@ def as_data(name: str, value: Any, like: Tensor | None = None) -> Tensor:
         elif result is not None:
             result = as_tensors(_from_objects(np.asarray(result)))
     except (ValueError, RuntimeError) as error:
-        kind = f"a {type(value).__name__} of unlike lengths"
+        kind = f"a {type(value).__name__} of unlike lengths: pad them, with NaN where missing entries are taken"
         raise TypeError(f"{name} must be a tensor, an array or a list of numbers; got {kind}") from error
     if isinstance(result, np.ndarray) and result.dtype.kind == "c":
         raise TypeError(f"{name} must hold real numbers; got {result.dtype}")
@@ -400,8 +401,11 @@ def holds_arrays(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and any(isinstance(part, Tensor) or is_array(part) or holds_arrays(part) for part in value)
 
 
-class ArrayResult:
-    """A result that is one array to others, ``array_field``."""
+class ArrayResult(NDArrayOperatorsMixin):
+    """A result that is one array to others, ``array_field``.
+
+    NumPy's functions, operators and indices take it.
+    """
 
     array_field: ClassVar[str]
 
@@ -411,13 +415,33 @@ class ArrayResult:
         array = tensor.detach().cpu().numpy()
         return array.astype(array.dtype if dtype is None else dtype, copy=bool(copy))
 
+    def __array_ufunc__(self, function: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        """What a function of NumPy makes of the array."""
+        inputs, out = (
+            tuple(np.asarray(value) if isinstance(value, ArrayResult | Tensor) else value for value in values)
+            for values in (inputs, options.pop("out", ()))
+        )
+        return getattr(function, method)(*inputs, **options, **({"out": out} if out else {}))
+
+    shape = property(lambda self: self.__array__().shape, doc="Its shape.")
+    ndim = property(lambda self: self.__array__().ndim, doc="The number of its dimensions.")
+    dtype = property(lambda self: self.__array__().dtype, doc="Its type, of NumPy.")
+
+    def astype(self, dtype: Any, copy: bool = True) -> np.ndarray:
+        """The array in another type."""
+        return self.__array__(dtype, copy=copy)
+
     def __len__(self) -> int:
         """The number of rows."""
-        return len(getattr(self, self.array_field))
+        return len(self.__array__())
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __getitem__(self, index: Any) -> Any:
+        """Some entries."""
+        return self.__array__()[index]
+
+    def __iter__(self) -> Iterator[Any]:
         """The rows, for pandas and others."""
-        return iter(getattr(self, self.array_field))
+        return iter(self.__array__())
 
     def __dlpack__(self, **options: Any) -> Any:
         """The array, for torch and others."""

@@ -20,10 +20,12 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xarray as xr
+
+if TYPE_CHECKING:
+    import xarray as xr
 
 ARVIZ_V1 = int(version("arviz").split(".")[0]) >= 1
 
@@ -35,10 +37,17 @@ def _arviz() -> Any:
     return arviz
 
 
+def _tree() -> Any:
+    """The tree of xarray, which takes half a second to import."""
+    import xarray
+
+    return xarray.DataTree
+
+
 def make_idata(**datasets: xr.Dataset) -> Any:
     """Joins datasets, one group each, to ``InferenceData`` or a ``DataTree``."""
     if ARVIZ_V1:
-        return xr.DataTree.from_dict(dict(datasets))
+        return _tree().from_dict(dict(datasets))
     return _arviz().InferenceData(**datasets)
 
 
@@ -53,14 +62,14 @@ def get_dataset(idata: Any, group: str) -> xr.Dataset:
     if group not in groups:
         raise ValueError(f"the data have no group {group}, only {groups}; see to_arviz for what makes it")
     node = idata[group]
-    return node.to_dataset() if isinstance(node, xr.DataTree) else node
+    return node.to_dataset() if isinstance(node, _tree()) else node  # type: ignore[no-any-return]
 
 
 def group_names(idata: Any) -> list[str]:
     """Names of the groups, in order."""
-    if not isinstance(idata, xr.DataTree) and not hasattr(idata, "groups"):
+    if not isinstance(idata, _tree()) and not hasattr(idata, "groups"):
         raise TypeError(f"idata must be what to_arviz returns, or read back from a file; got {type(idata).__name__}")
-    return list(idata.children) if isinstance(idata, xr.DataTree) else list(idata.groups())
+    return list(idata.children) if isinstance(idata, _tree()) else list(idata.groups())
 
 
 def read_netcdf(path: str | Path) -> Any:

@@ -98,7 +98,7 @@ class or_missing(constraints.Constraint):
         """True where the entry is valid or missing."""
         valid: Tensor = self.base_constraint.check(value)
         # Infinity is a real number to torch.
-        return (valid & value.isfinite()) | value.isnan()
+        return (valid & (finite.check(value) if value.is_floating_point() else value.isfinite())) | value.isnan()
 
 
 # A value that is not observed is not missing either: it is inferred where the base constraint says.
@@ -187,7 +187,7 @@ def selected_rows(y: Tensor | None, index: Tensor | None) -> Tensor | None:
         return y if y is None else as_signed(y)
     if index.is_cpu and len(index) == len(y) and torch.equal(index, torch.arange(len(y), device="cpu")):
         return as_signed(y)
-    return as_signed(missing_where(y[index.to(y.device, non_blocking=True)], y))
+    return as_signed(missing_where(y.index_select(0, index.to(y.device, non_blocking=True)), y))
 
 
 def as_signed(y: Tensor) -> Tensor:

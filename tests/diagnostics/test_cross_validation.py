@@ -199,6 +199,20 @@ def test_models_without_populations_compare(bayesian):
     assert table["missing_nats"].isna().all()
 
 
+@pytest.mark.parametrize("unit", [1e-15, 1e15])
+def test_p_values_do_not_depend_on_the_unit(generator, unit):
+    draws = {name: torch.randn(shape, generator=generator).numpy() for name, shape in (("observed", (40, 3)), ("drawn", (1, 25, 40, 3)))}
+    found = []
+    for scale in (np.float32(1), np.float32(unit)):
+        predictive = xr.Dataset({"y": (("chain", "draw", "data", "feature"), scale * draws["drawn"])})
+        observed = xr.Dataset({"y": (("data", "feature"), scale * draws["observed"])})
+        found.append(predictive_p_values(make_idata(posterior_predictive=predictive, observed_data=observed)))
+    assert found[0] == found[1]
+    values = draws["observed"].ravel().astype(float)
+    kurtosis = [stats.kurtosis(one.ravel().astype(float)) for one in draws["drawn"][0]]
+    assert found[0]["kurtosis"] == pytest.approx((np.sum(np.array(kurtosis) > stats.kurtosis(values)) + 0.5) / 26)
+
+
 @pytest.mark.slow
 def test_predictive_groups_have_the_right_distributions(generator):
     y = draw(30, generator)

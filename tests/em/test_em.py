@@ -247,6 +247,18 @@ def test_training_goes_on_from_a_best_start_by_gibbs_sampling():
     assert matched_bars(model.weight, bars.components, 0.95) == 8
 
 
+def test_starts_of_a_mixture_end_at_convergence(monkeypatch):
+    """Three clusters ten deviations apart: every start finds them in a few steps, and a further one would change nothing."""
+    y = torch.randn(90, 2, generator=torch.Generator().manual_seed(0)) + 10 * torch.arange(3.0).repeat(30)[:, None]
+    steps, maximize = [], GaussianMixture.maximize
+    monkeypatch.setattr(GaussianMixture, "maximize", lambda self, statistics: steps.append(1) or maximize(self, statistics))
+    model = GaussianMixture(2, 3)
+    reached = best_start(model, y, ExhaustiveSearch(), num_starts=2, num_data=90, steps=500)
+    assert len(steps) < 60
+    loss = Truncated_ELBO(ExhaustiveSearch()).loss(model, AutoTruncated(model, num_states=3), y)
+    assert -loss / 90 == pytest.approx(max(reached), abs=1e-3)
+
+
 def test_best_start_checks_its_arguments():
     with pytest.raises(TypeError, match="needs a model with the method initialize"):
         best_start(lambda y: None, torch.zeros(3, 4), ExhaustiveSearch())

@@ -517,6 +517,9 @@ def test_wrong_arguments_are_refused(generator):
                 call(bad)
     with pytest.raises(ValueError, match="within the support"):
         SVI(decoder.model, decoder.guide, Adam({"lr": 0.1}), Trace_ELBO()).step(infinite)
+    for bad in (x[:5], x[:, :2]):
+        with pytest.raises(ValueError, match=r"data x must have shape \(10, 3\)"):
+            SVI(decoder.model, decoder.guide, Adam({"lr": 0.1}), Trace_ELBO()).step(bad)
     with pytest.raises(ValueError, match="a decoder with an encoder has no free latents"):
         wrong.relocate_(x)
     with pytest.raises(ValueError, match=r"latents must have shape \(10, 2\); got \(9, 2\)"):

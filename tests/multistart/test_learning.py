@@ -418,8 +418,11 @@ def test_models_that_cannot_be_learned_are_refused_before_any_work(model, kind, 
     pyro.clear_param_store()
     with pytest.raises(kind, match=message):
         learn(model, torch.randn(20, generator=generator()), **QUICK)
-    with pytest.raises(ValueError, match="y must have a row for each data point"):
-        learn(mixture, torch.tensor(1.0), **QUICK)
+    for y in (torch.tensor(1.0), torch.zeros(0), torch.zeros(0, 6)):
+        with pytest.raises(ValueError, match="y must have a row for each data point"):
+            learn(mixture, y, **QUICK)
+    with pytest.raises(TypeError, match="of unlike lengths: pad them, with NaN"):
+        learn(mixture, [[1.0, 2.0], [3.0]], **QUICK)
 
 
 def test_errors_of_the_model_itself_stay_as_they_are():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.ops.compiled import maximum as compiled_maximum
+from pyro_truncated.ops.compiled.compilation import njit
 from pyro_truncated.ops.maximum import log_interval, maximum_segments, truncated_standard_normal
 from pyro_truncated.ops.vectorised import maximum as vectorised_maximum
 from pyro_truncated.ops.vectorised.maximum import log_likelihood
@@ -71,15 +75,21 @@ def grids(problem: tuple[Tensor, ...], size: int = 20_001) -> tuple[Tensor, Tens
     return z, grid_log_density(problem, z)
 
 
+@functools.cache
+def from_python(helper: Any) -> Callable[..., Any]:
+    """A helper of compiled kernels, compiled so that Python can call it."""
+    return njit(helper.py_func, cache=True)  # type: ignore[no-any-return]
+
+
 def compiled_log_odds(problem: tuple[Tensor, ...], prior: float) -> Tensor:
     """Log odds of the slab against the spike by the compiled kernel's own parts."""
     value, others, element, precision, mean, deviation = (tensor.numpy() for tensor in problem)
     terms, order, segments = np.empty((4, NUM_OBSERVED + 1)), np.empty(NUM_OBSERVED + 1, np.int64), np.empty((4, NUM_OBSERVED + 2))
     odds = []
     for n in range(len(value)):
-        count = compiled_maximum._win_terms(value[n], others[n], element[n], precision, terms)
-        compiled_maximum._sort(terms[0], count, order)
-        compiled_maximum._masses(terms, order, count, prior, mean[n], deviation[n] ** -2, segments)
+        count = from_python(compiled_maximum._win_terms)(value[n], others[n], element[n], precision, terms)
+        from_python(compiled_maximum._sort)(terms[0], count, order)
+        from_python(compiled_maximum._masses)(terms, order, count, prior, mean[n], deviation[n] ** -2, segments)
         odds.append(np.logaddexp.reduce(segments[3, : count + 1]))
     return torch.tensor(odds)
 
@@ -122,7 +132,7 @@ def log_mass_by_quadrature(lower: float, upper: float) -> float:
 def test_normal_masses_are_right_in_the_tails() -> None:
     expected = [log_mass_by_quadrature(lower, upper) for lower, upper in INTERVALS]
     dense = log_interval(*torch.tensor(INTERVALS, dtype=torch.float64).unbind(1)).tolist()
-    compiled = [compiled_maximum.log_interval(lower, upper) for lower, upper in INTERVALS]
+    compiled = [from_python(compiled_maximum.log_interval)(lower, upper) for lower, upper in INTERVALS]
     assert dense == pytest.approx(expected, rel=1e-11, abs=1e-9)
     assert compiled == pytest.approx(expected, rel=1e-11, abs=1e-9)
 
@@ -130,7 +140,7 @@ def test_normal_masses_are_right_in_the_tails() -> None:
 def test_empty_intervals_have_no_mass() -> None:
     for x in POINTS:
         assert log_interval(torch.tensor(x), torch.tensor(x)).item() == -math.inf
-        assert compiled_maximum.log_interval(x, x) == -math.inf
+        assert from_python(compiled_maximum.log_interval)(x, x) == -math.inf
 
 
 @pytest.mark.parametrize("implementation", ["cpu", "dense"])
@@ -138,7 +148,7 @@ def test_truncated_normal_inverts_the_distribution_function(implementation: str)
     quantiles = torch.tensor([1e-12, 1e-5, 0.1, 0.4999, 0.7, 1 - 1e-5], dtype=torch.float64)
     low, high = torch.tensor(INTERVALS, dtype=torch.float64).unsqueeze(1).expand(-1, len(quantiles), -1).unbind(-1)
     if implementation == "cpu":
-        numbers = [[compiled_maximum.truncated_standard_normal(a, b, u) for u in quantiles.tolist()] for a, b in INTERVALS]
+        numbers = [[from_python(compiled_maximum.truncated_standard_normal)(a, b, u) for u in quantiles.tolist()] for a, b in INTERVALS]
         x = torch.tensor(numbers, dtype=torch.float64)
     else:
         x = truncated_standard_normal(low, high, quantiles)
@@ -154,7 +164,7 @@ def test_truncated_normal_inverts_the_distribution_function(implementation: str)
 def test_quantile_zero_is_finite() -> None:
     low, high = torch.tensor(INTERVALS, dtype=torch.float64).unbind(1)
     assert truncated_standard_normal(low, high, torch.zeros_like(low)).isfinite().all()
-    assert all(math.isfinite(compiled_maximum.truncated_standard_normal(lower, upper, 0.0)) for lower, upper in INTERVALS)
+    assert all(math.isfinite(from_python(compiled_maximum.truncated_standard_normal)(lower, upper, 0.0)) for lower, upper in INTERVALS)
 
 
 def test_draws_follow_the_density() -> None:

@@ -21,6 +21,16 @@ def test_pair_energy_is_the_quadratic_form(kind: str, space: StateSpace, per_dat
     torch.testing.assert_close(ops.pair_energy(words, linear, pairwise), expected, rtol=1e-12, atol=1e-11)
 
 
+@pytest.mark.parametrize("num_latents", [1, 4, 5, 10, 20, 21])
+def test_pair_energy_of_few_latents(kind: str, num_latents: int) -> None:
+    words, states = draw(StateSpace([2] * num_latents))
+    linear, pairwise = torch.randn(NUM_DATA, num_latents).double(), torch.randn(num_latents, num_latents).double()
+    expected = torch.einsum("nch,nh->nc", states, linear)
+    torch.testing.assert_close(ops.linear_energy(words, linear), expected, rtol=1e-12, atol=1e-12)
+    expected += ((states @ pairwise) * states).sum(-1)
+    torch.testing.assert_close(ops.pair_energy(words, linear, pairwise), expected, rtol=1e-12, atol=1e-11)
+
+
 def test_flips_change_the_energy_by_as_much_as_scoring_them_says(kind: str, space: StateSpace) -> None:
     words, _ = draw(space)
     num_latents = space.num_latents

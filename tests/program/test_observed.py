@@ -257,3 +257,10 @@ def test_initialize_refuses_what_training_refuses(family, value):
     assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
     assert set(pyro.get_param_store()) == stored
     assert torch.equal(torch.get_rng_state(), seed)
+
+
+def test_missing_values_do_not_depend_on_latents_of_programs_that_cannot_be_followed():
+    y = torch.ones(5, 3)
+    y[:, 1] = torch.nan
+    with pytest.raises(ValueError, match=r"site 'y' observes nan at data point 0, entry \(1,\), outside the support"):
+        library.CategoricalMixture(3, 2, 2).initialize(y)

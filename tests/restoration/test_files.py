@@ -6,9 +6,11 @@ import re
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image, ImageCms, ImageDraw, ImageFilter
 
 from pyro_truncated.restoration import __main__ as command
+from pyro_truncated.restoration import denoise
 from pyro_truncated.restoration.__main__ import main
 
 QUICK = ["--side", "3", "--rounds", "1"]
@@ -327,3 +329,29 @@ def test_noisy_and_soft_masks_are_masks(tmp_path, capsys, noise):
     assert main([str(tmp_path / "grey.png"), "--output", str(tmp_path / "out.png"), "--mask", str(tmp_path / "mask.png"), *QUICK]) == 0
     share = float(re.search(r"the (.*) % that are missing filled in", capsys.readouterr().out)[1]) / 100
     assert 14**2 <= share * 60 * 50 <= 25**2
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_the_command_line_counts_photons_in_the_numbers_of_the_file(tmp_path, capsys, dtype):
+    rows = np.arange(24.0)
+    counts = np.random.default_rng(0).poisson(20 + 15 * np.sin(rows / 4)[:, None] * np.cos(rows / 5)).astype(dtype)
+    Image.fromarray(counts).save(tmp_path / "in.png")
+    options = [str(tmp_path / "in.png"), "--output", str(tmp_path / "out.png"), "--side", "4", "--rounds", "1"]
+    assert main([*options, "--noise", "poisson"]) == 0
+    assert "the noise of photons taken off" in capsys.readouterr().out
+    torch.manual_seed(0)
+    expected = denoise(torch.from_numpy(counts.astype(np.float32)), "poisson", side=4, rounds=1, progress=False)
+    np.testing.assert_array_equal(pixels_of(tmp_path / "out.png"), np.round(expected))
+
+
+def test_the_command_line_takes_and_tells_the_noise_of_each_channel(tmp_path, capsys):
+    noise = np.random.default_rng(0).normal(size=(30, 32, 3)) * [4, 10, 40]
+    Image.fromarray((128 + noise).clip(0, 255).round().astype(np.uint8)).save(tmp_path / "in.png")
+    options = [str(tmp_path / "in.png"), "--output", str(tmp_path / "out.png"), "--side", "3", "--rounds", "1"]
+    for given in ([], ["--noise", "4,10,40"]):
+        assert main([*options, *given]) == 0
+        levels = re.search(r"deviation ([\d.]+), ([\d.]+), ([\d.]+) \(of 255\)", capsys.readouterr().out).groups()
+        np.testing.assert_allclose([float(level) for level in levels], [4, 10, 40], rtol=0.15)
+    with pytest.raises(SystemExit):
+        main([*options, "--noise", "loud"])
+    assert "one for each channel such as 5,10,40, or poisson; got loud" in capsys.readouterr().err

@@ -34,7 +34,7 @@ def test_parts_that_are_kept_as_they_are_make_up_the_image(shape):
 
     def kept(part, bar):
         seen.append((part.shape[:2], bar))
-        return SimpleNamespace(image=part, noise=float(len(seen)))
+        return SimpleNamespace(image=part, noise=float(len(seen)), channel_noise=None)
 
     found, noise = restore_in_tiles(image, kept, most=60 * 60 * image[0, 0].numel())
     torch.testing.assert_close(found, image)
@@ -52,7 +52,9 @@ def test_a_hole_as_large_as_a_part_is_refused_before_any_work():
 
 def test_one_part_fades_into_the_next():
     levels = iter([0.0, 1.0])
-    found, _ = restore_in_tiles(torch.zeros(46, 60), lambda part, bar: SimpleNamespace(image=part + next(levels), noise=1.0), most=46 * 46)
+    found, _ = restore_in_tiles(
+        torch.zeros(46, 60), lambda part, bar: SimpleNamespace(image=part + next(levels), noise=1.0, channel_noise=None), most=46 * 46
+    )
     row = found[7]
     assert (row[:14] == 0).all()
     assert (row[46:] == 1).all()
@@ -70,7 +72,7 @@ def test_parts_without_a_hole_are_kept_and_others_fade_into_each_other_as_ever(s
 
     def filled(part, bar):
         restored.append(part)
-        return SimpleNamespace(image=torch.where(part.isnan(), part.nanmean(), part), noise=2.0)
+        return SimpleNamespace(image=torch.where(part.isnan(), part.nanmean(), part), noise=2.0, channel_noise=None)
 
     most = 60 * 60 * image[0, 0].numel()
     found, noise = restore_in_tiles(image, filled, most, keeps_observed=True)
@@ -85,7 +87,9 @@ def test_parts_without_a_hole_are_kept_and_others_fade_into_each_other_as_ever(s
 def test_noise_is_taken_off_parts_without_a_hole_too():
     image = torch.zeros(60, 140)
     image[3, 3] = torch.nan
-    found, _ = restore_in_tiles(image, lambda part, bar: SimpleNamespace(image=torch.ones_like(part), noise=1.0), most=60 * 60)
+    found, _ = restore_in_tiles(
+        image, lambda part, bar: SimpleNamespace(image=torch.ones_like(part), noise=1.0, channel_noise=None), most=60 * 60
+    )
     torch.testing.assert_close(found, torch.ones(60, 140))
 
 
@@ -103,7 +107,7 @@ def test_the_command_line_learns_parts_with_holes_only_unless_noise_is_to_be_tak
 
     def restored(part, **options):
         sizes.append(bool(part.isnan().any()))
-        return SimpleNamespace(image=part.nan_to_num(7.0), noise=0.0)
+        return SimpleNamespace(image=part.nan_to_num(7.0), noise=0.0, channel_noise=None)
 
     monkeypatch.setattr(command, "inpaint", restored)
     given, mask = np.full((20, 70), 100, dtype=np.uint8), np.full((20, 70), 255, dtype=np.uint8)

@@ -236,6 +236,21 @@ def test_restored_arrays_are_arrays():
         assert torch.equal(torch.as_tensor(found), restored.image)
     assert np.asarray(restored, dtype=np.float32).dtype == np.float32
     assert np.mean(restored) == pytest.approx(float(restored.image.mean()))
+    # What measures of quality ask for, and arithmetic on either side.
+    array = restored.image.numpy()
+    assert (restored.shape, restored.ndim, restored.dtype) == (array.shape, array.ndim, array.dtype)
+    assert restored.astype(np.float32).dtype == np.float32
+    for found, expected in (
+        (2 * restored, 2 * array),
+        (restored**2, array**2),
+        (restored - DATA, array - DATA),
+        (DATA - restored, DATA - array),
+    ):
+        np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(restored - torch.from_numpy(DATA), array - DATA)
+    np.testing.assert_array_equal(restored[1:3, 0], array[1:3, 0])
+    assert (restored == array).all()
+    np.testing.assert_array_equal(np.add(restored, 1, out=np.empty_like(array)), array + 1)
 
 
 def test_sparse_matrices_are_no_data():

@@ -450,6 +450,9 @@ class _Program:
             # What other guides draw for each data point is not summed out.
             self.part = None
         self.inside = [] if self.enumeration is None else self.enumeration.inside
+        # What other guides drew last, and the evidence given it.
+        self.others: Mapping[str, Any] | None = None
+        self.marginal = torch.empty(())
         if self.part is not None:
             scorer = self.part.batch(call, _values_of_others(self.part, guide_trace)).scorer
             self.inside = [name for name, node in self.nodes.items() if scorer.is_inside(node)]
@@ -482,9 +485,12 @@ class _Program:
             if self.enumeration.plates:
                 likelihoods = self._with_marginal(likelihoods, self.enumeration.log_likelihood(values, self.leaves))
         if self.part is not None:
-            with torch.no_grad(), poutine.block():
-                batch: Any = self.part.batch(self.call, _values_of_others(self.part, guide_trace))
-                likelihoods = self._with_marginal(likelihoods, batch.evidence().reshape(batch.scorer.sizes))
+            others = _values_of_others(self.part, guide_trace)
+            if self.others is None or not _are_equal(others, self.others):
+                with torch.no_grad(), poutine.block():
+                    batch: Any = self.part.batch(self.call, others)
+                    self.marginal, self.others = batch.evidence().reshape(batch.scorer.sizes), others
+            likelihoods = self._with_marginal(likelihoods, self.marginal)
         guide_trace.compute_log_prob()
         log_weight = evidence - torch.as_tensor(guide_trace.log_prob_sum()).double()
         self.collector.add(nodes, lp, lp - log_weight, likelihoods)
@@ -516,6 +522,10 @@ def _values_of_others(part: AutoTruncated, guide_trace: poutine.Trace) -> dict[s
     """What a run of a guide has drawn beside one part."""
     own = {*part.discrete_sites, *part.index_names}
     return {name: node["value"] for name, node in guide_trace.nodes.items() if node["type"] == "sample" and name not in own}
+
+
+def _are_equal(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(torch.as_tensor(first[name]), torch.as_tensor(second[name])) for name in first)
 
 
 def draw_states(call: Call, guide: AutoTruncated, num_draws: int) -> Draws:

@@ -23,8 +23,9 @@ from pyro_truncated.diagnostics.prediction import (
     STATISTICS,
     CrossValidation,
     cross_validate,
-    loo_pit,
+    likelihood_name,
     new_data_group,
+    observed_name,
     predictive_p_values,
 )
 from pyro_truncated.diagnostics.truncation import thresholds as trust
@@ -347,7 +348,8 @@ def _sections_on_predictions(idata: Any, groups: set[str]) -> list[Section]:
         sections.append(_section("Influential data points", text, figures.plot_pareto_k, idata))
     unseen = new_data_group(idata)
     if unseen is not None and len(get_dataset(idata, unseen).data_vars) == 1:
-        features = loo_pit(idata).shape[1]
+        num_data = get_dataset(idata, "log_likelihood")[likelihood_name(idata)][0, 0].size
+        features = get_dataset(idata, "observed_data")[observed_name(idata, unseen)].size // num_data
         most = 16
         note = f" The first {most} of {features} features." if features > most else ""
         draw = functools.partial(figures.plot_loo_pit, features=range(min(features, most)))

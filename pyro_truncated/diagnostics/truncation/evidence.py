@@ -398,6 +398,10 @@ def _effective_number(log_weights: Tensor) -> Tensor:
     return weights.sum(-1).square() / weights.square().sum(-1).clamp(min=1e-300)
 
 
+# Temporaries of so many bytes stay near a processor.
+_CACHED = 2**21
+
+
 class Proposal:
     """The defensive mixture around the populations: draws states, and computes their densities."""
 
@@ -438,21 +442,37 @@ class Proposal:
 
     def log_density(self, words: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """Returns log densities ``(n, M)`` of states, and which are in the population."""
-        samples, members = self._one_hot(words), self._one_hot(self.population.words[rows])
-        log_base = self.base[rows].log().unsqueeze(1)
-        parts = [self.shares[-1].log() + torch.einsum("nmk,nk->nm", samples, self.values[rows].flatten(1).clamp(min=1e-300).log())]
+        size = rows_per_block(8 * words.shape[1] * self.population.num_states, _CACHED)
+        tables = words, self.population.words[rows], self.base[rows], self.values[rows]
+        blocks = [self._log_density(*block) for block in zip(*(table.split(size) for table in tables), strict=True)]
+        density, is_inside = (torch.cat(parts) for parts in zip(*blocks, strict=True))
+        return density, is_inside
+
+    def _log_density(self, words: Tensor, members: Tensor, base: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        r"""The same, with temporaries ``(n, M, S)``.
+
+        Around a state of the population with which :math:`a` latents of a draw agree, a kernel of rate :math:`r` has the density
+        :math:`(1 - r)^a \prod_l r / (V_l - 1)`, over the other latents. Latents of one value never change.
+        """
+        samples, states = self._one_hot(words), self._one_hot(members)
+        log_others = (self.cardinality - 1).clamp(min=1).double().log()
+        num_mutable = int((self.cardinality > 1).sum())
+        # Sums of zeros and ones are exact in single precision.
+        agreement = (samples @ states.mT).double() - (self.space.num_latents - num_mutable)
+        extra = torch.zeros((), dtype=torch.float64, device=self.device)
+        if bool((log_others > 0).any()):
+            extra = (samples * log_others.repeat_interleave(self.values.shape[2])) @ states.double().mT
+        parts = [self.shares[-1].log() + torch.einsum("nmk,nk->nm", samples.double(), values.flatten(1).clamp(min=1e-300).log())]
         for share, rate in zip(self.shares, self.rates, strict=False):
-            # Latents of one value never change.
-            change = torch.where(self.cardinality > 1, math.log(rate) - (self.cardinality - 1).clamp(min=1).double().log(), 0.0)
-            stay = torch.where(self.cardinality > 1, math.log1p(-rate), 0.0)
-            agreement = samples * (stay - change).repeat_interleave(self.values.shape[2])
-            parts.append(share.log() + change.sum() + torch.logsumexp(log_base + agreement @ members.mT, -1))
-        is_inside = (samples @ members.mT).amax(-1) > self.space.num_latents - 0.5
-        return torch.stack(parts).logsumexp(0), is_inside
+            kernel = agreement * (math.log1p(-rate) - math.log(rate)) + extra
+            largest = kernel.amax(-1, keepdim=True)
+            total = ((kernel - largest).exp() @ base.unsqueeze(-1)).log() + largest
+            parts.append(share.log() + num_mutable * math.log(rate) - log_others.sum() + total.squeeze(-1))
+        return torch.stack(parts).logsumexp(0), agreement.amax(-1) > num_mutable - 0.5
 
     def _one_hot(self, words: Tensor) -> Tensor:
-        values = self.space.unpack(words, torch.int64)
-        return torch.nn.functional.one_hot(values, self.values.shape[2]).double().flatten(-2)
+        values = torch.arange(self.values.shape[2], device=words.device)
+        return (self.space.unpack(words, torch.int64).unsqueeze(-1) == values).float().flatten(-2)
 
 
 def _smooth(population: Population) -> Tensor:

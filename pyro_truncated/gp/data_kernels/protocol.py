@@ -192,7 +192,7 @@ def _check_columns(kernel: kernels.Kernel, inputs: Tensor) -> None:
     """Refuses kernels of columns that inputs ``(n, D)`` lack."""
     number = 1 if inputs.dim() == 1 else inputs.shape[1]
     if max(kernel.active_dims, default=0) >= number:
-        raise ValueError(f"kernel must look at columns of the inputs, 0 .. {number - 1}; got active_dims={kernel.active_dims}")
+        raise ValueError(f"kernel must be of inputs with {number} columns; it reads column {max(kernel.active_dims)}")
 
 
 def check_positions(name: str, index: Any, num: int, device: torch.device | None = None) -> Tensor:
@@ -553,6 +553,8 @@ class PyroKernel(InputKernel):
             raise TypeError(f"kernel must be one of pyro.contrib.gp.kernels; got {type(kernel).__name__}")
         super().__init__(inputs)
         _check_columns(kernel, self.inputs)
+        if any(isinstance(part, kernels.WhiteNoise) for part in kernel.modules()):
+            raise ValueError("kernel must be without WhiteNoise: models have noise of their own, and IdentityKernel(n) is more")
         self.kernel = kernel
 
     def between(self, first: Tensor, second: Tensor) -> Tensor:

@@ -316,7 +316,7 @@ class SubsetGPRegression(SavedRegression):
         self.generator = generator
         matrix = targets if targets.dim() == 2 else targets[:, None]
         check_units("y, the targets,", matrix)
-        scale = matrix.std(0)
+        scale = matrix.std(0, correction=min(1, n - 1))
         # Rounding errors of a constant are no deviation.
         varies = scale > 1e-15 * matrix.mean(0).abs()
         self._has_columns = targets.dim() == 2

@@ -80,11 +80,10 @@ class SASFunctionDecoder(SASDecoder):
     def _start(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.sites(x), torch.tensor(2.0)
 
-    def _check_data(self, x: Tensor) -> Tensor:
+    def _check_shape(self, x: Tensor) -> None:
         refuse_shards(x, "the functions of a minibatch are drawn together, and several processes would not draw what one does")
         if len(x) != self.num_data:
             raise ValueError(f"data must have {self.num_data} rows; got shape {tuple(x.shape)}")
-        return self._check_points(x)
 
     def _check_points(self, x: Tensor) -> Tensor:
         if not bool(x.isfinite().all()):

@@ -257,11 +257,14 @@ class SASDecoder(UniqueModule):
 
     def _check_data(self, x: Tensor) -> Tensor:
         """Returns training data as floats; refuses other shapes and infinite values."""
+        self._check_shape(x)
+        return self._check_points(x)
+
+    def _check_shape(self, x: Tensor) -> None:
         shape = (total_rows(x), *x.shape[1:])
         if shape != (self.num_data, self.num_outputs):
             everywhere = " in all processes" if shape[0] > len(x) else ""
             raise ValueError(f"data x must have shape ({self.num_data}, {self.num_outputs}){everywhere}; got {shape}")
-        return self._check_points(x)
 
     def _check_points(self, x: Tensor) -> Tensor:
         """Returns data points, new or not, as floats; refuses what is none."""
@@ -293,6 +296,7 @@ class SASDecoder(UniqueModule):
 
     def _split(self, x: Tensor, split: Split | None) -> Split:
         """The split given, or one drawn as Pyro draws subsamples."""
+        self._check_shape(x)
         self.portion = join_latents(self, self.portion, x)
         if split is None:
             batch = pyro.plate("batch", self.num_data, subsample_size=self.batch_size).indices

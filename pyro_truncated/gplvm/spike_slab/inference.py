@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pyro
 import torch
-import xarray as xr
 from torch import Tensor
 
 from pyro_truncated.gp.active_sets import log_prob_of_each
@@ -363,6 +362,9 @@ def latents_to_arviz(model: SpikeSlabMRD, y: Views, *, num_samples: int = 125, n
     Raises:
         ValueError: if ``num_samples`` or ``num_chains`` is not positive or the data do not fit the model.
     """
+    # Half a second that only those who ask for it wait.
+    import xarray as xr
+
     num_samples, num_chains = check_counts(num_samples=num_samples, num_chains=num_chains)
     views = model.check_data(y)
     generator = torch.Generator()

@@ -19,6 +19,8 @@ import numba
 import numpy as np
 import torch
 from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
 from numba.core.registry import CPUDispatcher
 
 from pyro_truncated.ops import backend
@@ -42,6 +44,7 @@ def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, lat
     if function is None:
         return functools.partial(njit, cache=cache, later=later, **options)
     options |= {"no_cpython_wrapper": not cache, "no_cfunc_wrapper": True, "error_model": "numpy"}
+    options |= {} if cache else {"pipeline_class": _HelperCompiler}
     compiled = numba.njit(**options)(function)
     if isinstance(compiled, CPUDispatcher):
         compiled.__class__ = _Kernel if cache else _Helper
@@ -77,6 +80,18 @@ class _Helper(CPUDispatcher):
     def __call__(self, *arguments: Any) -> Any:
         """Runs in Python, as compiled code without wrapper would end the process."""
         return self.py_func(*arguments)
+
+
+class _HelperCode(JITCodeLibrary):
+    """Code of a helper, which its callers optimise with their own."""
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+
+class _HelperCompiler(Compiler):
+    def __init__(self, typing_context: Any, context: Any, library: Any, *others: Any) -> None:
+        super().__init__(typing_context, context, _HelperCode(context.codegen(), "helper"), *others)
 
 
 class _Cache(FunctionCache):

@@ -47,7 +47,7 @@ def _log_ndtr(x):
     return -0.5 * x * x - math.log(-x) - 0.5 * LOG_2PI + math.log1p(-r * (1.0 - r * (3.0 - r * (15.0 - 105.0 * r))))
 
 
-@njit(cache=True)
+@njit
 def log_interval(lower, upper):
     """The log of the standard normal mass between two ascending numbers."""
     low, high = (-upper, -lower) if lower + upper > 0.0 else (lower, upper)
@@ -84,7 +84,7 @@ def _log_add(a, b):
     return top if top == -np.inf else top + math.log(math.exp(a - top) + math.exp(b - top))
 
 
-@njit(cache=True)
+@njit
 def truncated_standard_normal(lower, upper, u):
     """The truncated standard normal quantile at ``u``, in the log domain."""
     is_flipped = lower + upper > 0.0
@@ -292,7 +292,7 @@ def slab_statistics(value: Tensor, selected: Tensor, draws: Tensor, weight: Tens
     return products.sum(0).mT, squares.sum(0).mT, errors.sum(0)
 
 
-@njit(cache=True)
+@njit
 def _sort(keys, count, order):
     """Sorts the positions of keys by insertion, many at a distance first."""
     for i in range(count):
@@ -310,7 +310,7 @@ def _sort(keys, count, order):
         gap //= 3
 
 
-@njit(cache=True)
+@njit
 def _win_terms(value, others, element, precision, terms):
     """Computes what winning a dimension adds to the log density; returns places.
 
@@ -339,7 +339,7 @@ def _win_terms(value, others, element, precision, terms):
     return count
 
 
-@njit(cache=True)
+@njit
 def _masses(terms, order, count, log_odds, mean, inverse_variance, segments):
     """Computes log masses of the slab's segments relative to the spike.
 
@@ -432,7 +432,7 @@ def _gibbs(value, weight, precision, log_odds, mean, deviation, selected, start,
                     _offers(weight, selected[n], chain, k, others)
                     count = _win_terms(value[n], others, weight[selected[n, k]], precision, terms)
                     _sort(terms[0], count, order)
-                    best = _masses(terms, order, count, log_odds[n, k], mean[n, k], 1.0 / deviation[n, k] ** 2, segments)
+                    best = _masses(terms, order, count, log_odds[n, k], mean[n, k], 1.0 / (deviation[n, k] * deviation[n, k]), segments)
                     state += STEP
                     first = uniform(state)
                     state += STEP
@@ -466,7 +466,7 @@ def _statistics(value, selected, draws, weight, products, squares, errors):
                     y = value[n, d]
                     if np.isnan(y):
                         continue
-                    errors[block, d] += (y - top[d]) ** 2
+                    errors[block, d] += (y - top[d]) * (y - top[d])
                     if winner[d] >= 0:
                         s, h = draws[n, c, winner[d]], selected[n, winner[d]]
                         products[block, h, d] += y * s

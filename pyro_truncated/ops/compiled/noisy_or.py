@@ -51,13 +51,22 @@ def noisy_or_statistics(
 
 
 @njit
-def _where(row, target, index):
-    """Positions at which ``row`` equals ``target``; returns how many."""
+def _find_on(value, index):
+    """Writes the positions of pixels that are on; returns how many."""
     count = 0
-    for d in range(row.shape[0]):
+    for d in range(value.shape[0]):
         index[count] = d
-        count += row[d] == target
+        count += value[d] == 1.0
     return count
+
+
+@njit(fastmath={"reassoc"})
+def _sum_off(row, value):
+    """The sum over pixels that are off, which may be infinite elsewhere."""
+    total = 0.0
+    for d in range(value.shape[0]):
+        total += row[d] if value[d] == 0.0 else 0.0
+    return total
 
 
 @njit(fastmath={"contract"})
@@ -103,16 +112,11 @@ def _noisy_or_log_prob(words, value, linear, log_complement, weight, log_leak_co
             row = n if num_rows > 1 else 0
             num_used = ever_active(words, row, active)
             # Pixels that are off contribute a term linear in the state.
-            count = _where(value[n], 0.0, index)
-            offset = 0.0
-            for j in range(count):
-                offset += log_leak_complement[index[j]]
+            offset = _sum_off(log_leak_complement, value[n])
             for a in range(num_used):
                 h = active[a]
-                base[h] = linear[n, h]
-                for j in range(count):
-                    base[h] += log_complement[h, index[j]]
-            count = _where(value[n], 1.0, index)
+                base[h] = linear[n, h] + _sum_off(log_complement[h], value[n])
+            count = _find_on(value[n], index)
             gather(leak, index, count, 1.0, near_leak)
             for a in range(num_used):
                 gather(weight[active[a]], index, count, 1.0, near_weight[active[a]])
@@ -150,7 +154,7 @@ def _noisy_or_statistics(words, weights, value, weight, leak, first, ratio):
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row = n if num_rows > 1 else 0
             num_used = ever_active(words, row, used)
-            count = _where(value[n], 1.0, index)
+            count = _find_on(value[n], index)
             size = round_up(count)
             gather(leak, index, count, 1.0, near_leak)
             for a in range(num_used):

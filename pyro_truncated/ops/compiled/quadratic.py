@@ -35,8 +35,26 @@ def pair_energy(words: Tensor, linear: Tensor, pairwise: Tensor | None) -> Tenso
     # Each unordered pair is visited once: fold the matrix into its lower triangle.
     folded = (pairwise + pairwise.mT).tril(-1) + torch.diag_embed(pairwise.diagonal(dim1=-2, dim2=-1))
     out = linear.new_empty(linear.shape[0], words.shape[1], dtype=torch.float64)
-    _pair_energy(as_words(words), as_array(linear), as_array(folded if folded.dim() == 3 else folded.unsqueeze(0)), out.numpy())
+    if pairwise.dim() == 2 and linear.shape[1] <= _MOST_TABULATED:
+        _tabulated_energy(as_words(words), as_array(linear), *_tabulate(folded), out.numpy())
+    else:
+        _pair_energy(as_words(words), as_array(linear), as_array(folded if folded.dim() == 3 else folded.unsqueeze(0)), out.numpy())
     return out
+
+
+# Of so many latents the energies of all states of any four, and of any four beside four others, fit into the fastest memory.
+_MOST_TABULATED = 20
+
+
+def _tabulate(pairwise: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Energies of each four latents' states, alone and beside another four."""
+    number = -(-len(pairwise) // 4)
+    padded = torch.nn.functional.pad(pairwise, (0, 4 * number - len(pairwise)) * 2)
+    states = (torch.arange(16).unsqueeze(1) >> torch.arange(4) & 1).double()
+    energies = states @ padded.view(number, 4, number, 4).transpose(1, 2) @ states.mT
+    first, second = torch.tril_indices(number, number, -1)
+    alone = energies.diagonal(dim1=0, dim2=1).diagonal(dim1=0, dim2=1)
+    return alone.flatten().numpy(), energies[first, second].flatten().numpy()
 
 
 def moments(words: Tensor, weights: Tensor, num_latents: int, per_datum: bool) -> tuple[Tensor, Tensor]:
@@ -55,6 +73,43 @@ def first_moments(words: Tensor, weights: Tensor, num_latents: int) -> Tensor:
     first = weights.new_zeros(len(weights), num_latents, dtype=torch.float64)
     _moments(as_words(words), as_array(weights), first.numpy(), np.empty((count_blocks(len(weights), 0), 0, 0)))
     return first
+
+
+@parallel_kernel()
+def _tabulated_energy(words, linear, alone, pairs, out):
+    num_rows, num_candidates, _ = words.shape
+    num_data, num_latents = linear.shape
+    num_chunks, has_pairs = (num_latents + 3) // 4, len(alone) > 0
+    low, four, size = np.uint64(15), np.uint64(4), np.uint64(256)
+    num_blocks = min(num_data, MAX_BLOCKS)
+    for block in prange(num_blocks):
+        own = np.empty(16 * num_chunks)
+        for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
+            for i in range(num_chunks):
+                own[16 * i] = 0.0
+            for h in range(num_latents):
+                start, bit = h // 4 * 16, 1 << (h & 3)
+                for state in range(bit):
+                    own[start + bit + state] = own[start + state] + linear[n, h]
+            if has_pairs:
+                for place in range(len(own)):
+                    own[place] += alone[place]
+            row = n if num_rows > 1 else 0
+            for c in range(num_candidates):
+                word, energy = np.uint64(words[row, c, 0]), 0.0
+                left, place, table = word, np.uint64(0), np.uint64(0)
+                for i in range(num_chunks):
+                    state = left & low
+                    energy += own[place + state]
+                    if has_pairs:
+                        others = word
+                        for _ in range(i):
+                            energy += pairs[table + (state << four) + (others & low)]
+                            others >>= four
+                            table += size
+                    left >>= four
+                    place += np.uint64(16)
+                out[n, c] = energy
 
 
 @parallel_kernel()

@@ -75,6 +75,17 @@ def _clear_lanes(typing_context, matrix, row, column):
     return types.void(matrix, types.int64, types.int64), generate
 
 
+@intrinsic
+def _keep_rolled(typing_context):
+    """Keeps the compiler from unrolling the calling function's loops."""
+
+    def generate(context, builder, signature, arguments):
+        builder.function.attributes.add("optsize")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
 @njit(forceinline=True)
 def add_row(factor, source, row, target, other, first, size, start=0):
     """Adds a multiple of a row to a row of another matrix."""
@@ -318,7 +329,7 @@ _VARIANCES, _PRECISIONS, FIELD, SLABS = 0, 1, 2, 3
 NUM_VECTORS = 4
 
 
-@njit(cache=True, nogil=True)
+@njit
 def row_sizes(most):
     """Row sizes for at most so many active latents and a column."""
     return round_up(most + 1)
@@ -566,6 +577,7 @@ def _correlated_log_prob(words, linear, elements, is_observed, gram, mean, covar
     num_data, num_latents = linear.shape
     num_blocks = len(matrices)
     for block in prange(num_blocks):
+        _keep_rolled()
         active = np.empty(64 * num_words, np.int64)
         prior, joint, spare, work = matrices[block, 0], matrices[block, 1], matrices[block, 2], vectors[block]
         own = gram
@@ -589,6 +601,7 @@ def _correlated_moments(
     num_data, num_latents = linear.shape
     num_blocks, is_apart = len(matrices), len(second) > len(matrices)
     for block in prange(num_blocks):
+        _keep_rolled()
         active = np.empty(64 * num_words, np.int64)
         prior, joint, spare, spread = matrices[block, 0], matrices[block, 1], matrices[block, 2], matrices[block, 3]
         work = vectors[block]
@@ -628,6 +641,7 @@ def _expected_log_prior(words, weights, linear, elements, is_observed, gram, mea
     num_data, num_latents = linear.shape
     num_blocks = len(matrices)
     for block in prange(num_blocks):
+        _keep_rolled()
         active = np.empty(64 * num_words, np.int64)
         prior, joint, roots, rows = matrices[block, 0], matrices[block, 1], matrices[block, 2], matrices[block, 3]
         work = vectors[block]

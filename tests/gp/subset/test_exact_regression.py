@@ -120,3 +120,9 @@ def test_as_many_inducing_inputs_as_data_are_an_exact_regression(data: tuple[Ten
 def test_there_is_nothing_to_optimize_inputs(data: tuple[Tensor, Tensor]) -> None:
     with pytest.raises(ValueError, match="give num_inducing"):
         SubsetGPRegression(smooth_rbf(data[0]), data[1]).fit(free_inputs=True)
+
+
+def test_one_data_point_is_predicted_everywhere() -> None:
+    mean, variance = SubsetGPRegression(torch.zeros(1, 2).double(), torch.tensor([3.0]).double()).predict(torch.randn(4, 2).double())
+    torch.testing.assert_close(mean, torch.full((4,), 3.0).double())
+    assert bool((variance > 0).all())
