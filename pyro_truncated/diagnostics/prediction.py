@@ -100,9 +100,11 @@ def match_latents(reference: Tensor, other: Tensor, *, centred: bool = True) -> 
 
 def _unit_rows(features: Tensor, centred: bool) -> Tensor:
     features = plain(features).double()
+    # Less than this of the longest row is rounding, in any unit.
+    least = 1e-12 * features.norm(dim=-1).max()
     features = features - features.mean(-1, keepdim=True) if centred else features
     norm = features.norm(dim=-1, keepdim=True)
-    return torch.where(norm > 1e-12 * features.shape[-1] ** 0.5, features / norm, 0.0)
+    return torch.where(norm > least, features / norm, 0.0)
 
 
 @torch.no_grad()
@@ -472,6 +474,8 @@ def _convert_for_arviz(idata: Any, name: str, result: CrossValidation) -> Any:
 
 def missing_nats(idata: Any) -> float:
     r""":math:`-\sum_n \log c_n` of the best guide, which populations lack at least."""
+    if "truncated_posterior" not in group_names(idata):
+        return float("nan")
     data = get_dataset(idata, "truncated_posterior")
     if "support_mass_bound" not in data:
         return float("nan")
@@ -563,8 +567,10 @@ def predictive_p_values(
 ) -> dict[str, float]:
     r"""Returns predictive p-values :math:`P(T(\tilde y) \ge T(y))`, with ties by half.
 
-    Near 0 or 1 the model cannot reproduce the statistic. Those of ``posterior_predictive`` are conservative, because repeated data points
-    have seen the data; ``marginal_predictive`` is the sharper check.
+    Near 0 or 1 the model cannot reproduce the statistic. Of ``S`` draws p-values are at least :math:`\tfrac12 / (S + 1)`.
+
+    Those of ``posterior_predictive`` are conservative, because repeated data points have seen the data; ``marginal_predictive`` is the
+    sharper check.
 
     Example:
         >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
@@ -588,8 +594,10 @@ def predictive_p_values(
     is_observed = ~np.isnan(observed) if np.issubdtype(observed.dtype, np.floating) else np.ones(observed.shape, dtype=bool)
     samples = get_dataset(idata, group)[name].values
     samples = samples.reshape(-1, *samples.shape[2:])
+    # Single precision has no squares of large numbers, nor of small ones.
+    kind = float if np.issubdtype(observed.dtype, np.floating) else observed.dtype
     result = {}
     for label, statistic in (statistics or STATISTICS).items():
-        own, others = statistic(observed[is_observed]), np.array([statistic(values[is_observed]) for values in samples])
-        result[label] = float((others > own).mean() + 0.5 * (others == own).mean())
+        own, *others = (statistic(values[is_observed].astype(kind)) for values in (observed, *samples))
+        result[label] = float((np.greater(others, own).sum() + 0.5 * (np.equal(others, own).sum() + 1)) / (len(others) + 1))
     return result

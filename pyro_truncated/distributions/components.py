@@ -100,6 +100,8 @@ class ComponentGaussian(TorchDistribution):
     _validate_sample = validate_later
 
     def __init__(self, component: Tensor, loc: Tensor, validate_args: bool | None) -> None:
+        # Densities take the type of the means.
+        loc = loc if loc.is_floating_point() else loc.to(torch.get_default_dtype())
         self.component, self.loc = as_integers(component), loc
         super().__init__(component.shape, loc.shape[-1:], validate_args=validate_args)
         # A device finds them itself where it looks them up; to look beforehand is five more kernels to launch.

@@ -58,6 +58,8 @@ class Superposition(TorchDistribution):
     def __init__(self, states: Tensor, weight: Tensor, validate_args: bool | None = None, **parameters: Tensor | float) -> None:
         if weight.dim() < 2 or states.dim() < 1 or states.shape[-1] != weight.shape[-1]:
             raise ValueError(f"states (*batch, H) and weight (D, H) must share H; got {tuple(states.shape)} and {tuple(weight.shape)}")
+        # Other parameters and densities take the type of the dictionary.
+        weight = weight if weight.is_floating_point() or weight.is_complex() else weight.to(torch.get_default_dtype())
         self.states, self.weight = states, weight
         for name, value in parameters.items():
             if isinstance(value, Tensor) and value.is_complex():

@@ -28,8 +28,10 @@ Covariance = Callable[..., Tensor]
 
 
 def refuse_foreign_kernel(kernel: Any) -> None:
-    """Refuses a kernel of scikit-learn, and names the one to take."""
+    """Refuses classes and kernels of scikit-learn; names what to take."""
     kind = kernel if isinstance(kernel, type) else type(kernel)
+    if kernel is kind and issubclass(kind, kernels.Kernel):
+        raise TypeError(f"kernel must be made first: {kind.__name__}(input_dim=...); got the class")
     if kind.__module__.startswith("sklearn.gaussian_process"):
         others = {"Matern": "Matern32 or Matern52", "ExpSineSquared": "Periodic", "DotProduct": "Linear", "ConstantKernel": "Constant"}
         own = others.get(kind.__name__, kind.__name__)

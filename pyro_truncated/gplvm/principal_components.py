@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyro_truncated.distributed.shards import gather_all_rows, own_rows, shard_sum, total_rows
 from pyro_truncated.utils.arguments import check_count, names_arguments
-from pyro_truncated.utils.arrays import as_tensors
+from pyro_truncated.utils.arrays import as_data, holds_arrays
 
 
 @names_arguments
@@ -37,8 +37,7 @@ def principal_components(data: Tensor | Sequence[Tensor], num: int, generator: t
         TypeError: if the data are not floating point.
         ValueError: if the data are empty, no matrix or not finite, or ``num`` is not positive.
     """
-    data = as_tensors(data)
-    joint = data if isinstance(data, Tensor) else torch.cat(list(data), 1)
+    joint = torch.cat([as_data("data", view) for view in data], 1) if holds_arrays(data) else as_data("data", data)
     number, total = total_rows(joint), shard_sum(joint)
     size = _finite_norm(joint, num)
     centred = joint.double() - total([joint.sum(0, dtype=torch.float64)])[0] / number

@@ -45,6 +45,7 @@ from pyro_truncated.restoration.photon_counts import estimate_gain, stabilise, u
 from pyro_truncated.restoration.windows import Patches
 from pyro_truncated.utils.arguments import check_count, check_counts, names_arguments
 from pyro_truncated.utils.arrays import ArrayResult, as_data
+from pyro_truncated.utils.parameter_store import one_thread
 
 # Of the last round, of which it is found out which of them suit the image.
 _CANDIDATES = (4, 5, 6, 8, 10, 12)
@@ -183,7 +184,8 @@ def denoise(
     shortest = min(last.shape if axis is None else last.shape[:-1])
     if side is not None and side > shortest:
         raise ValueError(f"side must be at most {shortest}, the shortest side of the image; got {side}")
-    result = _restore(last, noise, settings, has_channels=axis is not None)
+    with one_thread:
+        result = _restore(last, noise, settings, has_channels=axis is not None)
     restored = result.image if axis is None else result.image.movedim(-1, axis)
     return dataclasses.replace(result, image=restored.reshape(shape))
 

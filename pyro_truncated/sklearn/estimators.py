@@ -33,7 +33,7 @@ from pyro_truncated.utils.arrays import (
     holds_arrays,
 )
 from pyro_truncated.utils.budget import rows_per_block
-from pyro_truncated.utils.parameter_store import empty_store, spare_random_numbers
+from pyro_truncated.utils.parameter_store import empty_store, one_thread, spare_random_numbers
 
 
 def validated_data(estimator: Any, X: Any, y: Any = "no_validation", **options: Any) -> Any:
@@ -182,14 +182,14 @@ def _warn_of_outliers(rows: Tensor, deviation: Tensor) -> None:
 def isolated_state(random_state: Any = 0) -> Iterator[torch.Generator]:
     """A context with an empty parameter store and its own random numbers.
 
-    It seeds torch's global generator and the generator that it returns.
+    It seeds torch's global generator and the generator that it returns. Other threads wait.
 
     Args:
         random_state: as everywhere in scikit-learn: a seed, a ``RandomState``, or ``None`` for NumPy's global one, of which one number is
             drawn.
     """
     seed = int(check_random_state(random_state).randint(np.iinfo(np.int32).max))
-    with empty_store(), spare_random_numbers():
+    with one_thread, empty_store(), spare_random_numbers():
         torch.manual_seed(seed)
         yield torch.Generator().manual_seed(seed)
 

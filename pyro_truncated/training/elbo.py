@@ -22,6 +22,7 @@ from torch import Tensor
 from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.shards import current_batch
 from pyro_truncated.em.closed_form import ClosedForm, Statistics
+from pyro_truncated.em.gibbs import GibbsModel
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.guide.batch import Batch
 from pyro_truncated.guide.chain_batch import ChainBatch
@@ -195,6 +196,11 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
         if not _stands_alone(call, guide):
             raise NotImplementedError(
                 "closed-form M-steps need a guide that is one AutoTruncated; use a gradient optimiser beside other guides"
+            )
+        if isinstance(closed_form.model, GibbsModel):
+            raise TypeError(
+                f"the M-step of {type(closed_form.model).__name__} takes Gibbs draws: use GibbsGuide(model) and GibbsEM(search), or a "
+                "gradient optimiser"
             )
         self._meet(call, guide)
         temperature = self._temperature()

@@ -211,10 +211,9 @@ class _Loop:
             elif result:
                 training.stopped_early = True
         lengths = {name: len(values) for name, values in training.record.items()}
-        if set(lengths.values()) != {training.steps}:
-            raise ValueError(
-                f"callbacks must return the same names at every step, each once; after {training.steps} steps there are {lengths}"
-            )
+        steps = len(training.seconds)
+        if set(lengths.values()) != {steps}:
+            raise ValueError(f"callbacks must return the same names at every step, each once; after {steps} steps there are {lengths}")
 
     def _check_patience(self) -> bool:
         training, patience = self.training, self.patience

@@ -52,13 +52,23 @@ def make_idata(**datasets: xr.Dataset) -> Any:
 
 
 def get_dataset(idata: Any, group: str) -> xr.Dataset:
-    """The dataset of one group."""
+    """The dataset of one group.
+
+    Raises:
+        TypeError: for anything but converted data.
+        ValueError: if there is no such group.
+    """
+    groups = group_names(idata)
+    if group not in groups:
+        raise ValueError(f"the data have no group {group}, only {groups}; see to_arviz for what makes it")
     node = idata[group]
     return node.to_dataset() if isinstance(node, _tree()) else node  # type: ignore[no-any-return]
 
 
 def group_names(idata: Any) -> list[str]:
     """Names of the groups, in order."""
+    if not isinstance(idata, _tree()) and not hasattr(idata, "groups"):
+        raise TypeError(f"idata must be what to_arviz returns, or read back from a file; got {type(idata).__name__}")
     return list(idata.children) if isinstance(idata, _tree()) else list(idata.groups())
 
 

@@ -9,6 +9,7 @@ import inspect
 import itertools
 import logging
 import re
+import threading
 import types
 import weakref
 from collections import Counter, defaultdict
@@ -27,6 +28,9 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _DIM_ALLOCATOR, am_i_wrapped
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
+
+# Pyro's handlers and parameters, and torch's random state, are those of all threads: what hides Pyro from its users lets one in at a time.
+one_thread = threading.RLock()
 
 
 class Assign(Messenger):

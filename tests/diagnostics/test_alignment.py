@@ -35,6 +35,16 @@ def test_a_permutation_is_undone(generator):
     assert torch.equal(of_arrays, order)
 
 
+@pytest.mark.parametrize("centred", [True, False])
+def test_matches_do_not_depend_on_the_unit(centred, generator):
+    reference = torch.randn(5, 30, generator=generator)
+    other = reference[[2, 0, 1, 4, 3]]
+    for unit in (1e-20, 1e20):
+        order, similarity = match_latents(unit * reference, unit * other, centred=centred)
+        assert torch.equal(order, torch.tensor([1, 2, 0, 4, 3]))
+        torch.testing.assert_close(similarity, torch.ones(5, dtype=torch.float64))
+
+
 def test_rows_that_do_not_vary_match_nothing():
     _, similarity = match_latents(torch.ones(2, 4), torch.tensor([[1.0, 1, 1, 1], [1, 2, 3, 4]]))
     assert similarity.tolist() == [0, 0]

@@ -12,7 +12,7 @@ from pyro.infer import SVI, Predictive
 from pyro.optim import Adam
 from torch import Tensor
 
-from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, GibbsEM, GibbsGuide, GPSelect, Preselection
+from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, GibbsEM, GibbsGuide, GPSelect, Preselection, Truncated_ELBO
 from pyro_truncated.datasets import linear_bars, matched_bars
 from pyro_truncated.em import GibbsModel
 from pyro_truncated.em.gibbs import GibbsDraws
@@ -225,6 +225,8 @@ def test_errors_say_what_is_wrong() -> None:
     closed_form = ClosedForm(model)
     with pytest.raises(ValueError, match="temperature must be at least 1"):
         SVI(model, guide, closed_form, GibbsEM(search, temperature=0.5)).step(y)
+    with pytest.raises(TypeError, match=r"the M-step of MaxSpikeSlabSparseCoding takes Gibbs draws: use GibbsGuide\(model\) and GibbsEM"):
+        SVI(model, AutoTruncated(model, 4, conditional=model.conditional), closed_form, Truncated_ELBO()).step(y)
     with pytest.raises(TypeError, match="of the very model it was made for; got AutoTruncated"):
         SVI(model, AutoTruncated(model, 4, conditional=model.conditional), closed_form, GibbsEM(search)).step(y)
     guide.update_(search, y)

@@ -92,10 +92,13 @@ def test_what_makes_no_sense_is_refused():
         found.infer(x[:, :2])
     with pytest.raises(ValueError, match="finite"):
         found.infer(x[:2] / 0)
-    with pytest.raises(TypeError, match="data points x must be real"):
+    with pytest.raises(TypeError, match="x must hold real numbers"):
         found.reconstruct(x[:2].to(torch.complex64))
     again = CandidateLatents(decoder, x.numpy(), generator=torch.Generator().manual_seed(1))
-    assert torch.equal(again.infer(x[:2].numpy()), again.infer(x[:2]))
+    whole = x.round()
+    torch.testing.assert_close(*(CandidateLatents(decoder, some).latents.sort(0).values for some in (whole, whole.long())))
+    for new in (x[:2].numpy(), x[:2].tolist()):
+        assert torch.equal(again.infer(new), again.infer(x[:2]))
 
 
 @pytest.mark.slow

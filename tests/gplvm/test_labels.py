@@ -257,6 +257,20 @@ def test_expected_labels_agree_with_draws():
         torch.testing.assert_close(likelihood.response(loc, variance), mean.mean(0), rtol=0, atol=5e-3)
 
 
+@pytest.mark.parametrize("name", LIKELIHOODS)
+@pytest.mark.parametrize("kind", [np.int64, np.uint8])
+def test_labels_and_counts_may_be_integers(name, kind):
+    likelihood, size = LIKELIHOODS[name]
+    numbers, labels = torch.randn(9, 2, dtype=DOUBLE), random_labels(likelihood, 9, size)
+
+    def after_fit(labels):
+        model = SpikeSlabMRD(9, [2, size], 2, num_inducing=4, likelihood=["gaussian", likelihood])
+        bound = fit(model, [numbers, labels], steps=2, warm_up=2, generator=torch.Generator().manual_seed(0)).bound
+        return bound, Posterior(model, [numbers, labels]).infer({1: labels[:3]}, steps=2).loc
+
+    torch.testing.assert_close(after_fit(labels.numpy().astype(kind)), after_fit(labels), rtol=0, atol=0)
+
+
 def test_labels_outside_the_support_are_refused():
     for likelihood, wrong in ((CategoricalLabels(3), 3.0), (CategoricalLabels(3), 0.5), (BernoulliLabels(), 2.0), (PoissonCounts(), -1.0)):
         model = SpikeSlabMRD(3, [2, 1], 1, likelihood=[None, likelihood])

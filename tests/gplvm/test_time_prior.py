@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from pyro.infer import Predictive, Trace_ELBO
 
 from pyro_truncated import to_arviz
-from pyro_truncated.gplvm import Posterior, SpikeSlabGPLVM, SpikeSlabMRD, TimePrior, fit, fit_minibatches, initialize, maximize_bound
+from pyro_truncated.gplvm import (
+    Posterior,
+    SpikeSlabGPLVM,
+    SpikeSlabMRD,
+    TimePrior,
+    fit,
+    fit_minibatches,
+    initialize,
+    maximize_bound,
+    principal_components,
+)
 from pyro_truncated.utils.arviz_compat import get_dataset
 from tests.gplvm import exact
 
@@ -156,6 +167,25 @@ def test_contribution_of_new_points_at_known_times():
     divergence = torch.distributions.kl_divergence(normal(latents.loc, latents.scale), normal(mean, deviation)).sum(1)
     expected = model.views[0].log_likelihood(posterior.view_inputs(latents, 0), new, posterior.inducing[0], per_datum=True)
     torch.testing.assert_close(latents.bound, (expected - divergence).detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_times_sequences_and_latents_may_be_lists():
+    times, sequences = [0.0, 1.0, 2.0], [0, 0, 1]
+    pairs = [TimePrior(times, sequences=sequences), TimePrior(torch.tensor(times), sequences=torch.tensor(sequences))]
+    for prior in pairs:
+        prior.start(2)
+    torch.testing.assert_close(pairs[0].at([0.5], [1]), pairs[1].at(torch.tensor([0.5]), torch.tensor([1])))
+    with pytest.raises(TypeError, match=r"times must be .* got an array of datetime64.*: divide differences of times by a unit"):
+        TimePrior(np.array(["2026-01-01", "2026-01-02"], dtype="datetime64[D]"))
+    with pytest.raises(ValueError, match="times must be finite, with a sequence each"):
+        pairs[0].at(0.5)
+    model, views = random_model(6)
+    posterior = Posterior(model, views)
+    torch.testing.assert_close(posterior.at([0.5, 1.0]).loc, posterior.at(torch.tensor([0.5, 1.0])).loc)
+    loc = torch.randn(2, model.num_latents, dtype=DOUBLE)
+    torch.testing.assert_close(posterior.predict(loc.tolist(), scale=loc.abs().tolist()).mean, posterior.predict(loc, scale=loc.abs()).mean)
+    data = torch.randn(8, 3, dtype=DOUBLE)
+    torch.testing.assert_close(principal_components(data.tolist(), 2), principal_components(data, 2))
 
 
 def test_what_makes_no_sense_is_refused():

@@ -176,6 +176,7 @@ def test_kernels_of_ones_own_and_unknown_ones():
         (Matern(nu=1.5), r"Matern of scikit-learn: take pyro\.contrib\.gp\.kernels\.Matern32"),
         (RBF() + WhiteKernel(), r"Sum of scikit-learn: take pyro\.contrib\.gp\.kernels\.Sum"),
         (WhiteKernel(), "WhiteKernel of scikit-learn: leave it out, as the noise is learned"),
+        (Matern52, r"kernel must be made first: Matern52\(input_dim=...\); got the class"),
     ],
 )
 @pytest.mark.parametrize(
@@ -191,6 +192,15 @@ def test_kernels_of_ones_own_and_unknown_ones():
 def test_kernels_of_scikit_learn_say_what_to_take(use, kernel, instead):
     with pytest.raises(TypeError, match=instead):
         use(kernel, np.random.default_rng(0).normal(size=(12, 2)))
+
+
+def test_kernels_of_more_columns_than_there_are_are_refused_and_integers_are_numbers():
+    X = np.random.default_rng(0).integers(0, 9, size=(12, 2))
+    message = "kernel must be of inputs with 2 columns; it reads column 2"
+    for use in (lambda: SubsetGPRegression(X, X[:, 0], Matern52(3)), lambda: SpikeSlabGPLVMTransformer(2, kernel=Matern52(3)).fit(X)):
+        with pytest.raises(ValueError, match=message):
+            use()
+    torch.testing.assert_close(*(SubsetGPRegression(x, X[:, 0], Matern52(2)).predict(X)[0] for x in (X, X.astype(float))))
 
 
 def test_kernels_of_pyro_are_trained_as_copies():

@@ -65,6 +65,9 @@ def test_callbacks_record_and_stop(y):
 def test_callbacks_must_record_at_every_step(y):
     with pytest.raises(ValueError, match="must return the same names at every step"):
         fit(fresh("closed form", y), y, steps=3, callbacks=[lambda training: {"odd": 1.0} if training.steps % 2 else None])
+    # Steps are counted by the record of free energies.
+    with pytest.raises(ValueError, match=r"each once; after 1 steps there are {'free_energy': 2}"):
+        fit(fresh("closed form", y), y, steps=3, callbacks=[lambda training: {"free_energy": training.free_energy}])
 
 
 class Scripted(SVI):

@@ -65,7 +65,7 @@ def mask_hidden_entries(node: Mapping[str, Any]) -> Tensor:
     hidden = hidden_entries(node)
     if hidden is None:
         return value
-    value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
+    value = value if value.is_floating_point() else value.double()
     return torch.where(hidden, torch.nan, value)
 
 
@@ -348,25 +348,22 @@ class Writer:
 
     def sites(self, values: Mapping[str, Tensor]) -> xr.Dataset:
         """Draws ``(draws, *shape)`` of sites."""
-        discrete = {} if self.draws.states is None else self.draws.states.part.layout.sites
-        variables = {}
-        for name, draws in values.items():
-            variables[name] = self._site(name, draws.to(value_type(discrete[name])) if name in discrete else self._as_integers(name, draws))
-        return self._sample(variables)
+        return self._sample({name: self._site(name, self._as_integers(name, draws)) for name, draws in values.items()})
 
     def _as_integers(self, name: str, values: Tensor) -> Tensor:
         """A discrete site's values as integers, of latents of smallest type."""
         node: Any = self.nodes[name]
         if role(node) in ("deterministic", "factor") or not is_discrete(node["fn"]) or not values.numel():
             return values
-        if role(node) == "latent":
-            return values.to(level_type([int(values.max()) + 1, -int(values.min())]))
+        is_latent = role(node) == "latent"
         # Data may be anything: some values may be hidden, or lie between whole numbers where nobody validates them.
-        is_whole = hidden_entries(node) is None and all(bool((v == v.round()).all()) for v in (values.double(), node["value"].double()))
+        is_whole = is_latent or (
+            hidden_entries(node) is None and all(bool((v - v.round() == 0).all()) for v in (values.double(), node["value"].double()))
+        )
         if is_whole:
-            return values.to(torch.int32)
+            return values.to(level_type([int(values.max()) + 1, -int(values.min()), 1 if is_latent else 2**31]))
         # Beside data that are NaN where hidden, and so are floats, integers would be counted in bins that reach to NaN.
-        return values if values.is_floating_point() else values.to(torch.get_default_dtype())
+        return values if values.is_floating_point() else values.double()
 
     def observed_data(self) -> xr.Dataset:
         """Returns values of the observed sites, NaN where a mask hides them."""
@@ -457,6 +454,9 @@ class Writer:
         )
 
     def _dataset(self, variables: Mapping[str, Variable], labels: Mapping[str, Sequence[Any]] | None = None) -> xr.Dataset:
+        for name, (names, _) in variables.items():
+            if len(set(names)) < len(names):
+                raise ValueError(f"dims must give all dimensions of '{name}' different names; got {names}")
         data = xr.Dataset({variable_name(name): (names, array) for name, (names, array) in variables.items()})
         coords = {}
         for dim, size in data.sizes.items():

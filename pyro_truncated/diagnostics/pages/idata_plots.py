@@ -219,13 +219,15 @@ def plot_predictive_check(idata: Any, ax: Axes, *, group: str = "posterior_predi
     values, rows = values[~np.isnan(values)], rows[:, ~np.isnan(values)]
     every = np.concatenate([values, rows.ravel()])
     every = every[np.isfinite(every)]
-    low, high = every.min(), every.max()
+    low, high = every.min().item(), every.max().item()
     if (every == np.round(every)).all():
         width = max(1, (high - low) // 50)  # about 50 bins
         bins = np.arange(low, high + 1 + width, width) - 0.5
     else:
-        count = len(np.histogram_bin_edges(values[np.isfinite(values)], "auto", (low, high)))
-        bins = np.linspace(low, high, min(max(count, 11), 101))
+        # Of Freedman and Diaconis's width. NumPy would make all edges, however many heavy tails need.
+        quartiles = np.quantile(values[np.isfinite(values)].astype(float), [0.25, 0.75])
+        width = max(2 * np.ptp(quartiles) / values.size ** (1 / 3), (high - low) / 100)
+        bins = np.linspace(low, high, 1 + (max(10, int((high - low) / width)) if width else 10))
     for row in rows:
         ax.plot(*_outline(row, bins), color="C0", alpha=0.25, linewidth=0.8)
     ax.plot(*_outline(values, bins), color="black")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import matplotlib
 import numpy as np
+import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
@@ -48,7 +49,7 @@ def _show(ax: Axes, picture: np.ndarray, limits: tuple[float, float], gaps: str 
 def plot_dictionary(weight: Tensor, ax: Axes, *, shape: tuple[int, int] | None = None, columns: int | None = None) -> Axes:
     """Plots columns of a dictionary ``(D, H)`` as scaled images; grey is zero."""
     fields = _as_images(weight.detach().mT, shape)
-    peak = fields.abs().amax((-2, -1), keepdim=True).clamp(min=1e-12)
+    peak = fields.abs().amax((-2, -1), keepdim=True).clamp(min=torch.finfo(fields.dtype).tiny)
     return _show(ax, mosaic(fields / peak, columns), (-1.0, 1.0), gaps=GAPS)
 
 
@@ -96,12 +97,13 @@ def plot_decompositions(
     """
     rows = []
     for original, components in zip(originals, parts, strict=True):
-        order = components.square().sum(-1).argsort(descending=True)[:most]
+        order = components.double().square().sum(-1).argsort(descending=True)[:most]
         row = _as_images(original.new_zeros(most + 2, original.shape[-1]).fill_(math.nan), shape)
         row[0] = _as_images(original, shape)
         row[1] = _as_images(components.sum(0), shape)
         row[2 : 2 + len(order)] = _as_images(components[order], shape)
-        rows.append(mosaic(row / row[0].abs().max().clamp(min=1e-12), most + 2, gap=2))
+        peak = row[0].abs().max().clamp(min=torch.finfo(row.dtype).tiny)
+        rows.append(mosaic(row / peak, most + 2, gap=2))
     gap = np.full((3, rows[0].shape[1]), np.nan)
     picture = np.concatenate([block for row in rows for block in (row, gap)][:-1])
     width = (picture.shape[1] + 2) / (most + 2)

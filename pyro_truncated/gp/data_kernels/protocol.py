@@ -181,10 +181,18 @@ def check_data_kernel(kernel: DataKernel) -> None:
 def check_kernel(kernel: kernels.Kernel, inputs: Tensor) -> None:
     """Checks covariances of the first 100 inputs, as :func:`check_data_kernel`."""
     inputs = inputs.detach()[:100]
+    _check_columns(kernel, inputs)
     # A copy, outside of Pyro's parameter store: a kernel that was called could become part of no other module.
     with outside_programs():
         copied = copy.deepcopy(kernel)
         _check(type(kernel).__name__, copied(inputs), copied(inputs, diag=True), torch.arange(len(inputs)))
+
+
+def _check_columns(kernel: kernels.Kernel, inputs: Tensor) -> None:
+    """Refuses kernels of columns that inputs ``(n, D)`` lack."""
+    number = 1 if inputs.dim() == 1 else inputs.shape[1]
+    if max(kernel.active_dims, default=0) >= number:
+        raise ValueError(f"kernel must be of inputs with {number} columns; it reads column {max(kernel.active_dims)}")
 
 
 def check_positions(name: str, index: Any, num: int, device: torch.device | None = None) -> Tensor:
@@ -498,8 +506,9 @@ class InputKernel(PairwiseKernel):
 
     def __init__(self, inputs: Tensor) -> None:
         table, inputs = inputs, _as_matrix("inputs", inputs)
-        if not isinstance(inputs, Tensor) or inputs.dim() not in (1, 2) or not inputs.is_floating_point():
-            raise TypeError(f"inputs must be a floating point tensor of shape (n, D) or (n,); got {describe(inputs)}")
+        if not isinstance(inputs, Tensor) or inputs.dim() not in (1, 2) or inputs.is_complex():
+            raise TypeError(f"inputs must be real numbers of shape (n, D) or (n,); got {describe(inputs)}")
+        inputs = inputs if inputs.is_floating_point() else inputs.double()
         if not bool(inputs.isfinite().all()):
             raise ValueError(f"inputs must be finite; got {describe(inputs)}")
         super().__init__(len(inputs))
@@ -543,8 +552,7 @@ class PyroKernel(InputKernel):
         if not isinstance(kernel, kernels.Kernel):
             raise TypeError(f"kernel must be one of pyro.contrib.gp.kernels; got {type(kernel).__name__}")
         super().__init__(inputs)
-        if max(kernel.active_dims) >= self.inputs.shape[1]:
-            raise ValueError(f"kernel must be of inputs with {self.inputs.shape[1]} columns; it reads column {max(kernel.active_dims)}")
+        _check_columns(kernel, self.inputs)
         if any(isinstance(part, kernels.WhiteNoise) for part in kernel.modules()):
             raise ValueError("kernel must be without WhiteNoise: models have noise of their own, and IdentityKernel(n) is more")
         self.kernel = kernel
@@ -655,8 +663,6 @@ def bound_kernel(X: Any, kernel: Any = None) -> DataKernel:
     if isinstance(kernel, holders) and not isinstance(kernel, type):
         raise TypeError("kernel holds its inputs already: give it in the place of X")
     refuse_foreign_kernel(kernel)
-    if isinstance(kernel, type) and issubclass(kernel, kernels.Kernel):
-        raise TypeError(f"kernel must be made first: {kernel.__name__}(input_dim=...); got the class")
     is_maker = callable(kernel) and not isinstance(kernel, torch.nn.Module)
     inputs = as_tensors(X, name="X") if is_maker else _as_matrix("X", X)
     bound: DataKernel | None = None

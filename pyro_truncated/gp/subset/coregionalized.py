@@ -31,7 +31,7 @@ from pyro_truncated.gp.subset.alternation import (
     scout_length_scales,
 )
 from pyro_truncated.gp.subset.objectives import NOISE_FLOOR, Basis, covariances_with, noise_from_log
-from pyro_truncated.gp.subset.regression import SavedRegression, explained_share, warn_about_noise
+from pyro_truncated.gp.subset.regression import SavedRegression, explained_share, warn_about_copies, warn_about_noise
 from pyro_truncated.utils.arguments import check_count, check_kinds, describe, names_arguments
 from pyro_truncated.utils.arrays import as_data
 from pyro_truncated.utils.budget import rows_per_block
@@ -203,6 +203,7 @@ class CoregionalizedGPRegression(SavedRegression):
 
         Warns:
             AllNoiseWarning: if the targets of each input predicted from all other inputs account for nearly nothing.
+            UserWarning: if repeated data points have made the noise vanish.
         """
         check_kinds(CoregionalizedGPRegression.fit, max_seconds=max_seconds, tolerance=tolerance)
         max_iterations = check_count("max_iterations", max_iterations, least=0)
@@ -229,6 +230,8 @@ class CoregionalizedGPRegression(SavedRegression):
                 self.objective_value = value
         record.close()
         warn_about_noise(everything.value[:, None], prediction[:, None], float(self.noise.detach().mean()))
+        of_output = torch.stack([everything.output.double(), everything.value], 1)
+        warn_about_copies(self.kernel, everything.row, of_output, float(self.noise.detach().min()))
         return self.objective_value
 
     @property

@@ -23,7 +23,7 @@ from pyro_truncated.gp.kernels import outside_programs
 from pyro_truncated.gp.subset.objectives import check_index
 from pyro_truncated.gp.subset.subset_search import InducingSubset, SubsetSearch
 from pyro_truncated.utils.arguments import check_count, check_kinds, names_arguments
-from pyro_truncated.utils.arrays import as_data
+from pyro_truncated.utils.arrays import as_data, module_number
 from pyro_truncated.utils.parameter_store import UniqueModule, empty_store, spare_random_numbers
 
 
@@ -82,6 +82,9 @@ class SubsetModel(UniqueModule, Parameterized):
         n, y = self.kernel.num_data, as_data("y", y)
         if not y.dim() or y.shape[-1] != n:
             raise ValueError(f"y must have shape (..., {n}), one target per training input; got {tuple(y.shape)}")
+        if not y.is_floating_point():
+            # Noise and predictions take the type of the targets.
+            y = y.to(getattr(module_number(self.kernel), "dtype", torch.get_default_dtype()))
         num_inducing = check_count("num_inducing", num_inducing)
         check_kinds(SubsetModel.__init__, jitter=jitter)
         if num_inducing > n:

@@ -90,6 +90,23 @@ def warn_about_noise(targets: Tensor, prediction: Tensor, noise: float, num_indu
         )
 
 
+def warn_about_copies(kernel: DataKernel, index: Tensor, targets: Tensor, noise: float) -> None:
+    """Warns if copies of standardised targets ``(n, K)`` have made the noise vanish.
+
+    Without noise the likelihood grows without bound in the number of copies, as those that a bootstrap draws.
+    """
+    if noise > 2 * NOISE_FLOOR or not isinstance(kernel, InputKernel) or not bool(targets.square().mean() > 1e-12):
+        return
+    copies = len(targets) - len(torch.cat([kernel.inputs[index].reshape(len(targets), -1), targets], 1).unique(dim=0))
+    if copies:
+        warnings.warn(
+            f"{copies} of {len(targets)} targets are copies of others at the same inputs, for the fit a proof that there is no noise. "
+            "Unless there is none, predictions at other inputs are bad: leave copies out, as those that a bootstrap draws.",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
 class SubsetPredictor(DoubleModule):
     """Predictions of a saved :class:`SubsetGPRegression` from its inducing inputs alone.
 
@@ -139,6 +156,8 @@ class SubsetPredictor(DoubleModule):
         for name in ("target_mean", "target_scale", "log_noise"):
             self.register_buffer(name, state[name])
         self.share = extra["predictor"]["share"]
+        # Files of earlier versions do not say it.
+        self._has_columns = extra["predictor"].get("has_columns", True)
 
     @torch.no_grad()
     def predict(self, new: Any, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
@@ -146,7 +165,8 @@ class SubsetPredictor(DoubleModule):
         basis = _basis(self.kernel, self.inducing_inputs, self.index)
         mean, variance = sparse_marginals(basis, self.mean_weights, self.variance_weights, self.share, new)
         variance = variance if noiseless else variance + noise_from_log(self.log_noise)
-        return mean * self.target_scale + self.target_mean, variance[:, None] * self.target_scale.square()
+        mean, variance = mean * self.target_scale + self.target_mean, variance[:, None] * self.target_scale.square()
+        return (mean, variance) if self._has_columns else (mean.squeeze(1), variance.squeeze(1))
 
 
 def _basis(kernel: DataKernel, inducing_inputs: Tensor | None, index: Tensor) -> Basis:
@@ -373,6 +393,7 @@ class SubsetGPRegression(SavedRegression):
 
         Warns:
             AllNoiseWarning: if the inducing inputs explain nearly nothing.
+            UserWarning: if repeated data points have made the noise vanish.
         """
         check_kinds(
             SubsetGPRegression.fit, free_inputs=free_inputs, max_seconds=max_seconds, tolerance=tolerance, subset_share=subset_share
@@ -396,6 +417,7 @@ class SubsetGPRegression(SavedRegression):
         record.close()
         self._posterior = None
         warn_about_noise(self.targets, self.posterior().leave_one_out()[0], self.noise, None if self.is_exact else self.num_inducing)
+        warn_about_copies(self.kernel, torch.arange(len(self.targets), device=self.targets.device), self.targets, self.noise)
         return self.objective_value
 
     def _learn(self, settings: FitSettings, record: FitRecord, share: float) -> float:
@@ -532,10 +554,11 @@ class SubsetGPRegression(SavedRegression):
         """What is neither parameter nor buffer of a fixed shape."""
         inputs = None if self.inducing_inputs is None else self.inducing_inputs.detach().clone()
         settled = None if self.is_exact or math.isnan(self.objective_value) else self.posterior()
+        kept = settled and {name: getattr(settled, name) for name in ("mean_weights", "variance_weights", "share")}
         return super().get_extra_state() | {
             "inducing_inputs": inputs,
             "held_out": self.held_out.clone(),
-            "predictor": settled and {name: getattr(settled, name) for name in ("mean_weights", "variance_weights", "share")},
+            "predictor": kept and {**kept, "has_columns": self._has_columns},
         }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:

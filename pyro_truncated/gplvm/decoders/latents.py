@@ -43,7 +43,7 @@ from pyro_truncated.gp.active_sets import (
 from pyro_truncated.gplvm.batched_bfgs import maximize_batched
 from pyro_truncated.gplvm.decoders.conditioning_set import Posterior
 from pyro_truncated.utils.arguments import check_count, describe, leaves_inference_mode, names_arguments
-from pyro_truncated.utils.arrays import as_tensors, check_column_names
+from pyro_truncated.utils.arrays import as_data, check_column_names
 from pyro_truncated.utils.devices import generator_device
 
 # Values ``(M,)`` of data points ``(M, D)`` at latents ``(M, Q)``, under what predicts outputs at latents.
@@ -176,11 +176,12 @@ class CandidateLatents:
     def __init__(
         self, decoder: Any, x: Tensor, *, most: int = 5000, calibration: int = 500, generator: torch.Generator | None = None
     ) -> None:
-        most, calibration, x = check_count("most", most, least=3), check_count("calibration", calibration), as_tensors(x, decoder.loc)
+        most, calibration, x = check_count("most", most, least=3), check_count("calibration", calibration), as_data("x", x, decoder.loc)
+        x = x if x.is_floating_point() else x.to(decoder.loc)
         if tuple(x.shape) != (decoder.num_data, decoder.num_outputs) or len(x) < 3:
             raise ValueError(f"x must be the decoder's training data, ({decoder.num_data}, {decoder.num_outputs}); got {tuple(x.shape)}")
-        if not x.is_floating_point() or not bool((~x.isnan()).any()):
-            raise ValueError(f"x must hold real numbers, not only missing ones; got {x.dtype}")
+        if bool(x.isnan().all()):
+            raise ValueError("x must hold numbers, not only missing ones")
         latents: Tensor = decoder.latents(x)
         device = generator_device(generator)
         order = torch.randperm(len(x), generator=generator, device=device).to(x.device)[:most]
@@ -222,10 +223,7 @@ class CandidateLatents:
 
     def _check(self, x: Tensor) -> Tensor:
         check_column_names(self.decoder, "x", x)
-        x = as_tensors(x, self._mean)
-        if x.is_complex():
-            raise TypeError(f"data points x must be real; got {x.dtype}")
-        x = x.to(self._mean)
+        x = as_data("x", x).to(self._mean)
         if x.dim() != 2 or x.shape[1] != self._mean.shape[1] or bool(x.isinf().any()):
             raise ValueError(f"data points x must be finite or NaN and of shape (M, {self._mean.shape[1]}); got {describe(x)}")
         return x

@@ -17,7 +17,7 @@ from pyro_truncated.gplvm.batched_bfgs import maximize_batched
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import Prediction, predict
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views, refuse_lists
 from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, describe, leaves_inference_mode, names_arguments
-from pyro_truncated.utils.arrays import as_tensors, check_column_names, remember_columns, takes_arrays
+from pyro_truncated.utils.arrays import as_data, as_tensors, check_column_names, remember_columns, takes_arrays
 from pyro_truncated.utils.arviz_compat import convert_owner, make_idata
 from pyro_truncated.utils.budget import row_slices
 
@@ -94,7 +94,8 @@ class Posterior:
             full_covariance: whether to return covariances between outputs.
         """
         view = self._check_view(view)
-        loc, scale = as_tensors(loc, self.model.loc), as_tensors(scale, self.model.loc)
+        loc = as_data("loc", loc, self.model.loc)
+        scale = None if scale is None else as_data("scale", scale, self.model.loc)
         variance = torch.zeros_like(loc) if scale is None else scale.square()
         inputs = SpikeSlabInputs(loc, variance, self.model.probability[view].to(loc.dtype), validate_args=False)
         return self.predict_at(inputs, view, full_covariance)
@@ -161,7 +162,7 @@ class Posterior:
         Raises:
             ValueError: if the model has no prior over time.
         """
-        loc, scale = self._prior(times, sequences, len(as_tensors(times)))
+        loc, scale = self._prior(times, sequences, len(times))
         return Latents(loc, scale, torch.ones(loc.shape[1]).to(loc), (), loc.new_zeros(len(loc)))
 
     def _prior(self, times: Tensor | None, sequences: Tensor | None, num: int) -> tuple[Tensor, Tensor]:
@@ -306,7 +307,7 @@ class Posterior:
             points: latents to compare with. Default: those of the training data.
         """
         weight = self.model.probability[list(views)].detach().prod(0).sqrt()
-        loc = self.model.loc.detach() if points is None else as_tensors(points, self.model.loc)
+        loc = self.model.loc.detach() if points is None else as_data("points", points, self.model.loc)
         return torch.cdist(latents.loc.double() * weight, loc.double() * weight)
 
     def group_dimensions(self, threshold: float = 0.5) -> dict[str, list[int]]:

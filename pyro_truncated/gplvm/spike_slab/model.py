@@ -22,7 +22,7 @@ from pyro_truncated.gp.uncertain import Expectation, SpikeSlabInputs
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
 from pyro_truncated.gplvm.spike_slab.view import KernelSpec, LikelihoodSpec, View, kernel_weights, make_views
 from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, describe, names_arguments
-from pyro_truncated.utils.arrays import as_tensors, takes_arrays
+from pyro_truncated.utils.arrays import as_data, takes_arrays
 from pyro_truncated.utils.constraints import LARGEST
 from pyro_truncated.utils.parameter_store import UniqueModule
 
@@ -72,10 +72,10 @@ class TimePrior(UniqueModule):
 
     def __init__(self, times: Tensor, kernel: str = "rbf", *, sequences: Tensor | None = None, period: float | None = None) -> None:
         super().__init__()
-        times = as_tensors(times)
-        if not isinstance(times, Tensor) or times.dim() != 1 or not bool(times.isfinite().all()):
+        times = as_data("times", times)
+        if times.dim() != 1 or not bool(times.isfinite().all()):
             raise ValueError(f"times must be finite and of shape (N,); got {describe(times)}")
-        sequences = torch.zeros(len(times), dtype=torch.int64) if sequences is None else as_tensors(sequences)
+        sequences = torch.zeros(len(times), dtype=torch.int64) if sequences is None else as_data("sequences", sequences)
         if sequences.shape != times.shape:
             raise ValueError(f"sequences must have a number for each of the {len(times)} times; got {tuple(sequences.shape)}")
         if kernel not in _KERNELS:
@@ -137,8 +137,8 @@ class TimePrior(UniqueModule):
         Raises:
             ValueError: if times are not finite or sequences do not fit them.
         """
-        times = as_tensors(times).to(self.times)
-        sequences = self.sequences.new_zeros(len(times)) + self.sequences[0] if sequences is None else as_tensors(sequences)
+        times = as_data("times", times).to(self.times)
+        sequences = self.sequences[0].expand(times.shape) if sequences is None else as_data("sequences", sequences, self.times)
         if times.dim() != 1 or sequences.shape != times.shape or not bool(times.isfinite().all()):
             raise ValueError(f"times must be finite, with a sequence each; got {describe(times)} and {describe(sequences)}")
         _, _, factor, weights = self._solve()
@@ -366,7 +366,7 @@ class SpikeSlabMRD(UniqueModule):
 
     @takes_arrays
     def check_data(self, y: Views, *, takes_shards: bool = False) -> list[Tensor]:
-        """The views' outputs as a list; all but labels become floats.
+        """The views' outputs as a list, as floating point numbers.
 
         Raises:
             TypeError: if they are complex, or no tensors.
@@ -388,7 +388,7 @@ class SpikeSlabMRD(UniqueModule):
             raise ValueError(f"y must be finite, or NaN where missing; got a value that is infinite, or larger than {LARGEST:g}")
         for c, (view, data) in enumerate(zip(self.views, views, strict=True)):
             view.check_labels(data, c)
-            if view.likelihood is None and not data.is_floating_point():
+            if not data.is_floating_point():
                 views[c] = as_shard_like(data.to(view.center), data)
         return views
 

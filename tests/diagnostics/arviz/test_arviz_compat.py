@@ -41,5 +41,5 @@ def test_data_tree_of_the_newer_version(datasets: dict[str, xr.Dataset], monkeyp
 
 
 def test_missing_group(datasets: dict[str, xr.Dataset]) -> None:
-    with pytest.raises(KeyError):
+    with pytest.raises(ValueError, match="the data have no group"):
         compat.get_dataset(compat.make_idata(**datasets), "prior")

@@ -379,6 +379,13 @@ def test_training_records(model: Callable[..., None], data: Tensor) -> None:
             to_arviz(model, guide, data, num_samples=1, training=wrong)
 
 
+def test_refuses_names_of_dimensions_that_repeat(model: Callable[..., None], data: Tensor) -> None:
+    guide = fitted(model, data[:NUM_OBSERVED])
+    for name in ("data", "draw"):
+        with pytest.raises(ValueError, match="dims must give all dimensions of 'y' different names; got"):
+            to_arviz(model, guide, data[:NUM_OBSERVED], dims={"y": [name]}, num_samples=NUM_OBSERVED)
+
+
 def test_refuses_what_does_not_fit(model: Callable[..., None], data: Tensor) -> None:
     guide = fitted(model, data)
     with pytest.raises(ValueError, match="num_samples must be a positive integer; got 0"):
@@ -469,6 +476,33 @@ def test_observed_counts_are_integers_and_plotted_as_such():
             assert get_dataset(idata, group)[name].dtype == np.int32
     if hasattr(az, "plot_ppc"):  # ArviZ 1.x calls it otherwise.
         az.plot_ppc(idata, num_pp_samples=5)
+
+
+def test_counts_of_any_size_keep_their_values() -> None:
+    """Beyond 32 bits in the data, and beyond ``max_count`` in draws from the prior."""
+
+    def model(n: Tensor) -> None:
+        with pyro.plate("rows", len(n)):
+            k = pyro.sample("k", dist.Poisson(torch.tensor(125.0)))
+            pyro.sample("n", dist.Poisson(1e8 * k.double()), obs=n)
+
+    n = torch.tensor([11_000_000_001.0, 12_000_000_123.0], dtype=torch.float64)
+    idata = to_arviz(model, AutoTruncated(model, max_count=126).infer(n), n, num_samples=100)
+    assert idata["observed_data"]["n"].values.tolist() == n.tolist()
+    assert abs(idata["posterior_predictive"]["n"].mean(("chain", "draw")) / n.numpy() - 1).max() < 1e-3
+    seen = torch.tensor([True, False])
+
+    def masked(n: Tensor) -> None:
+        with pyro.plate("rows", 2):
+            z = pyro.sample("z", dist.Bernoulli(torch.tensor(0.5)))
+            pyro.sample("n", dist.Binomial(2**31, (0.3 + 0.4 * z).unsqueeze(-1) * torch.ones(2)).mask(seen).to_event(1), obs=n)
+
+    wide = torch.tensor([[2**30 + 1, 0], [2**29 + 3, 0]])
+    observed = get_dataset(to_arviz(masked, AutoTruncated(masked).infer(wide), wide, num_samples=2), "observed_data")["n"].values
+    assert observed[:, 0].tolist() == wide[:, 0].tolist()
+    prior = idata["prior"]["k"].values
+    assert abs(prior.mean() - 125) < 4
+    assert prior.max() > 127
 
 
 def test_data_that_a_prior_draw_makes_impossible_convert(generator):

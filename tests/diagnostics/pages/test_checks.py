@@ -9,6 +9,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+import xarray as xr
 from matplotlib.figure import Figure
 from pyro import poutine
 from pyro.infer.autoguide import AutoGuideList, AutoNormal
@@ -189,6 +190,15 @@ def test_diagnose_refuses_what_holds_no_posterior(y):
         diagnose(make_idata(observed_data=get_dataset(idata, "observed_data")), None)
 
 
+def test_missing_groups_and_other_data_are_told(y):
+    idata = to_arviz(model, AutoTruncated(model, 4), y, num_samples=5, num_predictive=0)
+    with pytest.raises(ValueError, match=r"the data have no group training, only \['posterior'"):
+        pictures.plot_restarts(idata, Figure().subplots())
+    for other in ("posterior.nc", get_dataset(idata, "posterior")):
+        with pytest.raises(TypeError, match=f"idata must be what to_arviz returns, or read back from a file; got {type(other).__name__}"):
+            diagnose(other)
+
+
 def test_predictive_checks_of_whole_numbers_show_the_share_of_each(generator):
     def counting(y):
         with pyro.plate("data", len(y)):
@@ -207,6 +217,16 @@ def test_predictive_checks_of_whole_numbers_show_the_share_of_each(generator):
     for line, row in zip(ax.lines, [*drawn[:, :7].reshape(28, -1), y.numpy()], strict=True):
         np.testing.assert_array_equal(line.get_xdata(), values)
         np.testing.assert_allclose(line.get_ydata(), (row[:, None] == values).mean(0))
+
+
+def test_predictive_checks_of_heavy_tails_and_of_counts_near_the_end_of_their_type(generator):
+    y = torch.randn(20, generator=generator).numpy()
+    for observed, drawn in ((y, y * 1e30), (np.ones(20), np.ones(20)), (np.arange(20, dtype=np.int32), np.full(20, 2**31 - 1, np.int32))):
+        datasets = {"observed_data": (("data",), observed), "posterior_predictive": (("chain", "draw", "data"), drawn[None, None])}
+        ax = Figure().subplots()
+        idata = make_idata(**{name: xr.Dataset({"y": values}) for name, values in datasets.items()})
+        pictures.plot_predictive_check(idata, ax)
+        assert all(len(line.get_xdata()) <= 100 for line in ax.lines)
 
 
 def test_predictive_checks_leave_out_what_is_missing(y):

@@ -43,12 +43,13 @@ def test_mosaic_refuses_what_is_not_images(shape):
         plots.mosaic(torch.zeros(shape))
 
 
-def test_dictionary_scales_each_field_and_keeps_zero_grey(ax):
-    weight = torch.tensor([[1.0, -10.0, 0.0], [0.5, 0.0, 0.0], [0.0, 5.0, 0.0], [0.0, 0.0, 0.0]])
+@pytest.mark.parametrize("unit", [1.0, 1e-30])
+def test_dictionary_scales_each_field_and_keeps_zero_grey(ax, unit):
+    weight = unit * torch.tensor([[1.0, -10.0, 0.0], [0.5, 0.0, 0.0], [0.0, 5.0, 0.0], [0.0, 0.0, 0.0]])
     assert plots.plot_dictionary(weight, ax, columns=3) is ax
     picture = shown(ax)
-    np.testing.assert_allclose(picture[:2, :2], [[1, 0.5], [0, 0]])
-    np.testing.assert_allclose(picture[:2, 3:5], [[-1, 0], [0.5, 0]])
+    np.testing.assert_allclose(picture[:2, :2], [[1, 0.5], [0, 0]], rtol=1e-6)
+    np.testing.assert_allclose(picture[:2, 3:5], [[-1, 0], [0.5, 0]], rtol=1e-6)
     np.testing.assert_allclose(picture[:2, 6:8], 0)
     assert ax.images[0].get_clim() == (-1, 1)
 
@@ -87,13 +88,14 @@ def test_usage_is_sorted(ax):
     assert [patch.get_height() for patch in ax.patches] == [1.0, 0.25, 0.0]
 
 
-def test_decompositions_show_patch_sum_and_the_strongest_parts(ax):
-    original = torch.tensor([[2.0, 0.0, 0.0, 0.0]])
-    parts = torch.tensor([[0.5, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.25]])
+@pytest.mark.parametrize("unit", [1.0, 1e-30])
+def test_decompositions_show_patch_sum_and_the_strongest_parts(ax, unit):
+    original = unit * torch.tensor([[2.0, 0.0, 0.0, 0.0]])
+    parts = unit * torch.tensor([[0.5, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.25]])
     plots.plot_decompositions(original, [parts], ax, most=2)
     picture = shown(ax)
     corners = [picture[0, column] for column in (0, 4, 8, 12)]
-    np.testing.assert_allclose(corners, [1.0, 0.75, 0.5, 0.25])
+    np.testing.assert_allclose(corners, [1.0, 0.75, 0.5, 0.25], rtol=1e-6)
     assert picture[1, 5] == pytest.approx(0.125)
 
 

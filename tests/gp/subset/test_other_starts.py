@@ -223,3 +223,24 @@ def test_exact_fits_do_not_advise_more_inducing_inputs():
     with pytest.warns(AllNoiseWarning) as caught:
         SubsetGPRegression(x, y).fit(max_epochs=5)
     assert "inducing" not in str(caught[0].message)
+
+
+@pytest.mark.parametrize("is_joint", [False, True])
+def test_copies_that_make_the_noise_vanish_are_told(is_joint):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(30, 1, generator=generator, dtype=torch.float64)
+    y = torch.sin(6 * x[:, 0]) + 0.2 * torch.randn(30, generator=generator, dtype=torch.float64)
+    twice = torch.arange(30).repeat(2)
+
+    def fit_to(x, y):
+        model = CoregionalizedGPRegression(x, y[:, None]) if is_joint else SubsetGPRegression(x, y)
+        model.fit()
+        return model
+
+    with pytest.warns(UserWarning, match="30 of 60 targets are copies of others at the same inputs"):
+        fit_to(x[twice], y[twice])
+    # Neither equal inputs with other targets, nor equal targets, nor no noise without copies.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit_to(x[twice], y[twice] + 0.2 * torch.randn(60, generator=generator, dtype=torch.float64))
+        fit_to(x, x[:, 0])

@@ -218,6 +218,23 @@ def test_strings_and_loading():
     torch.testing.assert_close(again(features)[0], mean)
 
 
+@pytest.mark.parametrize("kind", [torch.int64, torch.uint8, torch.bool])
+def test_integer_targets_are_numbers(kind):
+    x = torch.randn(20, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    y, index = x[:, 0] > 0, torch.arange(5)
+
+    def results(y):
+        regression = SubsetSparseGPRegression(x, y, num_inducing=5, index=index, noise=0.2)
+        process = SubsetVariationalGP(x, y, likelihood=likelihoods.Binary(), num_inducing=5, index=index)
+        torch.manual_seed(0)
+        losses = [Trace_ELBO(num_particles=1).loss(one.model, one.guide) for one in (regression, process)]
+        process.reselect(generator=torch.Generator().manual_seed(0))
+        return [*regression(x, noiseless=False), torch.tensor(losses), process.index]
+
+    for found, expected in zip(results(y.to(kind)), results(y.double()), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_bad_input():
     kernel, Y = toy(60)
     y = Y[:, 0]
