@@ -18,7 +18,7 @@ from pyro_truncated.guide.plates import refuse_other_size
 from pyro_truncated.guide.store import PopulationStore
 from pyro_truncated.program.log_joint import LogJoint, RowScorer
 from pyro_truncated.program.probe import Probe
-from pyro_truncated.search.base import Search, SearchBatch, check_search
+from pyro_truncated.search.base import Search, SearchBatch, check_search, improve_with
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.budget import memory_budget
 
@@ -202,7 +202,7 @@ class Batch(ProgramBatch[LogJoint]):
                     batch = SearchBatch(
                         current, score, own_observations, mean_active=activity, random=random.again(), moments=moments, **keys
                     )
-                    population = search.improve(batch, steps)
+                    population = improve_with(search, batch, steps)
                     store.keep_(population.log_joint, where, population.words)
                 if len(blocks) > 1:
                     # What is found for one block need not be held until all others have been searched.
