@@ -30,6 +30,7 @@ from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search, check_search
 from pyro_truncated.sequences import BlockSearch, ChainPosterior, LinearGaussianSteps
 from pyro_truncated.states.population import Population
+from pyro_truncated.utils.arguments import goes_with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +163,7 @@ def _linear_steps(scorer: ChainScorer) -> LinearGaussianSteps | None:
         return None
     if isinstance(fn, LinearSuperposition):
         is_shared = fn.weight.dim() == 2 and fn.scale.dim() <= 1 and fn.bias.dim() == 1
-        is_own = fn.states is states and node["fn"].reinterpreted_batch_ndims == 1
+        is_own = fn.states is states and node["fn"].reinterpreted_batch_ndims == 1 and goes_with(fn, "packed_log_prob", "log_prob")
         likelihood = fn if is_shared and is_own and value.shape[:-1] == states.shape[:-1] else None
     else:
         likelihood = linear_steps(scorer, node["name"])
