@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator
 from typing import Any, Generic, Self, TypeVar
 
-import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from pyro_truncated.program.probe import Probe
 from pyro_truncated.search.base import Search, SearchBatch, check_search, improve_with
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.budget import memory_budget
+from pyro_truncated.utils.parameter_store import isolate
 
 _Scorer = TypeVar("_Scorer", bound=Probe)
 
@@ -188,9 +188,9 @@ class Batch(ProgramBatch[LogJoint]):
         if self.is_idle:
             return store.take(self.indices)
         if self.holds_all_states:
-            with poutine.block():
+            with isolate():
                 return self.rescore_()
-        with poutine.block(), memory_budget(self.scorer.memory_budget):
+        with isolate(), memory_budget(self.scorer.memory_budget):
             for rows in blocks:
                 where = rows if self.indices is None else self.indices[rows]
                 own_observations = {name: value[rows] for name, value in observations.items()}

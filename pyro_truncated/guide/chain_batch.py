@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
@@ -31,6 +30,7 @@ from pyro_truncated.search.base import Search, check_search
 from pyro_truncated.sequences import BlockSearch, ChainPosterior, LinearGaussianSteps
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import goes_with
+from pyro_truncated.utils.parameter_store import isolate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ class ChainBatch(SetBatch[ChainScorer]):
         random = store.next_search_()
         # Chains whose joint configurations are scored by runs of the model.
         blocks = BlockSearch(4, generator=random)
-        with poutine.block():
+        with isolate():
             populations = store.take(self.scorer.rows)
             is_scored = not bool(populations.log_joint.isnan().any())
             is_given = is_scored or self.populations.is_given

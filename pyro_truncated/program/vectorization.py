@@ -18,7 +18,6 @@ from typing import Any
 
 import pyro
 import torch
-from pyro.infer.inspect import TrackProvenance
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
@@ -29,7 +28,7 @@ from pyro_truncated.program.linear_sites import linear_superpositions
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.operations import BROADCASTS, recognisable_size
 from pyro_truncated.program.packed_scoring import PackedModel
-from pyro_truncated.program.provenance import PythonReads
+from pyro_truncated.program.provenance import FollowLatents, PythonReads
 from pyro_truncated.program.zero_probabilities import certain_values, impossible_entries
 from pyro_truncated.utils.arrays import rounding_tolerance
 from pyro_truncated.utils.budget import memory_budget as within_budget
@@ -291,7 +290,7 @@ def _read_line(log_joint: LogJoint) -> traceback.FrameSummary | None:
     """Where Python first looks at the value of a latent."""
     call = log_joint.call
     with isolate(), pyro.validation_enabled(False), PythonReads() as reader:
-        call.with_program(TrackProvenance()(call.model)).trace()
+        call.with_program(FollowLatents()(call.model)).trace()
     return _user_frame(reader.stack)
 
 

@@ -30,6 +30,7 @@ from pyro_truncated.guide.program import SearchRequest
 from pyro_truncated.guide.store import PopulationStore
 from pyro_truncated.ops import defer_checks, flush_checks, lazy_values
 from pyro_truncated.program.call import Call, CheckedSites
+from pyro_truncated.program.inspection import refuse_handlers_around
 from pyro_truncated.program.probe import AllObservedError
 from pyro_truncated.program.sites import log_density, sample_nodes
 from pyro_truncated.program.subsampling import SparseSubsamples
@@ -49,7 +50,7 @@ from pyro_truncated.utils.annealing import Temperature, temperature_at
 from pyro_truncated.utils.arguments import check_counts, check_kinds
 from pyro_truncated.utils.budget import memory_budget, rows_per_block
 from pyro_truncated.utils.console import ReprFromArguments
-from pyro_truncated.utils.parameter_store import PrefixStrippingModule, refuse_shadowed_parameters, spare_random_numbers
+from pyro_truncated.utils.parameter_store import PrefixStrippingModule, isolate, refuse_shadowed_parameters, spare_random_numbers
 from pyro_truncated.utils.references import Reference
 
 
@@ -135,7 +136,7 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
         """Minus the free energy of the populations as they are; nothing changes."""
         call = Call(model, args, kwargs)
         if _stands_alone(call, guide):
-            with suppress(AllObservedError), torch.no_grad(), poutine.block(), propagate_errors(guide, (args, kwargs)):
+            with suppress(AllObservedError), torch.no_grad(), isolate(), propagate_errors(guide, (args, kwargs)):
                 batch = guide.make_batch(*args, **kwargs)
                 return total([guide], _warn_if_infinite(_check_loss(-float(batch.mean_free_energy(self.num_particles))), guide))
             with explain_enumeration():
@@ -296,6 +297,7 @@ class _TruncatedModule(PrefixStrippingModule, ELBOModule):
 
 def _stands_alone(call: Call, guide: Any) -> bool:
     """Whether the guide is one AutoTruncated of this very model, without handlers."""
+    refuse_handlers_around()
     if not isinstance(guide, AutoTruncated):
         return False
     guide.setup(*call.args, **call.kwargs)

@@ -343,9 +343,9 @@ class Renamed:
 
 
 def goes_with(owner: Any, method: str, other: str) -> bool:
-    """Whether a method is of the class that has another one, or derived from it.
+    """Whether no derived class overrides one method without the other.
 
-    What a class computes from its density is inherited by classes that override the density.
+    What a class computes from its density is inherited by classes that override the density alone. ``method`` may be the one that is newer.
     """
     kinds = type(owner).__mro__
     first, second = (next((place for place, kind in enumerate(kinds) if name in vars(kind)), len(kinds)) for name in (method, other))
