@@ -134,11 +134,15 @@ class ProgramRun:
                 enter(stack, plates[name])
             states = self._sample_states(population, excess, hidden, scorer, plates)
             labels = {name: scorer.nodes[name]["value"] for name in scorer.observed_sites}
-            return states | self._sample_conditional(labels | states)
+            return states | self._sample_conditional(labels | states, scorer.nodes)
 
-    def _sample_conditional(self, states: dict[str, Any]) -> dict[str, Tensor]:
+    def _sample_conditional(self, states: dict[str, Any], nodes: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Samples what the conditional does, but for sites that the model observes."""
         conditional = self._guide.conditional
-        return {} if conditional is None else conditional(states, *self._call.args, **self._call.kwargs) or {}
+        if conditional is None:
+            return {}
+        with poutine.block(hide=[name for name, node in nodes.items() if node["is_observed"]]):
+            return conditional(states, *self._call.args, **self._call.kwargs) or {}
 
     def _run_companions(self, companions: Companions) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns samples of the trained list's guides, and plates of these data."""
@@ -164,7 +168,7 @@ class ProgramRun:
                 self._guide.batch(self._call, {**values, **plate_subsamples(plates)})
             except AllObservedError as observed:
                 with torch.enable_grad():
-                    return self._sample_conditional(observed.values)
+                    return self._sample_conditional(observed.values, observed.nodes)
         return {}
 
     # --- plates ---

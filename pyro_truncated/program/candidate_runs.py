@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal
 
@@ -140,9 +141,13 @@ class CandidateRuns:
         values = {**self.probe.values, **states}
         terms: dict[str, Tensor] = {}
         if self.conditional is not None:
-            for node in latent_nodes(self._conditional_trace(self.conditional, states)):
+            own = latent_nodes(self._conditional_trace(self.conditional, states))
+            self._check_conditional(own)
+            for node in own:
                 values[node["name"]] = node["value"]
-                terms[f"conditional of {node['name']}"] = -self._reduce(node)
+                # What the model observes in this call, it does not take.
+                if not self.probe.nodes.get(node["name"], {}).get("is_observed", False):
+                    terms[f"conditional of {node['name']}"] = -self._reduce(node)
         nodes = sample_nodes(self._trace(values))
         sites = sorted(set(nodes) ^ set(self.probe.nodes)) if self.run_mode == "singly" else []
         if sites:
@@ -193,6 +198,18 @@ class CandidateRuns:
                 if "duplicate plate" in str(error):
                     error.add_note(f"A conditional runs inside of the data plates {list(self.probe.layout.plates)}: it opens none of them.")
                 raise
+
+    def _check_conditional(self, nodes: Iterable[Any]) -> None:
+        """Checks that a conditional samples the model's other latents, and no more."""
+        latents = set(self.probe.layout.other_latents)
+        names = {node["name"] for node in nodes}
+        others = [node["name"] for node in nodes if node["name"] not in latents and not node["infer"].get("is_auxiliary", False)]
+        if others:
+            raise ValueError(
+                f"the conditional samples {others}, but the model's other latents are {sorted(latents)}. Sample these, under their names."
+            )
+        if missing := sorted(set(self.uncovered_latents) - names):
+            warnings.warn(f"the conditional does not sample the latents {missing}: they are drawn from the prior.", stacklevel=2)
 
     # --- one site ---
 

@@ -28,9 +28,9 @@ from pyro_truncated.utils.console import note_once
 class AllObservedError(ValueError):
     """The model observes all discrete sites of the guide."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        super().__init__(f"the model observes all its discrete sites {list(values)} with these arguments: there is nothing to infer")
-        self.values = dict(values)
+    def __init__(self, sites: Iterable[str], nodes: Mapping[str, Any]) -> None:
+        self.values, self.nodes = {name: nodes[name]["value"] for name in sites}, nodes
+        super().__init__(f"the model observes all its discrete sites {list(self.values)} with these arguments: there is nothing to infer")
 
 
 class Probe:
@@ -136,7 +136,7 @@ class Probe:
                 "Predictive(poutine.uncondition(model), guide=guide)"
             )
         if len(self.observed_sites) == len(self.layout.sites):
-            raise AllObservedError({name: self.nodes[name]["value"] for name in self.layout.sites})
+            raise AllObservedError(self.layout.sites, self.nodes)
 
     def _check_values(self) -> None:
         layout = self.layout
