@@ -29,6 +29,7 @@ from pyro_truncated.guide.plates import SharedPlates, enter, model_plates, open_
 from pyro_truncated.guide.whole_model import WholeModelGuide
 from pyro_truncated.program import inspection
 from pyro_truncated.program.call import Call
+from pyro_truncated.program.candidate_runs import AsInModel
 from pyro_truncated.program.layout import SiteLayout
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.probe import AllObservedError, Probe
@@ -141,7 +142,8 @@ class ProgramRun:
         conditional = self._guide.conditional
         if conditional is None:
             return {}
-        with poutine.block(hide=[name for name, node in nodes.items() if node["is_observed"]]):
+        hidden = [name for name, node in nodes.items() if node["is_observed"]]
+        with poutine.block(hide=hidden), AsInModel(nodes, next(iter(self._layout.sites))):
             return conditional(states, *self._call.args, **self._call.kwargs) or {}
 
     def _run_companions(self, companions: Companions) -> tuple[dict[str, Any], dict[str, Any]]:

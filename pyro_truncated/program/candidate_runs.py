@@ -17,13 +17,14 @@ import pyro
 import pyro.poutine as poutine
 import torch
 from pyro.distributions.util import scale_and_mask
+from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_truncated.program.changing_sites import ChangingSitesError
 from pyro_truncated.program.densities import site_log_density
 from pyro_truncated.program.operations import Operations
 from pyro_truncated.program.probe import Probe
-from pyro_truncated.program.sites import latent_nodes, sample_nodes, unwrap
+from pyro_truncated.program.sites import latent_nodes, sample_nodes, scale_beyond_subsamples, unwrap
 from pyro_truncated.program.supports import log_prob_on_support
 from pyro_truncated.program.zero_probabilities import exact_log_prob, impossible_entries, without_impossible
 from pyro_truncated.states.population import Moments
@@ -33,6 +34,27 @@ Conditional = Callable[..., Any]
 RunMode = Literal["together", "vmap", "singly"]
 # From the fastest to the slowest.
 RUN_MODES: tuple[RunMode, ...] = ("together", "vmap", "singly")
+
+
+class AsInModel(Messenger):
+    """Gives sites of a conditional the masks of the model's, and its scale.
+
+    What the model masks it does not count, and the density of its proposal neither. A scale of a conditional's own stays.
+    """
+
+    def __init__(self, nodes: Mapping[str, Any], site: str) -> None:
+        super().__init__()
+        self._nodes, self._scale = nodes, scale_beyond_subsamples(nodes[site])
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["name"] not in self._nodes:
+            return
+        node = self._nodes[msg["name"]]
+        if isinstance(msg["scale"], (int, float)) and msg["scale"] == 1:
+            msg["scale"] = self._scale
+        for mask in (node["mask"], *(mask for mask, event_dim in unwrap(node["fn"])[1] if event_dim == node["fn"].event_dim)):
+            if mask is not None:
+                msg["mask"] = mask if msg["mask"] is None else msg["mask"] & mask
 
 
 @dataclasses.dataclass
@@ -192,6 +214,7 @@ class CandidateRuns:
             for frame in self.probe.frames:
                 subsample = self.probe.values[frame.name]
                 stack.enter_context(pyro.plate(frame.name, frame.full_size or frame.size, subsample=subsample, dim=frame.dim))
+            stack.enter_context(AsInModel(self.probe.nodes, next(iter(self.probe.layout.sites))))
             try:
                 return self.probe.call.with_program(functools.partial(conditional, dict(states))).trace()
             except ValueError as error:

@@ -21,7 +21,7 @@ from pyro_truncated.program.discovery import refuse_other_plates, refuse_other_v
 from pyro_truncated.program.known_levels import KnownLevels, find_idle
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.operations import BroadcastParts, Shape
-from pyro_truncated.program.sites import family, is_subsampled, log_density, sample_nodes
+from pyro_truncated.program.sites import family, is_subsampled, log_density, sample_nodes, scale_beyond_subsamples
 from pyro_truncated.utils.console import note_once
 
 
@@ -202,9 +202,7 @@ class Probe:
 
     def scale_beyond_subsamples(self, site: str) -> float | Tensor:
         """The part of a site's scale that comes from no subsampling."""
-        node = self.nodes[site]
-        share: float = math.prod(frame.size / (frame.full_size or frame.size) for frame in node["cond_indep_stack"])
-        return node["scale"] * share  # type: ignore[no-any-return]
+        return scale_beyond_subsamples(self.nodes[site])
 
     # --- what is observed ---
 

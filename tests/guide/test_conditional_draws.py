@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pyro
 import pyro.distributions as dist
+import pyro.poutine as poutine
 import pytest
 import torch
 from pyro.infer import Trace_ELBO, TraceEnum_ELBO
@@ -151,3 +152,45 @@ def test_what_the_model_observes_in_a_call_it_does_not_take_from_a_conditional(e
     assert -elbo.loss(switched, program, Y, x) == pytest.approx(float(log_evidence(x, 1.0) + given_x), abs=1e-4)
     both = dist.Bernoulli(0.3).log_prob(s) + dist.Normal(s, 1.0).log_prob(x)
     assert -elbo.loss(switched, program, Y, x, s) == pytest.approx(float(both.sum() + given_x), abs=1e-4)
+
+
+SEEN = torch.tensor([True, False, True])
+
+
+def masked_inside(y):
+    with pyro.plate("data", len(y)), poutine.mask(mask=SEEN):
+        x = pyro.sample("x", dist.Normal(pyro.sample("s", dist.Bernoulli(0.3)), 1.0))
+        pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+
+
+def masked_distributions(y):
+    with pyro.plate("data", len(y)):
+        s = pyro.sample("s", dist.Bernoulli(0.3).mask(SEEN))
+        x = pyro.sample("x", dist.Normal(s, 1.0).mask(SEEN))
+        pyro.sample("y", dist.Normal(x, 1.0).mask(SEEN), obs=y)
+
+
+def scaled_exact(states, y):
+    with poutine.scale(scale=0.5):
+        exact(states, y)
+
+
+CHANGED = {
+    "mask": (poutine.mask(switched, mask=SEEN), exact, 1.0, SEEN),
+    "mask inside": (masked_inside, exact, 1.0, SEEN),
+    "masked distributions": (masked_distributions, exact, 1.0, SEEN),
+    "scale": (poutine.scale(switched, scale=0.5), exact, 0.5, slice(None)),
+    "scale of both": (poutine.scale(switched, scale=0.5), scaled_exact, 0.5, slice(None)),
+    "both": (poutine.mask(poutine.scale(switched, scale=3.0), mask=SEEN), exact, 3.0, SEEN),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize("vectorize", [None, False])
+@pytest.mark.filterwarnings("ignore:s_index")
+def test_a_conditional_is_masked_and_scaled_as_the_model_is(name, vectorize):
+    """Its density would count in full beside one of the model that does not: the bound would exceed the evidence."""
+    model, conditional, scale, rows = CHANGED[name]
+    guide = AutoTruncated(model, 2, conditional=conditional, vectorize=vectorize)
+    for elbo in (Truncated_ELBO(), TraceEnum_ELBO(max_plate_nesting=1), Trace_ELBO()):
+        assert -elbo.loss(model, guide, Y) == pytest.approx(scale * float(log_evidence(Y[rows], 2**0.5)), abs=1e-4)
