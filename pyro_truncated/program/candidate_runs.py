@@ -37,7 +37,7 @@ RUN_MODES: tuple[RunMode, ...] = ("together", "vmap", "singly")
 
 
 class AsInModel(Messenger):
-    """Gives sites of a conditional the masks of the model's, and its scale.
+    """Gives a conditional's sites the model's masks and its scale.
 
     What the model masks it does not count, and the density of its proposal neither. A scale of a conditional's own stays.
     """

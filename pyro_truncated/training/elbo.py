@@ -514,5 +514,8 @@ def free_energy_given_draws(part: AutoTruncated, guide: Call) -> Tensor:
     subsamples = {name: node["value"] for name, node in trace.nodes.items() if site_is_subsample(node)}
     latents = {name: node["value"] for name, node in companions.items() if name in part.layout.other_latents}
     batch = part.batch(guide.with_program(part.model), {**latents, **subsamples})
-    beyond = [node for name, node in batch.scorer.nodes.items() if name in latents and not batch.scorer.is_inside(node)]
+    others = {name: node for name, node in batch.scorer.nodes.items() if name in latents}
+    if observed := [name for name, node in others.items() if node["is_observed"]]:
+        warnings.warn(f"the model observes {observed}, which the guide samples: its density counts, as in Pyro's ELBOs", stacklevel=2)
+    beyond = [node for node in others.values() if not node["is_observed"] and not batch.scorer.is_inside(node)]
     return batch.free_energy() + batch.scorer.shared_density(beyond, batch.share) - log_q  # type: ignore[no-any-return]
