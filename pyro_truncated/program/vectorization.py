@@ -334,12 +334,32 @@ def run_mode_for(vectorize: bool | None, scorer: LogJoint, num_states: int) -> t
         choice = choose_run_mode(scorer)
     if choice[0] == "together" and layout.space.size <= num_states:
         layout.takes_shared_states = _takes_shared_states(scorer)
+    if scorer.packed_model is not None:
+        _refuse_other_scores(scorer, scorer.packed_model)
     is_plain = choice[0] == "together" and scorer.packed_model is None and scorer.conditional is None
     if is_plain and linear_superpositions(scorer, is_first=True):
         layout.is_linear = True
         again = LogJoint(scorer.call, layout, values=scorer.subsamples, memory_budget=scorer.memory_budget)
         layout.is_linear = again.packed_model is not None and _try_many_states(again, again.packed_model, 16)
     return choice
+
+
+def _refuse_other_scores(log_joint: LogJoint, model: PackedModel) -> None:
+    """Refuses a user's likelihood that scores packed states otherwise than states."""
+    own = [fn for fn, _ in model.observations if not type(fn).packed_log_prob.__module__.startswith("pyro_truncated.")]
+    if not own:
+        return
+    with torch.no_grad(), spare_random_numbers(), isolate(), within_budget(log_joint.memory_budget):
+        words = _candidates(log_joint, 8)
+        single, _ = _terms(log_joint, words, "singly")
+        if isinstance(single, Exception) or _agree(model.score(words), sum_block(single).movedim(0, -1)):
+            return
+        if not _warn_if_unlike(log_joint, words, single):
+            name = type(own[0]).__name__
+            raise ValueError(
+                f"{name}.packed_log_prob must be {name}.log_prob of the unpacked states, plus (states * state_logits).sum(-1) where "
+                "state_logits are given; their log joints differ"
+            )
 
 
 def _takes_shared_states(log_joint: LogJoint) -> bool:
