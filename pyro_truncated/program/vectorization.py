@@ -346,7 +346,7 @@ def run_mode_for(vectorize: bool | None, scorer: LogJoint, num_states: int) -> t
 
 def _refuse_other_scores(log_joint: LogJoint, model: PackedModel) -> None:
     """Refuses a user's likelihood that scores packed states otherwise than states."""
-    own = [fn for fn, _ in model.observations if not type(fn).packed_log_prob.__module__.startswith("pyro_truncated.")]
+    own = [fn for fn, _ in model.observations if not str(type(fn).packed_log_prob.__module__).startswith("pyro_truncated.")]
     if not own:
         return
     with torch.no_grad(), spare_random_numbers(), isolate(), within_budget(log_joint.memory_budget):

@@ -244,7 +244,7 @@ def check_search(search: object, advice: str | None = None) -> None:
 
 def _is_shipped(method: Callable[..., Any]) -> bool:
     """Whether a search's method is the library's, not of a user's class."""
-    return method.__module__.startswith("pyro_truncated.")
+    return str(method.__module__).startswith("pyro_truncated.")
 
 
 class _CheckedScore:

@@ -133,3 +133,11 @@ def test_log_joints_are_those_of_the_states() -> None:
 def test_a_search_may_propose_nothing(model: Callable[[], None]) -> None:
     nothing, same = (train(model, Own(change)) for change in (lambda words: words[:, :0], torch.clone))
     assert nothing == pytest.approx(same)
+
+
+def test_a_search_of_code_without_a_module_is_a_users_own() -> None:
+    """As in doctests and ``exec``, whose functions have none."""
+    names: dict[str, Any] = {"Search": Search}
+    exec("class Same(Search):\n    def propose(self, batch):\n        return batch.evaluate(batch.population.words << 2)", names)
+    with pytest.raises(ValueError, match="another state space"):
+        train(binary, names["Same"]())
