@@ -19,7 +19,7 @@ from pyro_truncated.distributions.linear import LinearSuperposition
 from pyro_truncated.ops import binary_chains as chains
 from pyro_truncated.ops.binary_chains import Messages, Transitions, block_posteriors, draw_blocks, expected_transitions, safe_log
 from pyro_truncated.ops.packed_states import WORD_BITS
-from pyro_truncated.search.base import Search, SearchBatch
+from pyro_truncated.search.base import Search, SearchBatch, propose_with
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import check_count, leaves_inference_mode, names_arguments
@@ -422,7 +422,7 @@ class ChainPosterior:
 
         rows = self.positions.unsqueeze(1) * num_steps + torch.arange(num_steps, device=self.positions.device)
         population = dataclasses.replace(self.population(), indices=rows.flatten())
-        candidates = search.propose(SearchBatch(population, score, **keys))
+        candidates = propose_with(search, SearchBatch(population, score, **keys))
         best = candidates.log_joint.topk(min(2 * self.num_states, candidates.num_states), dim=1).indices
         return candidates.take(best).unflatten(0, (num_data, num_steps))  # type: ignore[no-any-return]
 

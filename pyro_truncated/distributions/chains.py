@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.ops.binary_chains import Transitions, safe_log
-from pyro_truncated.utils.arguments import check_count, names_arguments
+from pyro_truncated.utils.arguments import check_count, goes_with, names_arguments
 from pyro_truncated.utils.arrays import once
 from pyro_truncated.utils.constraints import larger_batch
 
@@ -325,6 +325,11 @@ class CategoricalChains(MarkovChains):
         return torch.stack(steps, -2)
 
 
+def has_steps(fn: Any) -> bool:
+    """Whether a distribution is of chains, with the density of their steps."""
+    return isinstance(fn, MarkovChains) and goes_with(fn, "step", "log_prob")
+
+
 class _StepReparam(Reparam):
     """Samples chains step by step, a site for each step."""
 
@@ -369,7 +374,7 @@ def _reparam_for(site: Any) -> Reparam | None:
     fn = site["fn"]
     while isinstance(fn, MaskedDistribution):
         fn = fn.base_dist
-    if not isinstance(fn, MarkovChains):
+    if not has_steps(fn):
         return None
     site["infer"] = {**site["infer"], "_deterministic": True}
     return _StepReparam()

@@ -28,7 +28,7 @@ from pyro_truncated.guide.whole_model import WholeModelGuide
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import Conditional
 from pyro_truncated.program.chain_scorer import ChainLayout, ChainScorer
-from pyro_truncated.program.inspection import ordinary_tensors
+from pyro_truncated.program.inspection import ordinary_tensors, refuse_handlers_around
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.product_layout import ProductLayout
 from pyro_truncated.program.product_scorer import ProductScorer
@@ -38,7 +38,7 @@ from pyro_truncated.search.base import Search, check_search
 from pyro_truncated.utils.arguments import Renamed, check_count
 from pyro_truncated.utils.arrays import check_column_names
 from pyro_truncated.utils.console import readable_count
-from pyro_truncated.utils.parameter_store import PrefixStrippingModule, spare_random_numbers
+from pyro_truncated.utils.parameter_store import PrefixStrippingModule, isolate, spare_random_numbers
 
 
 class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
@@ -259,6 +259,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
 
         They are those of the data points the model selects. Nothing is stored.
         """
+        refuse_handlers_around()
         call = Call(self.model, args, kwargs)
         with torch.no_grad():
             batch = self.batch(call, ({} if self.prototype_trace is None else recorded_values(self)) or self.other_values(call))
@@ -288,6 +289,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
 
         Beside other guides, or a conditional that is not exact, they are averages over :attr:`num_draws` draws.
         """
+        refuse_handlers_around()
         self.setup(*args, **kwargs)
         call = Call(self.model, args, kwargs)
         if self.product is not None:
@@ -327,6 +329,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
             TypeError: if ``search`` is no search.
             ValueError: if the model subsamples, or no guide in the list knows a latent of the new data, but for its prior.
         """
+        refuse_handlers_around()
         check_column_names(self, "data", data)
         search = AutomaticSearch() if search is None else search
         check_search(search, "several arguments of the model go in as a tuple, guide.infer((x, y))")
@@ -335,7 +338,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         call = Call(self.model, data if type(data) is tuple else (data,), kwargs)
         size = self.num_states if num_states is None else num_states
         guide = AutoTruncated(self.model, size, init=init, whole_states=self.whole_states, **self.options)
-        with torch.no_grad(), poutine.block():
+        with torch.no_grad(), isolate():
             guide.setup(*call.args, **call.kwargs)
             guide.inherit(self.companions)
             values = guide.other_values(call)
@@ -497,6 +500,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         stores = self.populations.stores
         if not has_arguments and takes_arguments(self.model, otherwise=not any(bool(store.log_joint.isnan().any()) for store in stores)):
             return self.stored_posterior()
+        refuse_handlers_around()
         with torch.no_grad():
             batch = self.batch(call, self.other_values(call, median=True))
             if not isinstance(batch, Batch):

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator
 from typing import Any, Generic, Self, TypeVar
 
-import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
@@ -18,9 +17,10 @@ from pyro_truncated.guide.plates import refuse_other_size
 from pyro_truncated.guide.store import PopulationStore
 from pyro_truncated.program.log_joint import LogJoint, RowScorer
 from pyro_truncated.program.probe import Probe
-from pyro_truncated.search.base import Search, SearchBatch, check_search
+from pyro_truncated.search.base import Search, SearchBatch, check_search, improve_with
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.budget import memory_budget
+from pyro_truncated.utils.parameter_store import isolate
 
 _Scorer = TypeVar("_Scorer", bound=Probe)
 
@@ -188,9 +188,9 @@ class Batch(ProgramBatch[LogJoint]):
         if self.is_idle:
             return store.take(self.indices)
         if self.holds_all_states:
-            with poutine.block():
+            with isolate():
                 return self.rescore_()
-        with poutine.block(), memory_budget(self.scorer.memory_budget):
+        with isolate(), memory_budget(self.scorer.memory_budget):
             for rows in blocks:
                 where = rows if self.indices is None else self.indices[rows]
                 own_observations = {name: value[rows] for name, value in observations.items()}
@@ -203,7 +203,7 @@ class Batch(ProgramBatch[LogJoint]):
                     batch = SearchBatch(
                         current, score, own_observations, mean_active=activity, random=random.again(), moments=moments, **keys
                     )
-                    population = search.improve(batch, steps)
+                    population = improve_with(search, batch, steps)
                     store.keep_(population.log_joint, where, population.words)
                 if len(blocks) > 1:
                     # What is found for one block need not be held until all others have been searched.

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
@@ -30,6 +29,8 @@ from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search, check_search
 from pyro_truncated.sequences import BlockSearch, ChainPosterior, LinearGaussianSteps
 from pyro_truncated.states.population import Population
+from pyro_truncated.utils.arguments import goes_with
+from pyro_truncated.utils.parameter_store import isolate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +126,7 @@ class ChainBatch(SetBatch[ChainScorer]):
         random = store.next_search_()
         # Chains whose joint configurations are scored by runs of the model.
         blocks = BlockSearch(4, generator=random)
-        with poutine.block():
+        with isolate():
             populations = store.take(self.scorer.rows)
             is_scored = not bool(populations.log_joint.isnan().any())
             is_given = is_scored or self.populations.is_given
@@ -162,7 +163,7 @@ def _linear_steps(scorer: ChainScorer) -> LinearGaussianSteps | None:
         return None
     if isinstance(fn, LinearSuperposition):
         is_shared = fn.weight.dim() == 2 and fn.scale.dim() <= 1 and fn.bias.dim() == 1
-        is_own = fn.states is states and node["fn"].reinterpreted_batch_ndims == 1
+        is_own = fn.states is states and node["fn"].reinterpreted_batch_ndims == 1 and goes_with(fn, "packed_log_prob", "log_prob")
         likelihood = fn if is_shared and is_own and value.shape[:-1] == states.shape[:-1] else None
     else:
         likelihood = linear_steps(scorer, node["name"])

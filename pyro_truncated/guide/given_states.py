@@ -15,7 +15,6 @@ from pyro_truncated.program.layout import Layout
 from pyro_truncated.states.population import Population, States
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arrays import as_tensors
-from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.console import shorten_names
 
 Init = States | Callable[[], States] | None
@@ -31,22 +30,11 @@ def flaw(words: Tensor | None, log_joint: Tensor | None, cardinalities: Tensor |
         if words.shape[2] != space.num_words or (log_joint is not None and log_joint.shape != words.shape[:2]):
             shape = None if log_joint is None else tuple(log_joint.shape)
             return f"the saved populations have the shape {tuple(words.shape)}, their log joints {shape}; {space} cannot have either"
-        _check_within(words, space)
+        space.check(words)
         Population(space, words, words[..., 0]).assert_distinct()
     except (TypeError, ValueError) as error:
         return f"the saved populations are not those of a guide: {error}"
     return None
-
-
-def _check_within(words: Tensor, space: StateSpace) -> None:
-    if space.is_binary:
-        ops.check_bits(words, space.num_latents)
-        return
-    for rows in words.split(rows_per_block(64 * words.shape[1] * space.num_latents)):
-        if not torch.equal(space.pack(space.unpack(rows)), rows):
-            raise ValueError(
-                f"states have bits set beyond the fields of their {space.num_latents} latents; they belong to another state space"
-            )
 
 
 def given_levels(layout: Layout, init: States | Callable[[], States], num_states: int) -> Tensor:

@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from typing import Self, TypeVar
 
-import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
@@ -22,7 +21,7 @@ from pyro_truncated.program.chain_scorer import ChainScorer
 from pyro_truncated.program.product_scorer import ProductScorer
 from pyro_truncated.search.base import Search, check_search
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.parameter_store import spare_random_numbers
+from pyro_truncated.utils.parameter_store import isolate, spare_random_numbers
 
 _Scorer = TypeVar("_Scorer", ProductScorer, ChainScorer)
 
@@ -178,7 +177,7 @@ class ProductBatch(SetBatch[ProductScorer]):
         """Improves the sets in place by :class:`SetSearch`, see :meth:`Batch.search_`."""
         check_search(search)
         self.populations.seen.is_new |= is_new
-        with poutine.block():
+        with isolate():
             scored_sets = self.set_search(is_new=is_new).improve(self.sets(), search, steps)
             populations = self._populations(scored_sets.sets, scored_sets.messages)
             self.keep_(populations)

@@ -29,6 +29,7 @@ from pyro_truncated.guide.plates import SharedPlates, enter, model_plates, open_
 from pyro_truncated.guide.whole_model import WholeModelGuide
 from pyro_truncated.program import inspection
 from pyro_truncated.program.call import Call
+from pyro_truncated.program.candidate_runs import AsInModel
 from pyro_truncated.program.layout import SiteLayout
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.probe import AllObservedError, Probe
@@ -134,11 +135,16 @@ class ProgramRun:
                 enter(stack, plates[name])
             states = self._sample_states(population, excess, hidden, scorer, plates)
             labels = {name: scorer.nodes[name]["value"] for name in scorer.observed_sites}
-            return states | self._sample_conditional(labels | states)
+            return states | self._sample_conditional(labels | states, scorer.nodes)
 
-    def _sample_conditional(self, states: dict[str, Any]) -> dict[str, Tensor]:
+    def _sample_conditional(self, states: dict[str, Any], nodes: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Samples what the conditional does, but for sites that the model observes."""
         conditional = self._guide.conditional
-        return {} if conditional is None else conditional(states, *self._call.args, **self._call.kwargs) or {}
+        if conditional is None:
+            return {}
+        hidden = [name for name, node in nodes.items() if node["is_observed"]]
+        with poutine.block(hide=hidden), AsInModel(nodes, next(iter(self._layout.sites))):
+            return conditional(states, *self._call.args, **self._call.kwargs) or {}
 
     def _run_companions(self, companions: Companions) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns samples of the trained list's guides, and plates of these data."""
@@ -164,7 +170,7 @@ class ProgramRun:
                 self._guide.batch(self._call, {**values, **plate_subsamples(plates)})
             except AllObservedError as observed:
                 with torch.enable_grad():
-                    return self._sample_conditional(observed.values)
+                    return self._sample_conditional(observed.values, observed.nodes)
         return {}
 
     # --- plates ---

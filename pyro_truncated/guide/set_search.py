@@ -21,7 +21,7 @@ from pyro_truncated.guide.batch import mean_active
 from pyro_truncated.ops.elimination import IMPOSSIBLE, LogTables, Messages
 from pyro_truncated.program.factor_graph import CLIQUE_LIMIT
 from pyro_truncated.program.product_scorer import ProductScorer
-from pyro_truncated.search.base import Search, SearchBatch
+from pyro_truncated.search.base import Search, SearchBatch, propose_with
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 
@@ -171,7 +171,7 @@ class SetSearch:
                 "is_spread": True,
                 "mean_active": mean_active(population, is_idle=self.is_idle, is_part=True) if search.takes_activity else None,
             }
-        proposals = search.propose(SearchBatch(population, scores, {}, **keys))
+        proposals = propose_with(search, SearchBatch(population, scores, {}, **keys))
         places, is_free = _select_new(population, proposals)
         if not bool(is_free.any()):
             return current

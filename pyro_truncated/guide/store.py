@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -181,6 +181,14 @@ class PopulationStore(torch.nn.Module):
                 words = torch.cat([init.to(words.device), words], 1)
                 words = ops.gather_states(words, ops.find_duplicates(words).byte().argsort(dim=1, stable=True)[:, :size])
         return words, torch.full(words.shape[:2], math.nan, device=device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Moves the buffers; log joints stay beyond the range of half precision."""
+        log_joint = self._buffers.get("log_joint")
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if log_joint is not None and self.log_joint.dtype.itemsize < 4:
+            self.log_joint = log_joint.to(self.log_joint.device)
+        return self
 
     def move_(self, device: torch.device) -> None:
         """Brings populations to where their model is."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal
 
@@ -16,13 +17,14 @@ import pyro
 import pyro.poutine as poutine
 import torch
 from pyro.distributions.util import scale_and_mask
+from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_truncated.program.changing_sites import ChangingSitesError
 from pyro_truncated.program.densities import site_log_density
 from pyro_truncated.program.operations import Operations
 from pyro_truncated.program.probe import Probe
-from pyro_truncated.program.sites import latent_nodes, sample_nodes, unwrap
+from pyro_truncated.program.sites import latent_nodes, sample_nodes, scale_beyond_subsamples, unwrap
 from pyro_truncated.program.supports import log_prob_on_support
 from pyro_truncated.program.zero_probabilities import exact_log_prob, impossible_entries, without_impossible
 from pyro_truncated.states.population import Moments
@@ -32,6 +34,27 @@ Conditional = Callable[..., Any]
 RunMode = Literal["together", "vmap", "singly"]
 # From the fastest to the slowest.
 RUN_MODES: tuple[RunMode, ...] = ("together", "vmap", "singly")
+
+
+class AsInModel(Messenger):
+    """Gives a conditional's sites the model's masks and its scale.
+
+    What the model masks it does not count, and the density of its proposal neither. A scale of a conditional's own stays.
+    """
+
+    def __init__(self, nodes: Mapping[str, Any], site: str) -> None:
+        super().__init__()
+        self._nodes, self._scale = nodes, scale_beyond_subsamples(nodes[site])
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["name"] not in self._nodes:
+            return
+        node = self._nodes[msg["name"]]
+        if isinstance(msg["scale"], (int, float)) and msg["scale"] == 1:
+            msg["scale"] = self._scale
+        for mask in (node["mask"], *(mask for mask, event_dim in unwrap(node["fn"])[1] if event_dim == node["fn"].event_dim)):
+            if mask is not None:
+                msg["mask"] = mask if msg["mask"] is None else msg["mask"] & mask
 
 
 @dataclasses.dataclass
@@ -140,9 +163,13 @@ class CandidateRuns:
         values = {**self.probe.values, **states}
         terms: dict[str, Tensor] = {}
         if self.conditional is not None:
-            for node in latent_nodes(self._conditional_trace(self.conditional, states)):
+            own = latent_nodes(self._conditional_trace(self.conditional, states))
+            self._check_conditional(own)
+            for node in own:
                 values[node["name"]] = node["value"]
-                terms[f"conditional of {node['name']}"] = -self._reduce(node)
+                # What the model observes in this call, it does not take.
+                if not self.probe.nodes.get(node["name"], {}).get("is_observed", False):
+                    terms[f"conditional of {node['name']}"] = -self._reduce(node)
         nodes = sample_nodes(self._trace(values))
         sites = sorted(set(nodes) ^ set(self.probe.nodes)) if self.run_mode == "singly" else []
         if sites:
@@ -187,12 +214,25 @@ class CandidateRuns:
             for frame in self.probe.frames:
                 subsample = self.probe.values[frame.name]
                 stack.enter_context(pyro.plate(frame.name, frame.full_size or frame.size, subsample=subsample, dim=frame.dim))
+            stack.enter_context(AsInModel(self.probe.nodes, next(iter(self.probe.layout.sites))))
             try:
                 return self.probe.call.with_program(functools.partial(conditional, dict(states))).trace()
             except ValueError as error:
                 if "duplicate plate" in str(error):
                     error.add_note(f"A conditional runs inside of the data plates {list(self.probe.layout.plates)}: it opens none of them.")
                 raise
+
+    def _check_conditional(self, nodes: Iterable[Any]) -> None:
+        """Checks that a conditional samples the model's other latents, and no more."""
+        latents = set(self.probe.layout.other_latents)
+        names = {node["name"] for node in nodes}
+        others = [node["name"] for node in nodes if node["name"] not in latents and not node["infer"].get("is_auxiliary", False)]
+        if others:
+            raise ValueError(
+                f"the conditional samples {others}, but the model's other latents are {sorted(latents)}. Sample these, under their names."
+            )
+        if missing := sorted(set(self.uncovered_latents) - names):
+            warnings.warn(f"the conditional does not sample the latents {missing}: they are drawn from the prior.", stacklevel=2)
 
     # --- one site ---
 

@@ -22,6 +22,7 @@ from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.sites import sample_nodes, strip_events
 from pyro_truncated.states.space import StateSpace
+from pyro_truncated.utils.arguments import goes_with
 from pyro_truncated.utils.budget import rows_per_block
 
 
@@ -50,7 +51,9 @@ class ChainLayout:
         """Returns the layout of a program whose only discrete site has chains."""
         (name, site), *others = layout.sites.items()
         fn = trace.nodes[name]["fn"]
-        return None if others or site.plates or not isinstance(fn, BinaryChains) else cls(layout, fn)
+        if others or site.plates or not isinstance(fn, BinaryChains) or not goes_with(fn, "transitions", "log_prob"):
+            return None
+        return cls(layout, fn)
 
     def pack(self, levels: Tensor) -> list[Tensor]:
         """Returns whole states ``(N, S, T * M)`` as states of steps, ``(N * T, S, num_words)``."""

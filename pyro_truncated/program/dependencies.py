@@ -9,14 +9,13 @@ from typing import Any
 
 import pyro
 import torch
-from pyro.infer.inspect import TrackProvenance
 from pyro.ops.provenance import detach_provenance, get_provenance
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch.distributions import constraints
 
 from pyro_truncated.program.call import Call
-from pyro_truncated.program.provenance import PythonReads
+from pyro_truncated.program.provenance import FollowLatents, PythonReads
 from pyro_truncated.program.sites import family, latent_nodes, sample_nodes, unwrap
 from pyro_truncated.program.supports import HUGE, Bounds, elementwise, get_support, is_discrete, value_bounds
 from pyro_truncated.utils.parameter_store import Assign, isolate, spare_random_numbers
@@ -48,7 +47,7 @@ class Dependencies:
         reader = PythonReads()
         try:
             with torch.no_grad(), spare_random_numbers(), isolate(), pyro.validation_enabled(False), reader, _Marks(reader) as marks:
-                trace = call.with_program(TrackProvenance()(call.model)).trace()
+                trace = call.with_program(FollowLatents()(call.model)).trace()
             with torch.no_grad(), pyro.validation_enabled(False):
                 scopes = _scopes(trace, reader)
         except Exception:

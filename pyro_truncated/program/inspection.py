@@ -11,8 +11,15 @@ from typing import Any
 import pyro.poutine as poutine
 import torch
 from pyro.poutine.block_messenger import BlockMessenger
+from pyro.poutine.condition_messenger import ConditionMessenger
+from pyro.poutine.do_messenger import DoMessenger
+from pyro.poutine.lift_messenger import LiftMessenger
+from pyro.poutine.mask_messenger import MaskMessenger
 from pyro.poutine.messenger import Messenger
-from pyro.poutine.runtime import effectful
+from pyro.poutine.reparam_messenger import ReparamMessenger
+from pyro.poutine.runtime import _PYRO_STACK, effectful
+from pyro.poutine.scale_messenger import ScaleMessenger
+from pyro.poutine.uncondition_messenger import UnconditionMessenger
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from pyro_truncated.program.call import Call
@@ -30,6 +37,29 @@ def ordinary_tensors() -> Iterator[None]:
         return
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+_CHANGE_MODELS = (
+    ConditionMessenger,
+    DoMessenger,
+    LiftMessenger,
+    MaskMessenger,
+    ReparamMessenger,
+    ScaleMessenger,
+    UnconditionMessenger,
+)
+
+
+def refuse_handlers_around() -> None:
+    """Refuses handlers around that change models, whose runs are hidden from them."""
+    # What handlers do to messages does not say who they are, so that Pyro's private stack of them has to.
+    kinds = [type(handler).__name__ for handler in _PYRO_STACK if isinstance(handler, _CHANGE_MODELS)]
+    if kinds:
+        name = f"poutine.{kinds[0].removesuffix('Messenger').lower()}"
+        raise NotImplementedError(
+            f"a guide is called inside of `with {name}(...):`, which its runs of the model would not see. Give the model the handler, "
+            f"{name}(model, ...), and make the guide of that model."
+        )
 
 
 def refuse_hidden_latents(call: Call) -> None:

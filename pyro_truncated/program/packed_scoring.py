@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -14,9 +14,10 @@ from torch.distributions.utils import probs_to_logits
 
 from pyro_truncated.program.linear_sites import linear_superpositions, vector_of_bits
 from pyro_truncated.program.probe import Probe
-from pyro_truncated.program.sites import unwrap
+from pyro_truncated.program.sites import has_stock_density, unwrap
 from pyro_truncated.program.zero_probabilities import certain_values
 from pyro_truncated.states.space import StateSpace
+from pyro_truncated.utils.arguments import goes_with
 from pyro_truncated.utils.constraints import at_least_single
 
 
@@ -133,7 +134,10 @@ class PackedModel:
         logits: Tensor | None = self.logits if self.logits.dim() == 1 else self.logits[rows]
         total: Tensor | None = None
         for fn, value in self.observations:
-            gains = _flip_gains_method(fn)(words, value[rows], logits)
+            likelihood: Any = fn
+            # A class that overrides the inherited scores has no gains.
+            has_gains = goes_with(likelihood, "packed_flip_gains", "packed_log_prob")
+            gains: Tensor | None = likelihood.packed_flip_gains(words, value[rows], logits) if has_gains else None
             if gains is None:
                 return None
             total, logits = gains if total is None else total + gains, None
@@ -159,27 +163,17 @@ def _own_likelihoods(observed: Sequence[Any], states: Tensor, num_data: int) -> 
     """Returns observed distributions and their values."""
     for node in observed:
         # By attributes: in every step an instance check of the protocol would look at all of them.
-        takes_states = getattr(node["fn"], "states", None) is states and getattr(node["fn"], "has_packed_log_prob", False)
-        if not takes_states or node["value"].shape[:1] != (num_data,):
+        fn = node["fn"]
+        takes_states = getattr(fn, "states", None) is states and getattr(fn, "has_packed_log_prob", False)
+        if not takes_states or not goes_with(fn, "packed_log_prob", "log_prob") or node["value"].shape[:1] != (num_data,):
             return None
     return [(node["fn"], node["value"]) for node in observed]
-
-
-def _flip_gains_method(distribution: Any) -> Callable[..., Tensor | None]:
-    """Returns its method, if gains are those of its own scores.
-
-    A class that overrides the inherited scores has none.
-    """
-    own = next((base for base in type(distribution).__mro__ if "packed_log_prob" in vars(base)), None)
-    if own is None or "packed_flip_gains" not in vars(own):
-        return lambda *args: None
-    return distribution.packed_flip_gains  # type: ignore[no-any-return]
 
 
 def _bernoulli_logits(fn: Any, num_data: int, num_latents: int) -> Tensor | None:
     """Returns logits ``(H,)`` or ``(N, H)`` of a vector Bernoulli distribution."""
     fn, masks = unwrap(fn)
-    if masks or not isinstance(fn, torch.distributions.Bernoulli):
+    if masks or not isinstance(fn, torch.distributions.Bernoulli) or not has_stock_density(fn):
         return None
     is_logits = "logits" in fn.__dict__
     parameter: Tensor = fn.logits if is_logits else fn.probs

@@ -21,16 +21,16 @@ from pyro_truncated.program.discovery import refuse_other_plates, refuse_other_v
 from pyro_truncated.program.known_levels import KnownLevels, find_idle
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.operations import BroadcastParts, Shape
-from pyro_truncated.program.sites import family, is_subsampled, log_density, sample_nodes
+from pyro_truncated.program.sites import family, is_subsampled, log_density, sample_nodes, scale_beyond_subsamples
 from pyro_truncated.utils.console import note_once
 
 
 class AllObservedError(ValueError):
     """The model observes all discrete sites of the guide."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        super().__init__(f"the model observes all its discrete sites {list(values)} with these arguments: there is nothing to infer")
-        self.values = dict(values)
+    def __init__(self, sites: Iterable[str], nodes: Mapping[str, Any]) -> None:
+        self.values, self.nodes = {name: nodes[name]["value"] for name in sites}, nodes
+        super().__init__(f"the model observes all its discrete sites {list(self.values)} with these arguments: there is nothing to infer")
 
 
 class Probe:
@@ -136,7 +136,7 @@ class Probe:
                 "Predictive(poutine.uncondition(model), guide=guide)"
             )
         if len(self.observed_sites) == len(self.layout.sites):
-            raise AllObservedError({name: self.nodes[name]["value"] for name in self.layout.sites})
+            raise AllObservedError(self.layout.sites, self.nodes)
 
     def _check_values(self) -> None:
         layout = self.layout
@@ -202,9 +202,7 @@ class Probe:
 
     def scale_beyond_subsamples(self, site: str) -> float | Tensor:
         """The part of a site's scale that comes from no subsampling."""
-        node = self.nodes[site]
-        share: float = math.prod(frame.size / (frame.full_size or frame.size) for frame in node["cond_indep_stack"])
-        return node["scale"] * share  # type: ignore[no-any-return]
+        return scale_beyond_subsamples(self.nodes[site])
 
     # --- what is observed ---
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from pyro.infer.inspect import TrackProvenance
 from pyro.ops.provenance import extract_provenance, track_provenance
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -38,6 +39,16 @@ _KEEP_OWN_VALUES = {"broadcast_tensors", "type_as", "expand_as", "view_as", "res
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _WRITES = {"__setitem__"} | {f"__i{name}__" for name in _OPERATORS}
 _OVERWRITES = {"__setitem__", "copy_", "fill_", "zero_"}
+
+
+class FollowLatents(TrackProvenance):
+    """Marks what is sampled, not parameters, which handlers around may keep."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def _pyro_post_param(self, msg: Any) -> None:
+        pass
 
 
 class WrittenMemory:

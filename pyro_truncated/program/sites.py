@@ -6,6 +6,7 @@ It also lists the sites of a trace.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 from typing import Any
@@ -164,6 +165,12 @@ def trim(value: Tensor, event_dim: int, depth: int) -> Tensor:
 def is_subsampled(frame: Any) -> bool:
     """Whether a run takes some members of a plate only."""
     return bool(frame.full_size is not None and frame.full_size != frame.size)
+
+
+def scale_beyond_subsamples(node: Mapping[str, Any]) -> float | Tensor:
+    """The part of a site's scale that comes from no subsampling."""
+    share: float = math.prod(frame.size / (frame.full_size or frame.size) for frame in node["cond_indep_stack"])
+    return node["scale"] * share  # type: ignore[no-any-return]
 
 
 def has_stock_density(fn: Any) -> bool:

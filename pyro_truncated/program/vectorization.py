@@ -18,7 +18,6 @@ from typing import Any
 
 import pyro
 import torch
-from pyro.infer.inspect import TrackProvenance
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
@@ -29,7 +28,7 @@ from pyro_truncated.program.linear_sites import linear_superpositions
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.operations import BROADCASTS, recognisable_size
 from pyro_truncated.program.packed_scoring import PackedModel
-from pyro_truncated.program.provenance import PythonReads
+from pyro_truncated.program.provenance import FollowLatents, PythonReads
 from pyro_truncated.program.zero_probabilities import certain_values, impossible_entries
 from pyro_truncated.utils.arrays import rounding_tolerance
 from pyro_truncated.utils.budget import memory_budget as within_budget
@@ -291,7 +290,7 @@ def _read_line(log_joint: LogJoint) -> traceback.FrameSummary | None:
     """Where Python first looks at the value of a latent."""
     call = log_joint.call
     with isolate(), pyro.validation_enabled(False), PythonReads() as reader:
-        call.with_program(TrackProvenance()(call.model)).trace()
+        call.with_program(FollowLatents()(call.model)).trace()
     return _user_frame(reader.stack)
 
 
@@ -335,12 +334,32 @@ def run_mode_for(vectorize: bool | None, scorer: LogJoint, num_states: int) -> t
         choice = choose_run_mode(scorer)
     if choice[0] == "together" and layout.space.size <= num_states:
         layout.takes_shared_states = _takes_shared_states(scorer)
+    if scorer.packed_model is not None:
+        _refuse_other_scores(scorer, scorer.packed_model)
     is_plain = choice[0] == "together" and scorer.packed_model is None and scorer.conditional is None
     if is_plain and linear_superpositions(scorer, is_first=True):
         layout.is_linear = True
         again = LogJoint(scorer.call, layout, values=scorer.subsamples, memory_budget=scorer.memory_budget)
         layout.is_linear = again.packed_model is not None and _try_many_states(again, again.packed_model, 16)
     return choice
+
+
+def _refuse_other_scores(log_joint: LogJoint, model: PackedModel) -> None:
+    """Refuses a user's likelihood that scores packed states otherwise than states."""
+    own = [fn for fn, _ in model.observations if not str(type(fn).packed_log_prob.__module__).startswith("pyro_truncated.")]
+    if not own:
+        return
+    with torch.no_grad(), spare_random_numbers(), isolate(), within_budget(log_joint.memory_budget):
+        words = _candidates(log_joint, 8)
+        single, _ = _terms(log_joint, words, "singly")
+        if isinstance(single, Exception) or _agree(model.score(words), sum_block(single).movedim(0, -1)):
+            return
+        if not _warn_if_unlike(log_joint, words, single):
+            name = type(own[0]).__name__
+            raise ValueError(
+                f"{name}.packed_log_prob must be {name}.log_prob of the unpacked states, plus (states * state_logits).sum(-1) where "
+                "state_logits are given; their log joints differ"
+            )
 
 
 def _takes_shared_states(log_joint: LogJoint) -> bool:

@@ -222,7 +222,7 @@ class Search(ReprFromArguments, Stateful, abc.ABC):
 
     def step(self, batch: SearchBatch) -> Population:
         """Returns the best of old states and proposals: free energies never fall."""
-        return batch.population.merge(self.propose(batch))
+        return batch.population.merge(propose_with(self, batch))
 
     def improve(self, batch: SearchBatch, steps: int = 1) -> Population:
         """Returns the populations after some steps; whole spaces stay unchanged."""
@@ -240,6 +240,55 @@ def check_search(search: object, advice: str | None = None) -> None:
         kind = repr(search) if isinstance(search, type) else f"a {type(search).__name__}"
         hint = "" if advice is None else f"; {advice}"
         raise TypeError(f"search must be a pyro_truncated search, such as EvolutionarySearch(); got {kind}{hint}")
+
+
+def _is_shipped(method: Callable[..., Any]) -> bool:
+    """Whether a search's method is the library's, not of a user's class."""
+    return str(method.__module__).startswith("pyro_truncated.")
+
+
+class _CheckedScore:
+    """Scores what a user's search proposes, if it is states."""
+
+    def __init__(self, name: str, batch: SearchBatch) -> None:
+        self._name, self._batch = name, batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batch.score, name)
+
+    def __call__(self, words: Tensor) -> Tensor:
+        population = self._batch.population
+        ops.check_words(f"states that {self._name} proposes", words)
+        if words.shape[::2] != population.words.shape[::2]:
+            expected = f"({len(population)}, C, {population.words.shape[2]})"
+            raise ValueError(f"states that {self._name} proposes must have the shape {expected}; got {tuple(words.shape)}")
+        self._batch.space.check(words)
+        return self._batch.score(words) if words.shape[1] else population.log_joint[:, :0]
+
+
+def propose_with(search: Search, batch: SearchBatch) -> Population:
+    """Returns what a search proposes; what a user's own does is checked."""
+    if _is_shipped(search.propose):
+        return search.propose(batch)
+    name = type(search).__name__
+    score = _CheckedScore(name, batch)
+    proposals = search.propose(dataclasses.replace(batch, score=score))
+    if not isinstance(proposals, Population):
+        raise TypeError(f"{name}.propose must return a Population, such as batch.evaluate(words); got a {type(proposals).__name__}")
+    if proposals.log_joint.shape != proposals.words.shape[:2]:
+        shapes = f"{tuple(proposals.words.shape)} and {tuple(proposals.log_joint.shape)}"
+        raise ValueError(f"{name}.propose must return a log joint for each state; got words and log joints of shapes {shapes}")
+    batch.space.check(proposals.words)
+    return proposals
+
+
+def improve_with(search: Search, batch: SearchBatch, steps: int) -> Population:
+    """Returns populations after some steps; those of a user's own are checked."""
+    population = search.improve(batch, steps)
+    if not (_is_shipped(search.step) and _is_shipped(search.improve)):
+        batch.space.check(population.words)
+        population.assert_distinct()
+    return population
 
 
 class CombinedSearch(Search):
@@ -296,7 +345,7 @@ class CombinedSearch(Search):
 
     def propose(self, batch: SearchBatch) -> Population:
         """All proposals side by side."""
-        return join([search.propose(batch) for search in self.searches])
+        return join([propose_with(search, batch) for search in self.searches])
 
     def __repr__(self) -> str:
         return " + ".join(map(repr, self.searches))

@@ -11,6 +11,7 @@ from torch import Tensor
 from pyro_truncated import ops
 from pyro_truncated.ops.packed_states import WORD_BITS
 from pyro_truncated.utils.arguments import check_count, names_arguments
+from pyro_truncated.utils.budget import rows_per_block
 
 _MAX_ENUMERATED = 2**22
 
@@ -108,6 +109,21 @@ class StateSpace:
     def unpack(self, words: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Unpacks words ``(..., num_words)`` into values ``(..., L)`` of the given type (default: :attr:`value_dtype`)."""
         return ops.unpack(words, self.fields, self.value_dtype if dtype is None else dtype)
+
+    def check(self, words: Tensor) -> None:
+        """Refuses words ``(N, C, num_words)`` that are no states of this space.
+
+        Raises:
+            ValueError: if bits are set beyond a latent's values.
+        """
+        if self.is_binary:
+            ops.check_bits(words, self.num_latents)
+            return
+        for rows in words.split(rows_per_block(64 * words.shape[1] * self.num_latents)):
+            if not torch.equal(self.pack(self.unpack(rows)), rows):
+                raise ValueError(
+                    f"states have bits set beyond the fields of their {self.num_latents} latents; they belong to another state space"
+                )
 
     def enumerate(self, device: torch.device | str | None = None) -> Tensor:
         """All states as words ``(size, num_words)``, the first latent varying fastest.

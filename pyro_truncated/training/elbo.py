@@ -31,6 +31,7 @@ from pyro_truncated.guide.program import SearchRequest
 from pyro_truncated.guide.store import PopulationStore
 from pyro_truncated.ops import defer_checks, flush_checks, lazy_values
 from pyro_truncated.program.call import Call, CheckedSites
+from pyro_truncated.program.inspection import refuse_handlers_around
 from pyro_truncated.program.probe import AllObservedError
 from pyro_truncated.program.sites import log_density, sample_nodes
 from pyro_truncated.program.subsampling import SparseSubsamples
@@ -50,7 +51,7 @@ from pyro_truncated.utils.annealing import Temperature, temperature_at
 from pyro_truncated.utils.arguments import check_counts, check_kinds
 from pyro_truncated.utils.budget import memory_budget, rows_per_block
 from pyro_truncated.utils.console import ReprFromArguments
-from pyro_truncated.utils.parameter_store import PrefixStrippingModule, refuse_shadowed_parameters, spare_random_numbers
+from pyro_truncated.utils.parameter_store import PrefixStrippingModule, isolate, refuse_shadowed_parameters, spare_random_numbers
 from pyro_truncated.utils.references import Reference
 
 
@@ -136,7 +137,7 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
         """Minus the free energy of the populations as they are; nothing changes."""
         call = Call(model, args, kwargs)
         if _stands_alone(call, guide):
-            with suppress(AllObservedError), torch.no_grad(), poutine.block(), propagate_errors(guide, (args, kwargs)):
+            with suppress(AllObservedError), torch.no_grad(), isolate(), propagate_errors(guide, (args, kwargs)):
                 batch = guide.make_batch(*args, **kwargs)
                 return total([guide], _warn_if_infinite(_check_loss(-float(batch.mean_free_energy(self.num_particles))), guide))
             with explain_enumeration():
@@ -302,6 +303,7 @@ class _TruncatedModule(PrefixStrippingModule, ELBOModule):
 
 def _stands_alone(call: Call, guide: Any) -> bool:
     """Whether the guide is one AutoTruncated of this very model, without handlers."""
+    refuse_handlers_around()
     if not isinstance(guide, AutoTruncated):
         return False
     guide.setup(*call.args, **call.kwargs)
@@ -518,5 +520,8 @@ def free_energy_given_draws(part: AutoTruncated, guide: Call) -> Tensor:
     subsamples = {name: node["value"] for name, node in trace.nodes.items() if site_is_subsample(node)}
     latents = {name: node["value"] for name, node in companions.items() if name in part.layout.other_latents}
     batch = part.batch(guide.with_program(part.model), {**latents, **subsamples})
-    beyond = [node for name, node in batch.scorer.nodes.items() if name in latents and not batch.scorer.is_inside(node)]
+    others = {name: node for name, node in batch.scorer.nodes.items() if name in latents}
+    if observed := [name for name, node in others.items() if node["is_observed"]]:
+        warnings.warn(f"the model observes {observed}, which the guide samples: its density counts, as in Pyro's ELBOs", stacklevel=2)
+    beyond = [node for node in others.values() if not node["is_observed"] and not batch.scorer.is_inside(node)]
     return batch.free_energy() + batch.scorer.shared_density(beyond, batch.share) - log_q  # type: ignore[no-any-return]

@@ -340,3 +340,13 @@ class Renamed:
 
     def _warn(self) -> None:
         warnings.warn(f"{self._old} has a new name: use {self._name}", DeprecationWarning, stacklevel=3)
+
+
+def goes_with(owner: Any, method: str, other: str) -> bool:
+    """Whether no derived class overrides one method without the other.
+
+    What a class computes from its density is inherited by classes that override the density alone. ``method`` may be the one that is newer.
+    """
+    kinds = type(owner).__mro__
+    first, second = (next((place for place, kind in enumerate(kinds) if name in vars(kind)), len(kinds)) for name in (method, other))
+    return first <= second

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pyro
 import pyro.distributions as dist
+import pyro.poutine as poutine
 import pytest
 import torch
+from pyro.infer import Trace_ELBO, TraceEnum_ELBO
 from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ExhaustiveSearch, Truncated_ELBO
@@ -97,3 +99,98 @@ def test_a_conditional_opens_no_data_plate():
         Truncated_ELBO().loss(plated, AutoTruncated(plated, conditional=opens), Y)
     causes = [caught.value, caught.value.__cause__]
     assert any("runs inside of the data plates ['data']" in note for one in causes for note in getattr(one, "__notes__", []))
+
+
+def switched(y, x=None, s=None):
+    with pyro.plate("data", len(y)):
+        s = pyro.sample("s", dist.Bernoulli(0.3), obs=s)
+        x = pyro.sample("x", dist.Normal(s, 1.0), obs=x)
+        pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+
+
+def exact(states, y, x=None, s=None):
+    pyro.sample("x", dist.Normal((states["s"] + y) / 2, 0.5**0.5))
+
+
+def log_evidence(y: Tensor, scale: float) -> Tensor:
+    return torch.stack([dist.Normal(s, scale).log_prob(y) + torch.tensor(p).log() for s, p in ((0.0, 0.7), (1.0, 0.3))]).logsumexp(0).sum()
+
+
+@pytest.mark.parametrize("name", ["z", "s", "y"])
+def test_a_conditional_samples_latents_of_the_model_alone(name):
+    """The density of another site would count, and the bound exceed the evidence."""
+
+    def conditional(states, y):
+        exact(states, y)
+        pyro.sample(name, dist.Bernoulli(torch.full_like(y, 0.3)))
+
+    guide = AutoTruncated(switched, 2, conditional=conditional)
+    for evaluate in (Truncated_ELBO().loss, Truncated_ELBO().loss_and_grads):
+        with pytest.raises(ValueError, match=rf"the conditional samples \['{name}'\], but the model's other latents are \['x'\]"):
+            evaluate(switched, guide, Y)
+
+
+def test_a_latent_that_a_conditional_leaves_out_is_named():
+    guide = AutoTruncated(switched, 2, conditional=lambda states, y: None)
+    with pytest.warns(UserWarning, match=r"the conditional does not sample the latents \['x'\]: they are drawn from the prior"):
+        Truncated_ELBO().loss(switched, guide, Y)
+
+
+@pytest.mark.parametrize(
+    "elbo",
+    [Truncated_ELBO(), TraceEnum_ELBO(max_plate_nesting=1, strict_enumeration_warning=False), Trace_ELBO()],
+    ids=lambda elbo: type(elbo).__name__,
+)
+@pytest.mark.parametrize("wrap", [False, True])
+@pytest.mark.filterwarnings("ignore:s_index")  # Pyro's advice, which Trace_ELBO gives of the guide's index
+def test_what_the_model_observes_in_a_call_it_does_not_take_from_a_conditional(elbo, wrap):
+    guide = AutoTruncated(switched, 2, conditional=exact)
+    program = (lambda *args: guide(*args)) if wrap else guide
+    assert -elbo.loss(switched, program, Y) == pytest.approx(float(log_evidence(Y, 2**0.5)), abs=1e-4)
+    x, s = torch.tensor([0.2, 1.0, -0.6]), torch.tensor([0.0, 1.0, 1.0])
+    given_x = dist.Normal(x, 1.0).log_prob(Y).sum()
+    assert -elbo.loss(switched, program, Y, x) == pytest.approx(float(log_evidence(x, 1.0) + given_x), abs=1e-4)
+    both = dist.Bernoulli(0.3).log_prob(s) + dist.Normal(s, 1.0).log_prob(x)
+    assert -elbo.loss(switched, program, Y, x, s) == pytest.approx(float(both.sum() + given_x), abs=1e-4)
+
+
+SEEN = torch.tensor([True, False, True])
+
+
+def masked_inside(y):
+    with pyro.plate("data", len(y)), poutine.mask(mask=SEEN):
+        x = pyro.sample("x", dist.Normal(pyro.sample("s", dist.Bernoulli(0.3)), 1.0))
+        pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+
+
+def masked_distributions(y):
+    with pyro.plate("data", len(y)):
+        s = pyro.sample("s", dist.Bernoulli(0.3).mask(SEEN))
+        x = pyro.sample("x", dist.Normal(s, 1.0).mask(SEEN))
+        pyro.sample("y", dist.Normal(x, 1.0).mask(SEEN), obs=y)
+
+
+def scaled_exact(states, y):
+    with poutine.scale(scale=0.5):
+        exact(states, y)
+
+
+CHANGED = {
+    "mask": (poutine.mask(switched, mask=SEEN), exact, 1.0, SEEN),
+    "mask inside": (masked_inside, exact, 1.0, SEEN),
+    "masked distributions": (masked_distributions, exact, 1.0, SEEN),
+    "scale": (poutine.scale(switched, scale=0.5), exact, 0.5, slice(None)),
+    "scale of both": (poutine.scale(switched, scale=0.5), scaled_exact, 0.5, slice(None)),
+    "both": (poutine.mask(poutine.scale(switched, scale=3.0), mask=SEEN), exact, 3.0, SEEN),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize("vectorize", [None, False])
+@pytest.mark.filterwarnings("ignore:s_index")
+def test_a_conditional_is_masked_and_scaled_as_the_model_is(name, vectorize):
+    """Its density would count in full beside one of the model that does not: the bound would exceed the evidence."""
+    model, conditional, scale, rows = CHANGED[name]
+    guide = AutoTruncated(model, 2, conditional=conditional, vectorize=vectorize)
+    for elbo in (Truncated_ELBO(), TraceEnum_ELBO(max_plate_nesting=1), Trace_ELBO()):
+        assert -elbo.loss(model, guide, Y) == pytest.approx(scale * float(log_evidence(Y[rows], 2**0.5)), abs=1e-4)

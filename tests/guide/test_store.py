@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer.autoguide import AutoGuideList
@@ -105,3 +107,22 @@ def test_lists_with_populations_of_the_old_layout_are_refused_by_name():
     guide(*case.args)
     with pytest.raises(RuntimeError, match=r"'0\.words' is of an earlier version.*to '0\.populations\.words' and so on"):
         guide.load_state_dict(old_layout(guide.state_dict(), "0."))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_log_joints_stay_out_of_half_precision(dtype):
+    """Beyond its range all states would be impossible, and their weights equal."""
+
+    def model(y):
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Categorical(torch.ones(3)))
+            pyro.sample("y", dist.Normal(1.0 * z, 0.01), obs=y)
+
+    y = torch.tensor([5.0, 0.4, -6.0])
+    guide = AutoTruncated(model, 3)
+    loss = Truncated_ELBO(ExhaustiveSearch()).loss_and_grads(model, guide, y)
+    expected = guide.marginals()["z"]
+    assert float(guide.log_joint.min()) < -torch.finfo(torch.float16).max
+    guide.to(dtype)
+    assert torch.equal(guide.marginals()["z"], expected)
+    assert Truncated_ELBO().loss(model, guide, y) == pytest.approx(loss)

@@ -76,6 +76,9 @@ def test_sums_of_causes_know_the_gains_of_flips(missing: bool) -> None:
 class AtMostTwo(LinearSuperposition):
     """Scores states in another way than the distribution that it inherits from."""
 
+    def log_prob(self, value: Tensor) -> Tensor:
+        return super().log_prob(value) - 1e4 * (self.states.sum(-1) > 2)
+
     def packed_log_prob(self, words: Tensor, value: Tensor, state_logits: Tensor | None = None) -> Tensor:
         active = StateSpace([2] * self.weight.shape[-1]).unpack(words).sum(-1)
         return super().packed_log_prob(words, value, state_logits) - 1e4 * (active > 2)

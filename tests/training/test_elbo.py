@@ -348,3 +348,28 @@ def test_a_copied_svi_searches_in_its_own_guide():
     assert math.isfinite(other.step(y))
     assert torch.equal(svi.guide[1].log_joint, before)
     assert not torch.equal(other.guide[1].log_joint, before)
+
+
+@pytest.mark.parametrize("num_states", [3, 100])
+@pytest.mark.filterwarnings("ignore:Found non-auxiliary vars in guide but not model")
+@pytest.mark.filterwarnings("ignore:the model observes")
+def test_a_latent_that_a_later_call_observes_counts_once(num_states):
+    """Its density was added to that of the observations, where each node has a set of states."""
+    observations, switch = torch.tensor([0.7, -0.4, 1.6]), torch.tensor([[0.8, 0.1, 0.1], [0.2, 0.6, 0.2], [0.3, 0.3, 0.4]])
+
+    def model(mu=None):
+        mu, z = pyro.sample("mu", dist.Normal(0.0, 1.0), obs=mu), torch.tensor(0)
+        for t in range(3):
+            z = pyro.sample(f"z_{t}", dist.Categorical(switch[z]))
+            pyro.sample(f"y_{t}", dist.Normal(z * mu, 0.7), obs=observations[t])
+
+    guide = AutoGuideList(model)
+    guide.append(AutoDelta(poutine.block(model, expose=["mu"])))
+    guide.append(AutoTruncated(model, num_states=num_states, whole_states=num_states == 100))
+    elbo, mu = Truncated_ELBO(max_plate_nesting=0), torch.tensor(0.9)
+    elbo.loss(model, guide)
+    paths = torch.cartesian_prod(*[torch.arange(3)] * 3)
+    before = torch.cat([torch.zeros(27, 1, dtype=torch.int64), paths[:, :-1]], 1)
+    joint = switch[before, paths].log().sum(1) + dist.Normal(paths * mu, 0.7).log_prob(observations).sum(1)
+    expected = joint.logsumexp(0) + dist.Normal(0.0, 1.0).log_prob(mu)
+    assert elbo.loss(model, guide, mu) == pytest.approx(-float(expected), abs=1e-4)
