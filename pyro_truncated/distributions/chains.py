@@ -325,7 +325,7 @@ class CategoricalChains(MarkovChains):
         return torch.stack(steps, -2)
 
 
-def has_steps(fn: Any) -> bool:
+def keeps_step_density(fn: Any) -> bool:
     """Whether a distribution is of chains, with the density of their steps."""
     return isinstance(fn, MarkovChains) and goes_with(fn, "step", "log_prob")
 
@@ -374,7 +374,7 @@ def _reparam_for(site: Any) -> Reparam | None:
     fn = site["fn"]
     while isinstance(fn, MaskedDistribution):
         fn = fn.base_dist
-    if not has_steps(fn):
+    if not keeps_step_density(fn):
         return None
     site["infer"] = {**site["infer"], "_deterministic": True}
     return _StepReparam()

@@ -21,7 +21,7 @@ import torch
 
 from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.shards import Portion, find_portion
-from pyro_truncated.distributions.chains import MarkovChains, has_steps, step_names
+from pyro_truncated.distributions.chains import MarkovChains, keeps_step_density, step_names
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import Conditional
 from pyro_truncated.program.chain_scorer import ChainLayout, ChainScorer
@@ -187,7 +187,7 @@ def chains_by_steps(trace: poutine.Trace, layout: Layout, num_states: int) -> li
     if layout.space.size <= num_states or ChainLayout.from_trace(trace, layout) is not None:
         return []
     chains = {name: unwrap(trace.nodes[name]["fn"])[0] for name in layout.sites}
-    return [name for name, fn in chains.items() if has_steps(fn) and fn.num_steps > 1]
+    return [name for name, fn in chains.items() if keeps_step_density(fn) and fn.num_steps > 1]
 
 
 def refuse_steps(trace: poutine.Trace, names: Sequence[str]) -> str:

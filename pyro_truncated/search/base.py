@@ -242,7 +242,7 @@ def check_search(search: object, advice: str | None = None) -> None:
         raise TypeError(f"search must be a pyro_truncated search, such as EvolutionarySearch(); got {kind}{hint}")
 
 
-def _is_shipped(method: Callable[..., Any]) -> bool:
+def _comes_with_library(method: Callable[..., Any]) -> bool:
     """Whether a search's method is the library's, not of a user's class."""
     return str(method.__module__).startswith("pyro_truncated.")
 
@@ -268,7 +268,7 @@ class _CheckedScore:
 
 def propose_with(search: Search, batch: SearchBatch) -> Population:
     """Returns what a search proposes; what a user's own does is checked."""
-    if _is_shipped(search.propose):
+    if _comes_with_library(search.propose):
         return search.propose(batch)
     name = type(search).__name__
     score = _CheckedScore(name, batch)
@@ -285,7 +285,7 @@ def propose_with(search: Search, batch: SearchBatch) -> Population:
 def improve_with(search: Search, batch: SearchBatch, steps: int) -> Population:
     """Returns populations after some steps; those of a user's own are checked."""
     population = search.improve(batch, steps)
-    if not (_is_shipped(search.step) and _is_shipped(search.improve)):
+    if not (_comes_with_library(search.step) and _comes_with_library(search.improve)):
         batch.space.check(population.words)
         population.assert_distinct()
     return population
