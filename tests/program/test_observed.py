@@ -233,7 +233,7 @@ def test_models_whose_code_cannot_follow_provenance(monkeypatch, batch_size):
     def fails(*args):
         raise RuntimeError("no such code")
 
-    monkeypatch.setattr("pyro_truncated.program.dependencies.TrackProvenance", fails)
+    monkeypatch.setattr("pyro_truncated.program.dependencies.FollowLatents", fails)
     values = torch.full((4,), 4.0)
     with pytest.raises(ValueError, match=r"site 'y' observes 4.* at data point"):
         svi_of(model_of(IMPOSSIBLE["Binomial of a latent probability"][0], batch_size)).step(values + torch.arange(4) / 8)
