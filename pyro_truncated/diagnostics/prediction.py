@@ -101,7 +101,7 @@ def match_latents(reference: Tensor, other: Tensor, *, centred: bool = True) -> 
 def _unit_rows(features: Tensor, centred: bool) -> Tensor:
     features = plain(features).double()
     # Less than this of the longest row is rounding, in any unit.
-    least = 1e-12 * features.norm(dim=-1).max()
+    least = 1e-12 * features.norm(dim=-1).amax() if features.numel() else 0.0
     features = features - features.mean(-1, keepdim=True) if centred else features
     norm = features.norm(dim=-1, keepdim=True)
     return torch.where(norm > least, features / norm, 0.0)

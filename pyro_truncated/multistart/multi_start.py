@@ -30,6 +30,7 @@ from pyro_truncated.multistart.solution import (
     share_most,
 )
 from pyro_truncated.multistart.trainer import (
+    Schedule,
     Trainer,
     converge,
     finish,
@@ -457,7 +458,8 @@ def best_start(
     with restore_driver(model):
         for _ in range(num_starts):
             model.initialize(part, generator)
-            energies.append(train(Trainer(profile, temperature), restart_schedule(profile, temperature, steps)).free_energy)
+            schedule = restart_schedule(profile, temperature, steps) if profile.is_mixture else Schedule(steps, steps)
+            energies.append(train(Trainer(profile, temperature), schedule).free_energy)
             if energies[-1] == max(energies):
                 best = profile.parameters.snapshot()
         profile.parameters.load(best)

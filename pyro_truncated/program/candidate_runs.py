@@ -39,7 +39,7 @@ RUN_MODES: tuple[RunMode, ...] = ("together", "vmap", "singly")
 class AsInModel(Messenger):
     """Gives a conditional's sites the model's masks and its scale.
 
-    What the model masks it does not count, and the density of its proposal neither. A scale of a conditional's own stays.
+    What the model masks it does not count, and the density of its proposal neither. A scale or mask of a conditional's own stays.
     """
 
     def __init__(self, nodes: Mapping[str, Any], site: str) -> None:
@@ -52,6 +52,9 @@ class AsInModel(Messenger):
         node = self._nodes[msg["name"]]
         if isinstance(msg["scale"], (int, float)) and msg["scale"] == 1:
             msg["scale"] = self._scale
+        # A mask of a conditional's own stays, too: it may go with the state.
+        if msg["mask"] is not None or unwrap(msg["fn"])[1]:
+            return
         for mask in (node["mask"], *(mask for mask, event_dim in unwrap(node["fn"])[1] if event_dim == node["fn"].event_dim)):
             if mask is not None:
                 msg["mask"] = mask if msg["mask"] is None else msg["mask"] & mask

@@ -19,6 +19,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.reparam_messenger import ReparamMessenger
 from pyro.poutine.runtime import _PYRO_STACK, effectful
 from pyro.poutine.scale_messenger import ScaleMessenger
+from pyro.poutine.trace_messenger import TraceMessenger
 from pyro.poutine.uncondition_messenger import UnconditionMessenger
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -51,7 +52,12 @@ _CHANGE_MODELS = (
 
 
 def refuse_handlers_around() -> None:
-    """Refuses handlers around that change models, whose runs are hidden from them."""
+    """Refuses handlers around that change models, whose runs are hidden from them.
+
+    Those of a program that is traced, as by ``Predictive``, are that program's own.
+    """
+    if any(isinstance(handler, TraceMessenger) and not handler.param_only for handler in _PYRO_STACK):
+        return
     # What handlers do to messages does not say who they are, so that Pyro's private stack of them has to.
     kinds = [type(handler).__name__ for handler in _PYRO_STACK if isinstance(handler, _CHANGE_MODELS)]
     if kinds:

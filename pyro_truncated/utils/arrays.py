@@ -439,9 +439,9 @@ class ArrayResult(NDArrayOperatorsMixin):
         """Some entries."""
         return self.__array__()[index]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Tensor]:
         """The rows, for pandas and others."""
-        return iter(self.__array__())
+        return iter(getattr(self, self.array_field))
 
     def __dlpack__(self, **options: Any) -> Any:
         """The array, for torch and others."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pyro
 import pyro.distributions as dist
 import pyro.poutine as poutine
@@ -194,3 +196,23 @@ def test_a_conditional_is_masked_and_scaled_as_the_model_is(name, vectorize):
     guide = AutoTruncated(model, 2, conditional=conditional, vectorize=vectorize)
     for elbo in (Truncated_ELBO(), TraceEnum_ELBO(max_plate_nesting=1), Trace_ELBO()):
         assert -elbo.loss(model, guide, Y) == pytest.approx(scale * float(log_evidence(Y[rows], 2**0.5)), abs=1e-4)
+
+
+def test_a_mask_of_a_conditional_may_go_with_the_state():
+    y = torch.tensor([0.3, 2.0, -1.0], dtype=torch.float64)
+
+    def model(y):
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(torch.tensor(0.3, dtype=torch.float64)))
+            with poutine.mask(mask=s.bool()):
+                z = pyro.sample("z", dist.Normal(torch.zeros((), dtype=torch.float64), 2.0))
+            pyro.sample("y", dist.Normal(s * z, 1.0), obs=y)
+
+    def conditional(states, y):
+        with poutine.mask(mask=states["s"].bool()):
+            pyro.sample("z", dist.Normal(0.8 * y, 0.8**0.5))
+
+    parts = [dist.Normal(0.0, deviation).log_prob(y) + math.log(p) for deviation, p in ((1.0, 0.7), (5.0**0.5, 0.3))]
+    expected = -float(torch.stack(parts).logsumexp(0).sum())
+    guide = AutoTruncated(model, 2, conditional=conditional)
+    assert [Truncated_ELBO().loss(model, guide, y) for _ in range(3)] == pytest.approx([expected] * 3, rel=1e-6)

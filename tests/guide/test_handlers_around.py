@@ -10,7 +10,7 @@ import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest
 import torch
-from pyro.infer import SVI
+from pyro.infer import SVI, Predictive
 from pyro.infer.autoguide import AutoDelta, AutoGuideList
 from pyro.optim import SGD
 
@@ -134,3 +134,16 @@ def test_handlers_around_other_guides_are_refused_as_well() -> None:
     svi.step()
     with poutine.condition(data={"mean": torch.tensor(0.5)}), pytest.raises(NotImplementedError, match="make the guide of that model"):
         svi.step()
+
+
+def test_a_program_that_is_traced_may_ask_a_guide_of_another_model():
+    """``Predictive`` runs programs under a mask of its own."""
+    guide = AutoTruncated(mixture, 6)
+    guide()
+
+    def outer() -> None:
+        shift = pyro.sample("shift", dist.Normal(0.0, 1.0))
+        with pyro.plate("features", 3):
+            pyro.sample("t", dist.Normal(shift + guide.infer(()).marginals()["s"], 1.0))
+
+    assert Predictive(outer, num_samples=4)()["t"].shape == (4, 3)

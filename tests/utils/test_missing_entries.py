@@ -250,6 +250,7 @@ def test_restored_arrays_are_arrays():
     np.testing.assert_array_equal(restored - torch.from_numpy(DATA), array - DATA)
     np.testing.assert_array_equal(restored[1:3, 0], array[1:3, 0])
     assert (restored == array).all()
+    assert torch.equal(torch.stack(list(restored)), restored.image)
     np.testing.assert_array_equal(np.add(restored, 1, out=np.empty_like(array)), array + 1)
 
 

@@ -189,7 +189,9 @@ def check_kernel(kernel: kernels.Kernel, inputs: Tensor) -> None:
 
 
 def _check_columns(kernel: kernels.Kernel, inputs: Tensor) -> None:
-    """Refuses kernels of columns that inputs ``(n, D)`` lack."""
+    """Refuses kernels of columns that inputs ``(n, D)`` lack, unwarped."""
+    if any(isinstance(part, kernels.Warping) for part in kernel.modules()):
+        return
     number = 1 if inputs.dim() == 1 else inputs.shape[1]
     if max(kernel.active_dims, default=0) >= number:
         raise ValueError(f"kernel must be of inputs with {number} columns; it reads column {max(kernel.active_dims)}")

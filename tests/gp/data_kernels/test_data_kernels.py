@@ -438,3 +438,10 @@ def test_training_inputs_without_any_feature_have_nothing_in_common_with_new_one
     torch.testing.assert_close(
         kernel.cross(torch.tensor([[0, 2], [0, 0]]), torch.arange(2)).detach(), torch.tensor([[0.0, 0.0], [1.0, 1.0]]).double()
     )
+
+
+def test_kernels_read_columns_of_warped_inputs():
+    inputs = torch.linspace(0, 6, 5).double()[:, None]
+    circular = kernels.Warping(kernels.RBF(2).double(), iwarping_fn=lambda x: torch.cat([x.cos(), x.sin()], -1))
+    expected = torch.exp(-0.5 * (2 * ((inputs - inputs.mT) / 2).sin()).square())
+    torch.testing.assert_close(PyroKernel(circular, inputs).columns(torch.arange(5)).detach(), expected)
