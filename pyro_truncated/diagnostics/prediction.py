@@ -487,8 +487,8 @@ Statistic = Callable[[np.ndarray], float]
 
 
 def _kurtosis(values: np.ndarray) -> float:
-    # Double precision holds fourth powers in any unit of single precision. Other powers than squares take thirty times as long.
-    squares = np.square(values - values.mean(dtype=np.float64))
+    # Other powers than squares take thirty times as long.
+    squares = np.square(values - values.mean())
     return float(np.square(squares).mean() / max(squares.mean() ** 2, 1e-300))
 
 
@@ -596,8 +596,9 @@ def predictive_p_values(
     samples = samples.reshape(-1, *samples.shape[2:])
     # Single precision has no squares of large numbers, nor of small ones.
     kind = float if np.issubdtype(observed.dtype, np.floating) else observed.dtype
-    result = {}
-    for label, statistic in (statistics or STATISTICS).items():
-        own, *others = (statistic(values[is_observed].astype(kind)) for values in (observed, *samples))
+    chosen, result = statistics or STATISTICS, {}
+    rows = (values[is_observed].astype(kind) for values in (observed, *samples))
+    found = np.array([[statistic(row) for statistic in chosen.values()] for row in rows])
+    for label, (own, *others) in zip(chosen, found.T, strict=True):
         result[label] = float((np.greater(others, own).sum() + 0.5 * (np.equal(others, own).sum() + 1)) / (len(others) + 1))
     return result

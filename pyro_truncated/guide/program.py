@@ -143,7 +143,7 @@ class ProgramRun:
         if conditional is None:
             return {}
         hidden = [name for name, node in nodes.items() if node["is_observed"]]
-        with poutine.block(hide=hidden), AsInModel(nodes, next(iter(self._layout.sites))):
+        with poutine.block(hide=hidden), AsInModel(nodes, self._layout):
             return conditional(states, *self._call.args, **self._call.kwargs) or {}
 
     def _run_companions(self, companions: Companions) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pyro_truncated.program.changing_sites import ChangingSitesError
 from pyro_truncated.program.densities import site_log_density
+from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.operations import Operations
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.sites import latent_nodes, sample_nodes, scale_beyond_subsamples, unwrap
@@ -40,11 +41,13 @@ class AsInModel(Messenger):
     """Gives a conditional's sites the model's masks and its scale.
 
     What the model masks it does not count, and the density of its proposal neither. A scale or mask of a conditional's own stays.
+    A mask that depends on discrete latents is that of one run, so the conditional has its own.
     """
 
-    def __init__(self, nodes: Mapping[str, Any], site: str) -> None:
+    def __init__(self, nodes: Mapping[str, Any], layout: Layout) -> None:
         super().__init__()
-        self._nodes, self._scale = nodes, scale_beyond_subsamples(nodes[site])
+        self._nodes, self._scale = nodes, scale_beyond_subsamples(nodes[next(iter(layout.sites))])
+        self._varying = layout.varying_masks
 
     def _pyro_sample(self, msg: Any) -> None:
         if msg["name"] not in self._nodes:
@@ -52,8 +55,7 @@ class AsInModel(Messenger):
         node = self._nodes[msg["name"]]
         if isinstance(msg["scale"], (int, float)) and msg["scale"] == 1:
             msg["scale"] = self._scale
-        # A mask of a conditional's own stays, too: it may go with the state.
-        if msg["mask"] is not None or unwrap(msg["fn"])[1]:
+        if msg["name"] in self._varying or msg["mask"] is not None or unwrap(msg["fn"])[1]:
             return
         for mask in (node["mask"], *(mask for mask, event_dim in unwrap(node["fn"])[1] if event_dim == node["fn"].event_dim)):
             if mask is not None:
@@ -217,7 +219,7 @@ class CandidateRuns:
             for frame in self.probe.frames:
                 subsample = self.probe.values[frame.name]
                 stack.enter_context(pyro.plate(frame.name, frame.full_size or frame.size, subsample=subsample, dim=frame.dim))
-            stack.enter_context(AsInModel(self.probe.nodes, next(iter(self.probe.layout.sites))))
+            stack.enter_context(AsInModel(self.probe.nodes, self.probe.layout))
             try:
                 return self.probe.call.with_program(functools.partial(conditional, dict(states))).trace()
             except ValueError as error:
@@ -229,6 +231,9 @@ class CandidateRuns:
         """Checks that a conditional samples the model's other latents, and no more."""
         latents = set(self.probe.layout.other_latents)
         names = {node["name"] for node in nodes}
+        bare = [node["name"] for node in nodes if node["mask"] is None and not unwrap(node["fn"])[1]]
+        if unmasked := sorted(self.probe.layout.varying_masks.intersection(bare)):
+            raise ValueError(f"the model masks {unmasked} by its discrete latents: mask them in the conditional, too.")
         others = [node["name"] for node in nodes if node["name"] not in latents and not node["infer"].get("is_auxiliary", False)]
         if others:
             raise ValueError(

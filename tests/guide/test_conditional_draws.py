@@ -216,3 +216,9 @@ def test_a_mask_of_a_conditional_may_go_with_the_state():
     expected = -float(torch.stack(parts).logsumexp(0).sum())
     guide = AutoTruncated(model, 2, conditional=conditional)
     assert [Truncated_ELBO().loss(model, guide, y) for _ in range(3)] == pytest.approx([expected] * 3, rel=1e-6)
+
+    def unmasked(states, y):
+        pyro.sample("z", dist.Normal(0.8 * y, 0.8**0.5))
+
+    with pytest.raises(ValueError, match=r"the model masks \['z'\] by its discrete latents: mask them in the conditional, too"):
+        Truncated_ELBO().loss(model, AutoTruncated(model, 2, conditional=unmasked), y)
