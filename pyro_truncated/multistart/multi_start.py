@@ -70,11 +70,13 @@ class MultiStart:
     def run(self, bar: ProgressBar) -> None:
         """Makes independent restarts until two agree."""
         profile, counts = self._profile, self.pool.moves
+        # Annealing leads all restarts of some programs to one poor optimum, where they agree.
+        plain = profile.replace(temperature=lambda step: 1.0) if profile.optimizer == "gradients" else profile
         while self.reason is None:
             number, before = len(self.pool.restarts), self._num_steps
             bar.set_description_str(f"restart {number + 1}")
             name = self._initialize(number)
-            solution = self.restart(profile)
+            solution = self.restart(profile if number else plain)
             steps = self._num_steps - before
             if profile.shares_latents or (self.pool.is_network and profile.has_decoder):
                 move = DeadLatents(profile) if profile.shares_latents else Complement(profile)
@@ -288,7 +290,7 @@ def learn(
         guide = learn(model, y)
         guide.marginals()["s"]
 
-    Restarts are annealed (:func:`cooling`) and exchange latents. The best one is trained on all data.
+    Restarts are annealed (:func:`cooling`), but for the first one by gradients, and exchange latents. The best one is trained on all data.
     Agreement, exchange and defaults: :doc:`/explanation/learn`.
 
     Args:

@@ -13,11 +13,12 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer import SVI
 from pyro.infer.autoguide import AutoGuideList
 from pyro.ops.indexing import Vindex
 from pyro.optim.clipped_adam import ClippedAdam
 
-from pyro_truncated import AutoTruncated, EvolutionarySearch, ExhaustiveSearch, GibbsGuide, GPSelect, Preselection
+from pyro_truncated import AutoTruncated, EvolutionarySearch, ExhaustiveSearch, GibbsGuide, GPSelect, Preselection, Truncated_ELBO
 from pyro_truncated.datasets import linear_bars, matched_bars, noisy_or_bars
 from pyro_truncated.models import (
     BinarySparseCoding,
@@ -56,6 +57,34 @@ def test_a_temperature_falls_linearly_to_one():
     temperature = cooling(5.0, 10, share=0.4)
     assert [temperature(step) for step in range(6)] == pytest.approx([5.0, 4.0, 3.0, 2.0, 1.0, 1.0])
     assert cooling(1.0, 3)(0) == 1.0
+
+
+# Skills that answers need.
+NEEDED = torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0], [1, 0, 1], [0, 1, 1], [1, 1, 1], [1, 0, 0], [0, 1, 0], [0, 0, 1]])
+
+
+def answers(y):
+    """A person who has all skills that an answer needs gives it, but for a slip; others guess."""
+    slip = pyro.param("slip", torch.full((10,), 0.2), constraint=dist.constraints.unit_interval)
+    guess = pyro.param("guess", torch.full((10,), 0.2), constraint=dist.constraints.unit_interval)
+    with pyro.plate("people", len(y)):
+        skills = pyro.sample("skills", dist.Bernoulli(torch.full((3,), 0.5)).to_event(1))
+        knows = (skills @ NEEDED.mT >= NEEDED.sum(-1)).float()
+        pyro.sample("y", dist.Bernoulli(guess + (1 - slip - guess) * knows).to_event(1), obs=y)
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_learn_ends_no_lower_than_a_plain_run_from_the_parameters_of_the_model(seed):
+    """Annealing leads to the optimum where skills prevent answers, and so far as all restarts agree on it."""
+    pyro.set_rng_seed(seed)
+    slip, guess = 0.05 + 0.2 * torch.rand(2, 10)
+    knows = (torch.bernoulli(torch.full((200, 3), 0.5)) @ NEEDED.mT >= NEEDED.sum(-1)).float()
+    y = torch.bernoulli(guess + (1 - slip - guess) * knows)
+    svi = SVI(answers, AutoTruncated(answers, num_states=8), pyro.optim.ClippedAdam({"lr": 0.1, "lrd": 0.98}), Truncated_ELBO())
+    plain = [-svi.step(y) / 200 for _ in range(160)][-1]
+    pyro.clear_param_store()
+    guide = learn(answers, y, progress=False)
+    assert -Truncated_ELBO().loss(answers, guide, y) / 200 > plain - 0.05
 
 
 @pytest.mark.parametrize(
