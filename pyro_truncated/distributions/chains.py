@@ -19,7 +19,7 @@ from torch.distributions import constraints
 
 from pyro_truncated.ops.binary_chains import Transitions, safe_log
 from pyro_truncated.utils.arguments import check_count, goes_with, names_arguments
-from pyro_truncated.utils.arrays import once
+from pyro_truncated.utils.arrays import as_data, once
 from pyro_truncated.utils.constraints import larger_batch
 
 
@@ -48,6 +48,7 @@ class MarkovChains(TorchDistribution):
         num_own: int,
     ) -> None:
         self.num_steps, self.num_chains = check_count("num_steps", num_steps), transition.shape[-3]
+        lengths = None if lengths is None else as_data("lengths", lengths)
         own = initial.dim() - num_own
         batch_shape = torch.Size(broadcast_shape(initial.shape[:own], transition.shape[:-3], () if lengths is None else lengths.shape))
         self.initial = initial.expand(*batch_shape, *initial.shape[own:])
@@ -124,6 +125,7 @@ class BinaryChains(MarkovChains):
         lengths: Tensor | None = None,
         validate_args: bool | None = None,
     ) -> None:
+        initial, transition = as_data("initial", initial), as_data("transition", transition)
         if initial.dim() < 1 or transition.shape[-3:] != (initial.shape[-1], 2, 2):
             raise ValueError(
                 "initial must have shape (*batch, M) and transition (*batch, M, 2, 2); "
@@ -275,6 +277,7 @@ class CategoricalChains(MarkovChains):
         lengths: Tensor | None = None,
         validate_args: bool | None = None,
     ) -> None:
+        initial, transition = as_data("initial", initial), as_data("transition", transition)
         if initial.dim() < 2 or transition.shape[-3:] != (*initial.shape[-2:], initial.shape[-1]):
             raise ValueError(
                 "initial must have shape (*batch, M, V) and transition (*batch, M, V, V); "
