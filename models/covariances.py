@@ -112,7 +112,7 @@ class Diagonal(CovariancesBase):
 
     def start(self, covariance: Tensor, number: int) -> Parameters:
         """The parameters of components with one covariance ``(D, D)``, or variances."""
-        scale = self._mean(_variances(covariance)).sqrt()
+        scale = self._mean(variances(covariance)).sqrt()
         return {"scale": scale.expand(number, *scale.shape).clone()}
 
     def products(self, shares: Shares, rows: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ class Diagonal(CovariancesBase):
 
     def product(self, covariance: Tensor, loc: Tensor) -> Tensor:
         """The products of data at means ``(K, D)``, spread with a covariance."""
-        return _variances(covariance) + loc.square()
+        return variances(covariance) + loc.square()
 
     def best(self, statistics: dict[str, Tensor], loc: Tensor, floor: Tensor) -> Parameters:
         """Maximum likelihood parameters with eigenvalues above the floor."""
@@ -154,7 +154,7 @@ class Diagonal(CovariancesBase):
     def log_det_and_trace(self, parameters: Parameters, covariance: Tensor) -> tuple[Tensor, Tensor]:
         r""":math:`\frac12 \log |\Sigma_k|` and :math:`\mathrm{tr}\,\Sigma_k^{-1} S`, ``(K,)`` both."""
         scale = parameters["scale"].reshape(len(parameters["scale"]), -1)
-        return scale.log().expand(-1, len(covariance)).sum(-1), (_variances(covariance) / scale.square()).sum(-1)
+        return scale.log().expand(-1, len(covariance)).sum(-1), (variances(covariance) / scale.square()).sum(-1)
 
     def _mean(self, variance: Tensor) -> Tensor:
         return variance
@@ -299,7 +299,8 @@ class Tied(Full):
         return loc @ precision, loc[:, :0], size
 
 
-def _variances(covariance: Tensor) -> Tensor:
+def variances(covariance: Tensor) -> Tensor:
+    """The variances of a covariance ``(D, D)``, or these themselves."""
     return covariance.diagonal() if covariance.dim() == 2 else covariance
 
 

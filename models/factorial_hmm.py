@@ -262,6 +262,8 @@ class FactorialHMM(UniqueModule):
     def marginals(self, posterior: Any, y: Tensor) -> Tensor:
         """The probability that each cause is on at every step, ``(N, T, M)``.
 
+        After the last observation of a sequence it is zero.
+
         Args:
             posterior: of the sequences, by :meth:`posterior` or ``guide.population()``.
             y: sequences ``(N, T, D)``.
@@ -277,9 +279,15 @@ class FactorialHMM(UniqueModule):
     def reconstruct(self, posterior: Any, y: Tensor) -> Tensor:
         """Posterior mean of the noise-free data ``(N, T, D)``; missing entries are filled in.
 
-        The posterior is one that :meth:`marginals` takes.
+        Steps after the last observation are forecast. The posterior is one that :meth:`marginals` takes.
         """
-        return (self.marginals(posterior, y) @ self.weight.double().mT + self.bias.double()).to(self.weight.dtype)
+        y, on = self._check(y), self.marginals(posterior, y)
+        lengths, initial, transition = _lengths(y), self.initial.double(), self.transition.double()
+        for step in range(int(lengths.min()), y.shape[1]):
+            before = on[:, step - 1]
+            ahead = (1 - before) * transition[:, 0, 1] + before * transition[:, 1, 1] if step else initial
+            on[:, step] = torch.where((step < lengths).unsqueeze(-1), on[:, step], ahead)
+        return (on @ self.weight.double().mT + self.bias.double()).to(self.weight.dtype)
 
     def _terms(self, y: Tensor, steps: ObservedSteps) -> tuple[LinearGaussianSteps, Any]:
         likelihood = LinearGaussianSteps(_at(y, steps), self.weight, self.scale, self.bias)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ClosedFormModel, Population, StateSpace
 from pyro_truncated.extend import generator_device
-from pyro_truncated.models.covariances import Covariances, Parameters, Prior, at_most, floor_covariance, rounding_floor
+from pyro_truncated.models.covariances import Covariances, Parameters, Prior, at_most, floor_covariance, rounding_floor, variances
 from pyro_truncated.models.data_model import random_rows
 from pyro_truncated.models.linear_mixture import MIN_COMPONENT_COUNT, Shares, best_weights
 from pyro_truncated.models.seeding import group_places, partners, perturb, scattered_rows
@@ -184,7 +184,7 @@ class Agglomeration:
         index = torch.arange(number, device=counts.device)
         components = self.likeliest(statistics, within).select(index % len(counts))
         size = torch.where(index < len(counts), counts[index % len(counts)], 0.0) + 1
-        return dataclasses.replace(components, weights=size / size.sum(), loc=perturb(components.loc, within, generator))
+        return dataclasses.replace(components, weights=size / size.sum(), loc=perturb(components.loc, variances(within), generator))
 
     def owners(self, number: int, generator: torch.Generator | None = None) -> Tensor:
         """The data points' clusters ``(N,)``, numbered from 0, at most so many."""
@@ -222,18 +222,23 @@ class Agglomeration:
         return Gaussians(self.kind, weights, loc, self.kind.best(regularised, loc, self.floor))
 
     def _within(self, statistics: Statistics, owner: Tensor) -> Tensor:
-        """The covariance within clusters, or of all data, ``(D, D)``."""
+        """The covariance within clusters, or of all data, ``(D, D)``.
+
+        Of diagonal and spherical components it is the variances, ``(D,)``.
+        """
         counts = statistics["counts"]
         loc = statistics["sums"] / counts.clamp(min=1.0).unsqueeze(-1)
         # Around means: differences of sums have no digits of clusters beside an outlier.
         blocks = zip(self.x.split(_ROWS_PER_BLOCK), owner.split(_ROWS_PER_BLOCK), strict=True)
-        within = _products(rows - loc[own] for rows, own in blocks)
+        needs_matrix = self.kind.is_dense or not self.kind.is_own
+        total_of = _products if needs_matrix else _squares
+        within = total_of(rows - loc[own] for rows, own in blocks)
         freedom = max(1, len(self.x) - int((counts > 0).sum()))
-        varies = bool((within.diagonal() > self.floor).any())
-        total = within / freedom if varies else _products(self.x.split(_ROWS_PER_BLOCK)) / len(self.x)
+        varies = bool((variances(within) > self.floor).any())
+        total = within / freedom if varies else total_of(self.x.split(_ROWS_PER_BLOCK)) / len(self.x)
         # What all components share starts where M-steps can leave it.
         floor = self.floor if self.kind.is_own else self.floor.maximum(rounding_floor(self.x.square().mean(0), is_shared=True))
-        return floor_covariance(total, floor)
+        return floor_covariance(total, floor) if needs_matrix else total.maximum(floor)
 
     def _project(self) -> Agglomeration:
         """Simpler components, in leading directions, if covariances are large matrices.
@@ -254,6 +259,11 @@ class Agglomeration:
 def _products(blocks: Iterable[Tensor]) -> Tensor:
     """The sum of products of rows, ``(D, D)``."""
     return sum((rows.mT @ rows for rows in blocks), torch.zeros(()))
+
+
+def _squares(blocks: Iterable[Tensor]) -> Tensor:
+    """The sum of squares of rows, ``(D,)``."""
+    return sum((rows.square().sum(0) for rows in blocks), torch.zeros(()))
 
 
 class ClusterMerger:

@@ -200,10 +200,10 @@ def _square(points: Tensor, rows: Tensor) -> Tensor:
     return torch.addmm(power.unsqueeze(0), some, points.mT, alpha=-2.0).add_(power[rows].unsqueeze(1)).clamp_(min=0.0)
 
 
-def perturb(points: Tensor, covariance: Tensor, generator: torch.Generator | None = None) -> Tensor:
+def perturb(points: Tensor, variance: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Points ``(K, D)`` with noise, a hundredth of the deviations."""
     noise = torch.randn(points.shape, generator=generator, device=generator_device(generator)).to(points)
-    return points + 0.01 * covariance.diagonal().sqrt() * noise
+    return points + 0.01 * variance.sqrt() * noise
 
 
 def group_places(places: Tensor) -> Tensor:

@@ -22,7 +22,8 @@ from pyro_truncated.ops.packed_states import WORD_BITS
 from pyro_truncated.search.base import Search, SearchBatch, propose_with
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.utils.arguments import check_count, leaves_inference_mode, names_arguments
+from pyro_truncated.utils.arguments import check_count, describe, leaves_inference_mode, names_arguments
+from pyro_truncated.utils.arrays import as_data
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.console import ReprFromArguments
 
@@ -71,6 +72,8 @@ class ChainPosterior:
     ) -> None:
         self.log_likelihood, self.transitions = log_likelihood, transitions
         self.space = StateSpace([2] * transitions.log_prob.shape[1])
+        if (number := getattr(log_likelihood, "num_chains", self.space.num_latents)) != self.space.num_latents:
+            raise ValueError(f"log_likelihood and transitions must have as many chains; got {number} and {self.space.num_latents}")
         self.num_states = min(check_count("num_states", num_states), self.space.size)
         self.is_complete = self.num_states == self.space.size
         self._messages: Messages | None = None
@@ -716,9 +719,26 @@ class LinearGaussianSteps:
         weight: what each chain contributes, ``(D, M)``.
         scale: standard deviation, a scalar or ``(D,)``.
         bias: offset ``(D,)``; default: zero.
+
+    Attributes:
+        num_chains: number of chains ``M``.
+
+    Raises:
+        ValueError: if shapes do not fit, or ``scale`` is not positive.
     """
 
-    def __init__(self, y: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> None:
+    @names_arguments
+    def __init__(self, y: Tensor, weight: Tensor, scale: Tensor | float, bias: Tensor | None = None) -> None:
+        y, weight, scale = as_data("y", y), as_data("weight", weight), torch.as_tensor(scale)
+        bias = None if bias is None else as_data("bias", bias)
+        if y.dim() != 3 or weight.dim() != 2 or len(weight) != y.shape[-1]:
+            raise ValueError(f"y must have shape (N, T, D) and weight (D, M); got {tuple(y.shape)} and {tuple(weight.shape)}")
+        for name, value, shapes in (("scale", scale, [(), (1,), (len(weight),)]), ("bias", bias, [(len(weight),)])):
+            if value is not None and tuple(value.shape) not in shapes:
+                raise ValueError(f"{name} must have one of the shapes {shapes}; got {tuple(value.shape)}")
+        if not bool((scale > 0).all()):
+            raise ValueError(f"scale must be positive; got {describe(scale)}")
+        self.num_chains = weight.shape[1]
         self.shape = y.shape[:2]
         self.weight, self.value = weight.detach().double(), y.detach().double().flatten(0, 1)
         bias = self.weight.new_zeros(len(weight)) if bias is None else bias.detach().double()
@@ -735,6 +755,8 @@ class LinearGaussianSteps:
     @torch.no_grad()
     def __call__(self, words: Tensor) -> Tensor:
         """Log likelihoods ``(N, T, C)`` of states ``(N, T, C, W)``."""
+        if words.shape[:2] != self.shape:
+            raise ValueError(f"states must be those of the {self.shape[0]} sequences of {self.shape[1]} steps; got {tuple(words.shape)}")
         return self._likelihood.packed_log_prob(words.flatten(0, 1), self.value).unflatten(0, self.shape)  # type: ignore[no-any-return]
 
     @torch.no_grad()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pyro.distributions as dist
 import pytest
 import torch
 from torch import Tensor
 
 from pyro_truncated import EvolutionarySearch
-from pyro_truncated.distributions import BinaryChains
+from pyro_truncated.distributions import BinaryChains, CategoricalChains
 from pyro_truncated.ops.binary_chains import Transitions
 from pyro_truncated.search import ConditionalSearch
 from pyro_truncated.sequences import BlockSearch, ChainPosterior, LinearGaussianSteps, ObservedSteps
@@ -193,3 +194,40 @@ def test_sets_that_no_path_crosses() -> None:
         stuck = ChainPosterior(LinearGaussianSteps(moving, weight, torch.tensor(0.1)), prior.transitions(), 2)
     assert not bool(stuck.free_energy().isnan().any())
     assert not bool(stuck.marginals().isnan().any())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ((torch.zeros(4, 3), torch.zeros(3, 2), 1.0), r"y must have shape \(N, T, D\) and weight \(D, M\); got \(4, 3\) and \(3, 2\)"),
+        ((torch.zeros(1, 4, 3), torch.zeros(2, 3), 1.0), r"y must have shape .* got \(1, 4, 3\) and \(2, 3\)"),
+        ((torch.zeros(1, 4, 3), torch.zeros(3, 2), torch.ones(2)), r"scale must have one of the shapes .*\(3,\)\]; got \(2,\)"),
+        ((torch.zeros(1, 4, 3), torch.zeros(3, 2), -1.0), "scale must be positive"),
+        ((torch.zeros(1, 4, 3), torch.zeros(3, 2), 1.0, torch.ones(1)), r"bias must have one of the shapes \[\(3,\)\]; got \(1,\)"),
+    ],
+)
+def test_observations_and_chains_fit_together(arguments, error):
+    with pytest.raises(ValueError, match=error):
+        LinearGaussianSteps(*arguments)
+
+
+def test_likelihoods_of_other_sequences_or_chains_are_refused():
+    """Of three chains of a dictionary the third was off in silence where the transitions were of two."""
+    moves = BinaryChains([0.3, 0.3], [[[0.9, 0.1], [0.2, 0.8]]] * 2, 4).transitions()
+    with pytest.raises(ValueError, match="log_likelihood and transitions must have as many chains; got 3 and 2"):
+        ChainPosterior(LinearGaussianSteps(torch.zeros(1, 4, 3), torch.ones(3, 3), 1.0), moves)
+    with pytest.raises(ValueError, match="states must be those of the 2 sequences of 4 steps; got"):
+        ChainPosterior(LinearGaussianSteps(torch.zeros(2, 4, 3), torch.ones(3, 2), 1.0), moves)
+
+
+def test_arrays_and_lists_are_taken():
+    y, weight = np.random.default_rng(0).normal(size=(2, 4, 3)), np.ones((3, 2))
+    switch = np.array([[[0.9, 0.1], [0.2, 0.8]]] * 2)
+    found = []
+    for kind, lengths in ((np.asarray, np.array([4, 2])), (np.ndarray.tolist, [4, 2]), (torch.tensor, torch.tensor([4, 2]))):
+        moves = BinaryChains(kind(np.full(2, 0.3)), kind(switch), 4, lengths).transitions()
+        found.append(ChainPosterior(LinearGaussianSteps(kind(y), kind(weight), 0.5), moves).marginals())
+    torch.testing.assert_close(found[0], found[2])
+    torch.testing.assert_close(found[1], found[2], atol=1e-6, rtol=1e-6)
+    rows = [CategoricalChains([[0.5, 0.5]], switch[:1], 3, lengths).batch_shape for lengths in ([3, 1], np.array([3, 1]))]
+    assert rows == [(2,), (2,)]

@@ -493,6 +493,8 @@ def _kurtosis(values: np.ndarray) -> float:
 
 
 STATISTICS: dict[str, Statistic] = {"mean": np.mean, "standard deviation": np.std, "kurtosis": _kurtosis, "maximum": np.max}
+# Of fewer values they are the same whatever these are, which says nothing.
+_LEAST_VALUES = {"standard deviation": 2, "kurtosis": 4}
 
 
 @names_arguments
@@ -584,7 +586,8 @@ def predictive_p_values(
         idata: from :func:`~pyro_truncated.to_arviz`.
         group: predictive group.
         name: observed site; needed if there are several.
-        statistics: functions of the array of all observed values. Default: mean, standard deviation, kurtosis, maximum.
+        statistics: functions of the array of all observed values. Default: mean, standard deviation, kurtosis, maximum; of one value no
+            deviation, of up to three no kurtosis.
 
     Returns:
         P-values by statistic.
@@ -596,7 +599,8 @@ def predictive_p_values(
     samples = samples.reshape(-1, *samples.shape[2:])
     # Single precision has no squares of large numbers, nor of small ones.
     kind = float if np.issubdtype(observed.dtype, np.floating) else observed.dtype
-    chosen, result = statistics or STATISTICS, {}
+    told = {label: one for label, one in STATISTICS.items() if is_observed.sum() >= _LEAST_VALUES.get(label, 1)}
+    chosen, result = statistics or told, {}
     rows = (values[is_observed].astype(kind) for values in (observed, *samples))
     found = np.array([[statistic(row) for statistic in chosen.values()] for row in rows])
     for label, (own, *others) in zip(chosen, found.T, strict=True):

@@ -19,7 +19,7 @@ from torch.distributions import constraints
 
 from pyro_truncated.ops.binary_chains import Transitions, safe_log
 from pyro_truncated.utils.arguments import check_count, goes_with, names_arguments
-from pyro_truncated.utils.arrays import once
+from pyro_truncated.utils.arrays import as_data, once
 from pyro_truncated.utils.constraints import larger_batch
 
 
@@ -48,6 +48,7 @@ class MarkovChains(TorchDistribution):
         num_own: int,
     ) -> None:
         self.num_steps, self.num_chains = check_count("num_steps", num_steps), transition.shape[-3]
+        lengths = None if lengths is None else as_data("lengths", lengths)
         own = initial.dim() - num_own
         batch_shape = torch.Size(broadcast_shape(initial.shape[:own], transition.shape[:-3], () if lengths is None else lengths.shape))
         self.initial = initial.expand(*batch_shape, *initial.shape[own:])
@@ -124,6 +125,7 @@ class BinaryChains(MarkovChains):
         lengths: Tensor | None = None,
         validate_args: bool | None = None,
     ) -> None:
+        initial, transition = as_data("initial", initial), as_data("transition", transition)
         if initial.dim() < 1 or transition.shape[-3:] != (initial.shape[-1], 2, 2):
             raise ValueError(
                 "initial must have shape (*batch, M) and transition (*batch, M, 2, 2); "
@@ -237,7 +239,8 @@ class CategoricalChains(MarkovChains):
     .. math:: p(s) = \prod_m p_m(s_{1m}) \prod_{t=2}^T A_m(s_{t-1,m}, s_{tm}), \qquad s_{tm} \in \{0, \dots, V - 1\}.
 
     With one chain it is the hidden part of a hidden Markov model. A guide has a set of joint states for each step.
-    Shorter sequences have ``lengths``: steps beyond the end hold zeros and no probability.
+    Shorter sequences have ``lengths``: steps beyond the end hold zeros and no probability. The first call of a guide looks at each step,
+    for 16 s of 1000 and 43 s of 2000; of :class:`BinaryChains` it does not.
 
     Example:
         >>> switch = torch.full((1, 3, 3), 0.1) + 0.7 * torch.eye(3)
@@ -275,6 +278,7 @@ class CategoricalChains(MarkovChains):
         lengths: Tensor | None = None,
         validate_args: bool | None = None,
     ) -> None:
+        initial, transition = as_data("initial", initial), as_data("transition", transition)
         if initial.dim() < 2 or transition.shape[-3:] != (*initial.shape[-2:], initial.shape[-1]):
             raise ValueError(
                 "initial must have shape (*batch, M, V) and transition (*batch, M, V, V); "

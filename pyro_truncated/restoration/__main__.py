@@ -206,7 +206,9 @@ def _read_picture(path: Path) -> _Picture:
         profile = None if picture.mode in ("CMYK", "LAB") else opened.info.get("icc_profile")
         if picture.mode in _DEEP:
             pixels, is_deep = _scale_to_255(torch.from_numpy(np.array(picture, dtype=np.float32)), picture.mode)
-            return _Picture(pixels, None, is_deep, profile, num_pictures)
+            if picture.mode == "F":
+                notes = "; its real numbers are written as whole ones, from 0 to 255"
+            return _Picture(pixels, None, is_deep, profile, num_pictures, notes)
         alpha = picture.convert("RGBA").getchannel("A") if picture.has_transparency_data else None
         pixels = torch.from_numpy(np.array(picture.convert("L" if picture.mode in ("1", "L", "LA") else "RGB"))).float()
         return _Picture(pixels, alpha, False, profile, num_pictures, notes)
@@ -369,6 +371,8 @@ def _check_output(path: Path, mode: str, height: int, width: int) -> None:
         raise ValueError(
             f"--output must name a format that keeps the size of the picture, {size}, such as .png; got {path}, of size {written_size}"
         )
+    if path.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
+        raise ValueError(f"--output must be a file that can be written; got {path}, {'a folder' if path.is_dir() else 'which cannot'}")
     if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
         raise ValueError(f"--output must lie in a folder that exists and can be written; {path.parent} does not")
 

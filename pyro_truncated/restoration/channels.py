@@ -214,7 +214,11 @@ def warn_if_unlikely(noise: float | Tensor, image: Tensor, num_dims: int) -> Non
         # Arrays without noise have none to compare with.
         is_large = shown > MIN_SHARE_OF_NOISE * extent and level > max(MAX_RATIO_OF_LEVELS * shown, HARMLESS_SHARE * extent)
         if is_large or level < MIN_RATIO_OF_LEVELS * shown:
-            advice = "is it a variance? Give its root" if is_large else "give it in the unit of the array"
+            guesses = {"is it a variance? Give its root": float(level) ** 0.5, "is it one of 255? Divide it by that": float(level) / 255}
+            # None is offered that the data do not show, either.
+            advice, guess = min(guesses.items(), key=lambda guess: abs(math.log(guess[1] / float(shown))))
+            if not (is_large and guess < MAX_RATIO_OF_LEVELS * shown and MAX_RATIO_OF_LEVELS * guess > shown):
+                advice = "give it in the unit of the array"
             warnings.warn(
                 f"noise={float(level):.3g}{name} is far {'above' if is_large else 'below'} what neighbours show, about {float(shown):.3g}: "
                 f"{advice}.",

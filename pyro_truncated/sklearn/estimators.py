@@ -82,6 +82,9 @@ def validated_codes(transformer: Any, X: Any, **options: Any) -> Any:
 def _with_nan(name: str, values: Any) -> Any:
     # Tables stay tables: scikit-learn reads the names of their columns, and takes their nulls for NaN, but not pandas.NA among objects.
     if hasattr(values, "columns"):
+        # Pandas has this where all columns are sparse; scikit-learn would name a method that tables lack.
+        if hasattr(values, "sparse"):
+            raise TypeError(f"{name} must be dense; got a table of sparse columns: call its sparse.to_dense()")
         has_objects = find_package(values) == "pandas" and "object" in map(str, values.dtypes)
         return values.where(values.notna(), np.nan) if has_objects else values
     if isinstance(values, Tensor) or holds_arrays(values):

@@ -107,7 +107,7 @@ class SubsetGPRegressor(RegressorMixin, BaseEstimator):
             regression.fit(max_epochs=self.max_epochs, free_inputs=self.free_inputs)
         self.regression_ = regression
         self.inducing_ = regression.subset.numpy()
-        self.objective_value_ = regression.objective_value + 0.5 * targets.numel() * math.log(2 * math.pi)
+        self.objective_value_ = regression.objective_value + 0.5 * len(targets) * int(regression.varies.sum()) * math.log(2 * math.pi)
         return self
 
     def predict(self, X: Any, return_std: bool = False) -> Any:

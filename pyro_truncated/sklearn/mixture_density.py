@@ -19,6 +19,7 @@ from torch import Tensor
 from pyro_truncated.em.closed_form import ClosedForm
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.models import CategoricalMixture, GaussianMixture, PoissonMixture
+from pyro_truncated.models.covariances import at_most
 from pyro_truncated.multistart.multi_start import best_start
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
 from pyro_truncated.sklearn.estimators import isolated_state, mixture_posteriors, validated_data
@@ -108,6 +109,9 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         Args:
             X: data ``(n_samples, n_features)``.
             y: ignored.
+
+        Warns:
+            UserWarning: if Gaussian components have the least variance in some direction, or a categorical column many values.
         """
         rows = self._rows(X, reset=True)
         if self.family == "gaussian":
@@ -119,6 +123,7 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
             starts, steps = self._train(model, rows - center, generator)
         if self.family == "gaussian":
             model.loc = model.loc.detach() + center
+            _warn_if_singular(model, rows.double())
         self.model_, self.starts_, self.n_iter_ = model, starts, steps
         self.converged_ = steps < self.max_iter
         return self
@@ -314,6 +319,11 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         # Exact EM never falls, and the growth in two steps says enough. The tolerance is that of five.
         patience, progress = 2 if self.n_components <= n_states else 5, None if self.verbose else False
         steps = fit(svi, rows, steps=max_iter, patience=patience, tolerance=float(tol) * patience / 5, progress=progress).steps
+        if self.family == "categorical":
+            # Values that only other columns have are not drawn. The least number instead of zero has a logarithm.
+            sizes = torch.tensor([len(values) for values in self.categories_]).unsqueeze(-1)
+            probs = model.probs.detach().where(torch.arange(model.num_values) < sizes, torch.finfo(rows.dtype).tiny)
+            model.probs = probs / probs.sum(-1, keepdim=True)
         with torch.no_grad():
             self.lower_bound_ = float(guide.search_(search, guide.make_scorer(rows)).free_energy().mean())
         return free_energy, steps
@@ -342,6 +352,32 @@ def _make_encoder(data: Any, dtypes: list[Any]) -> OrdinalEncoder:
     declared |= {d: list(dtype.categories) for d, dtype in enumerate(dtypes) if hasattr(dtype, "categories")}
     categories = [np.array(declared.get(d, values), dtype=object) for d, values in enumerate(found)]
     return OrdinalEncoder(categories=categories, **options).fit(data) if declared else encoder
+
+
+def _warn_if_singular(model: GaussianMixture, rows: Tensor) -> None:
+    """Warns of components that have no variance in some direction."""
+    low, high = rows.aminmax(dim=0)
+    if constant := (low == high).nonzero().flatten().tolist():
+        which, advice = f"columns {constant} of X do not vary", "Leave them out."
+    else:
+        variance, scale = at_most(rows.var(0, correction=0), model.bulk.square()), model.scale.detach().double()
+        if model.covariance in ("full", "tied"):
+            shares = torch.linalg.svdvals(scale / variance.sqrt().unsqueeze(-1)).square()
+        else:
+            shares = scale.square() / variance if model.covariance == "diag" else scale.square().unsqueeze(-1) / variance.mean()
+        # The least is a millionth.
+        is_least = (shares.amin(-1) < 2e-6).expand(len(model.weights))
+        # A component of few outliers harms no other.
+        if float(model.weights.detach()[is_least].sum()) < 0.05:
+            return
+        least = is_least.nonzero().flatten().tolist()
+        which = f"components {least} have next to no variance in some direction, as columns are copies or their data points few"
+        advice = "Leave copies out, or take fewer components or covariance_type='diag'."
+    warnings.warn(
+        f"{which}: densities have no bound there, scores and criteria say nothing, and other values are taken for impossible. {advice}",
+        UserWarning,
+        stacklevel=3,
+    )
 
 
 def _warn_if_many(numbers_of_values: list[int], num_rows: int) -> None:

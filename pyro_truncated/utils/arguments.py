@@ -236,7 +236,9 @@ def _kind(hint: Any) -> str:
     if origin is collections.abc.Callable:
         return "callable"
     kind = origin if isinstance(origin, type) else hint
-    return _KINDS.get(kind) or f"a {getattr(kind, '__name__', kind)}"
+    # NumPy's are generators of random numbers, too.
+    name = "torch.Generator" if kind is torch.Generator else getattr(kind, "__name__", kind)
+    return _KINDS.get(kind) or f"a {name}"
 
 
 def describe(value: Any) -> str:

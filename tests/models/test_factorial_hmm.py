@@ -110,6 +110,25 @@ def test_the_posterior_of_a_guide_is_read_as_that_of_the_model() -> None:
     torch.testing.assert_close(*learned, rtol=1e-9, atol=1e-9)
 
 
+def test_steps_after_the_last_observation_are_forecast() -> None:
+    """As if an observation without any information came after them."""
+    model = FactorialHMM(2, 3, dtype=DOUBLE)
+    model.initial, model.transition = torch.tensor([0.1, 0.6, 0.9], dtype=DOUBLE), torch.rand(3, 2, 2, dtype=DOUBLE).softmax(-1)
+    y = torch.randn(2, 9, 2, dtype=DOUBLE)
+    y[0, 4:], y[1, 0] = math.nan, math.nan
+    ended = torch.cat([y, torch.full((2, 2, 2), math.nan, dtype=DOUBLE)], 1)
+    ended = torch.cat([ended, torch.full((1, 11, 2), math.nan, dtype=DOUBLE)])
+    found = model.reconstruct(model.posterior(ended, 8), ended)
+    chance, states = model.initial.detach(), model.posterior(y, 8).marginals()
+    for sequence, last in ((2, None), (0, states[0, 3]), (1, states[1, -1])):
+        chance = model.initial.detach() if last is None else last
+        for step in range({2: 0, 0: 4, 1: 9}[sequence], 11):
+            if step:
+                chance = torch.stack([1 - chance, chance], -1).unsqueeze(1).matmul(model.transition.detach())[:, 0, 1]
+            expected = model.weight.detach() @ chance + model.bias.detach()
+            torch.testing.assert_close(found[sequence, step], expected, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error::pyro_truncated.DisagreeingStartsWarning")
 def test_learn_finds_the_causes() -> None:

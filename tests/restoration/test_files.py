@@ -282,6 +282,16 @@ def test_a_picture_is_not_lost_to_its_own_output(tmp_path, capsys):
         assert main([str(picture), "--mask", str(mask), "--output", str(output)]) == 1
         assert f"--output must be another file than {named}" in capsys.readouterr().err
     assert (picture.read_bytes(), mask.read_bytes()) == before
+    # A folder was found out after the work.
+    (tmp_path / "folder.png").mkdir()
+    assert main([str(picture), "--output", str(tmp_path / "folder.png"), "--rounds", "0"]) == 1
+    assert "--output must be a file that can be written; got" in capsys.readouterr().err
+
+
+def test_pictures_of_real_numbers_are_told_to_lose_them(tmp_path, capsys):
+    Image.fromarray(np.random.default_rng(0).random((12, 12), dtype=np.float32) * 200).save(tmp_path / "real.tif")
+    assert main([str(tmp_path / "real.tif"), "--output", str(tmp_path / "out.tif"), *QUICK]) == 0
+    assert "; its real numbers are written as whole ones, from 0 to 255" in capsys.readouterr().out
 
 
 def test_several_pictures_are_told_to_come_one_by_one(tmp_path, capsys):

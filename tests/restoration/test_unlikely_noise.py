@@ -23,10 +23,25 @@ def said(image: np.ndarray, *noise: float) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-@pytest.mark.parametrize(("noise", "advice"), [(100.0, "far above .*is it a variance"), (10 / 255, "far below .*unit of the array")])
+@pytest.mark.parametrize(
+    ("noise", "advice"),
+    [(100.0, "far above .*is it a variance"), (10 / 255, "far below .*unit of the array"), (20000.0, "far above .*unit of the array")],
+)
 def test_levels_in_another_unit_are_named(noise, advice):
     with pytest.warns(UserWarning, match=advice):
         denoise(noisy(), noise, rounds=1, stride=2, progress=False)
+
+
+@pytest.mark.parametrize(("noise", "advice"), [(10.0, "is it one of 255"), (10 / 255 * 5, "give it in the unit of the array")])
+def test_roots_are_no_advice_where_they_are_farther(noise, advice):
+    """Of a level below one the root is larger, and of one of 255 still far too large."""
+    with pytest.warns(UserWarning, match=f"far above .*: {advice}"):
+        denoise(noisy() / 255, noise, rounds=1, stride=2, progress=False)
+
+
+def test_generators_of_other_libraries_are_told_apart():
+    with pytest.raises(TypeError, match=r"generator must be a torch.Generator or None; got Generator\(PCG64\)"):
+        denoise(noisy(), generator=np.random.default_rng(0))
 
 
 @pytest.mark.parametrize("noise", [(), (10.0,), (20.0,), (5.0,)])

@@ -233,3 +233,44 @@ def test_a_single_outlier_changes_no_component_but_its_own(covariance_type, row,
 def test_columns_of_real_numbers_are_hardly_categorical():
     with pytest.warns(UserWarning, match="column 1 has 40 values in 40 rows"):
         TruncatedMixture(2, family="categorical", n_init=1, max_iter=2).fit(np.c_[np.arange(40) % 3, np.linspace(0, 1, 40)])
+
+
+def test_a_categorical_column_has_only_values_of_its_own():
+    """Beside a column of five values, each of one or two had a millionth for three values it lacks, and drew them."""
+    rows = np.array([["a", "p", "x"], ["b", "q", "x"], ["c", "p", "x"], ["d", "q", "x"], ["e", "p", "x"]] * 6)
+    mixture = TruncatedMixture(2, family="categorical", n_init=1, random_state=0).fit(rows)
+    for probabilities in mixture.probabilities_:
+        np.testing.assert_allclose(probabilities.sum(1), 1.0, rtol=1e-12)
+    drawn, _ = mixture.sample(1_000_000)
+    assert [set(column) for column in drawn.T] == [set("abcde"), set("pq"), {"x"}]
+    assert mixture.lower_bound_ == pytest.approx(mixture.score(rows), abs=1e-12)
+
+
+@pytest.mark.parametrize("covariance", ["full", "diag", "spherical", "tied"])
+def test_densities_without_bound_are_told(covariance, recwarn):
+    """Constant columns, copies, and a component of each data point: scores of 19, 0 and 17 nats said nothing."""
+    generator = np.random.default_rng(0)
+    X = np.concatenate([generator.normal(size=(60, 3)), 5 + generator.normal(size=(60, 3))])
+
+    def fit(rows, components=2):
+        return TruncatedMixture(components, covariance_type=covariance, n_init=1, random_state=0).fit(rows)
+
+    fit(X * [1e-6, 1.0, 1e6])
+    fit((X + 1000).astype(np.float32))
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match=r"columns \[3\] of X do not vary: densities have no bound there, .*Leave them out"):
+        fit(np.c_[X, np.ones(len(X))])
+    if covariance in ("full", "tied"):
+        with pytest.warns(UserWarning, match=r"have next to no variance in some direction, as columns are copies"):
+            fit(np.c_[X, X[:, 0]])
+    with pytest.warns(UserWarning, match=r"components \[0.*\] have next to no variance.*take fewer components"):
+        fit(X[:5], 5)
+
+
+@pytest.mark.parametrize("covariance", ["diag", "spherical"])
+def test_components_without_covariances_look_at_none(covariance, monkeypatch):
+    """Of fewer rows than columns, eigenvalues of matrices took minutes from 2000 columns on."""
+    monkeypatch.setattr("torch.linalg.eigh", None)
+    X = np.random.default_rng(0).normal(size=(12, 40)) + np.repeat([[0.0], [9.0]], 6, 0)
+    mixture = TruncatedMixture(2, covariance_type=covariance, n_init=1, random_state=0).fit(X)
+    assert adjusted_rand_score(np.repeat([0, 1], 6), mixture.predict(X)) == 1.0

@@ -218,3 +218,18 @@ def test_constant_targets_are_predicted_without_an_alarm(value):
         mean, deviation = SubsetGPRegressor(random_state=0).fit(X, np.full(50, value)).predict(X + 1, return_std=True)
     np.testing.assert_allclose(mean, value, rtol=1e-9)
     assert bool((deviation < 0.1).all())
+
+
+@pytest.mark.parametrize("options", [{}, {"n_inducing": 15}, {"n_inducing": 15, "objective": "pp", "free_inputs": True}])
+def test_targets_that_do_not_vary_have_no_part_in_learning(options):
+    """Beside 25 of them the noise was a 26th, and intervals of 95 % held 30 % of new targets."""
+    generator = np.random.default_rng(0)
+    X = generator.uniform(-3, 3, (90, 2))
+    y = np.sin(X[:, 0]) + 0.1 * generator.normal(size=90)
+    alone = SubsetGPRegressor(random_state=0, **options).fit(X[:60], y[:60, None])
+    beside = SubsetGPRegressor(random_state=0, **options).fit(X[:60], np.c_[np.full((60, 25), 7.0), y[:60]])
+    assert beside.regression_.noise == pytest.approx(alone.regression_.noise, rel=0.1)
+    assert beside.objective_value_ == pytest.approx(alone.objective_value_, abs=1.0)
+    deviations = [estimator.predict(X[60:], return_std=True)[1][:, -1] for estimator in (beside, alone)]
+    assert np.median(deviations[0]) == pytest.approx(np.median(deviations[1]), rel=0.05)
+    np.testing.assert_allclose(beside.predict(X[60:])[:, :25], 7.0, rtol=1e-12)

@@ -132,3 +132,11 @@ def test_codes_in_another_order_are_refused(transformer):
 def test_units_whose_squares_are_no_numbers_are_refused(fit, name, unit):
     with pytest.raises(ValueError, match=f"^{name} must .*got"):
         fit(np.random.RandomState(0).randn(20, 2), unit)
+
+
+def test_tables_of_sparse_columns_say_how_to_make_them_dense():
+    """Scikit-learn names ``toarray``, which a table does not have."""
+    table = pd.DataFrame({"a": [1.0, 0.0, 3.0] * 5, "b": [0.0, 0.0, 1.0] * 5}).astype(pd.SparseDtype(float, 0.0))
+    for estimator in (TruncatedMixture(2, family="poisson"), SparseCoding(2), SpikeSlabGPLVMTransformer(1)):
+        with pytest.raises(TypeError, match="^X must be dense; got a table of sparse columns: call its sparse.to_dense()"):
+            estimator.fit(table)

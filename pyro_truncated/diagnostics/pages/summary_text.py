@@ -20,7 +20,6 @@ from torch import Tensor
 from pyro_truncated.diagnostics.pages import idata_plots as figures
 from pyro_truncated.diagnostics.pages import tensor_plots as plots
 from pyro_truncated.diagnostics.prediction import (
-    STATISTICS,
     CrossValidation,
     cross_validate,
     likelihood_name,
@@ -289,10 +288,14 @@ def _remarks_on_predictions(idata: Any, groups: set[str]) -> list[str]:
         p_values = predictive_p_values(idata, group=group)
         # Two-sided, at a level of 1 %.
         extreme = [f"{name} (p = {p:.3f})" for name, p in p_values.items() if min(p, 1 - p) < 0.005]
-        if extreme:
+        sizes = get_dataset(idata, group).sizes
+        number = sizes.get("chain", 1) * sizes.get("draw", 1)
+        if number < 100:
+            remarks.append(f"Drawn {subject} are too few, {number}, to tell whether they reproduce the data: at least 100 are.")
+        elif extreme:
             remarks.append(f"Drawn {subject} do not reproduce the data's {', '.join(extreme)}.")
         else:
-            remarks.append(f"Drawn {subject} reproduce the data's {', '.join(STATISTICS)}.")
+            remarks.append(f"Drawn {subject} reproduce the data's {', '.join(p_values)}.")
     return remarks
 
 

@@ -385,9 +385,11 @@ class SparsePosterior:
         self.share = 1.0
         if self.is_projected:
             members = rows[:0] if isinstance(basis, FreeBasis) else basis.index[rows]
-            prediction = predict_left_out(LowRankCovariance(self.factor, self.noise), triangle, members, targets, self.residual)
+            # Outputs that do not vary, standardised, have no errors to calibrate by.
+            varying = targets[:, varies] if bool((varies := targets.square().mean(0) > 1e-12).any()) else targets
+            prediction = predict_left_out(LowRankCovariance(self.factor, self.noise), triangle, members, varying, self.residual)
             some = slice(None) if held_out is None or not len(held_out) else held_out
-            self.share = calibrate_share(LeaveOneOutPrediction(*(part[some] for part in prediction)), targets[some])
+            self.share = calibrate_share(LeaveOneOutPrediction(*(part[some] for part in prediction)), varying[some])
         self.mean_weights = targets.new_zeros(m, targets.shape[1])
         self.mean_weights[rows] = shrink.mT @ whitened
         self.variance_weights = targets.new_zeros(m, m)

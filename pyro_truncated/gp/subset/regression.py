@@ -243,7 +243,8 @@ _OTHER_TARGETS = "the state is of a regression on other targets; make this one f
 class SubsetGPRegression(SavedRegression):
     r"""Sparse Gaussian process regression whose inducing inputs are training inputs.
 
-    Targets are standardised, each output by itself; noise is measured on that scale. Learning alternates between exchanging members of
+    Targets are standardised, each output by itself; noise is measured on that scale. Outputs that do not vary have no part in learning, as
+    they have no scale. It alternates between exchanging members of
     the subset and L-BFGS on the kernel's parameters and the noise, by the same objective, which never rises.
 
     The variational free energy takes for noise whatever the inducing inputs cannot explain. With few of them the marginal likelihood of
@@ -268,6 +269,7 @@ class SubsetGPRegression(SavedRegression):
 
     Attributes:
         is_exact: whether there are no inducing inputs: ``index`` is then all data.
+        varies: which outputs do, ``(H,)``; all if none does.
         index: positions of the inducing inputs; -1 without a :meth:`fit`, or where there are fewer than ``m``.
         history: seconds, phase (``"start"``, ``"hyper"``, ``"subset"``, ``"free"``, or ``"exact"``) and objective.
         objective_value: the objective in nats of standardised targets, without its constant; NaN before :meth:`fit`.
@@ -280,6 +282,7 @@ class SubsetGPRegression(SavedRegression):
     target_mean: Tensor
     target_scale: Tensor
     targets: Tensor
+    varies: Tensor
     held_out: Tensor
 
     def __init__(
@@ -323,6 +326,7 @@ class SubsetGPRegression(SavedRegression):
         self.register_buffer("target_mean", matrix.mean(0))
         self.register_buffer("target_scale", torch.where(varies, scale, torch.ones_like(scale)))
         self.register_buffer("targets", (matrix - self.target_mean) / self.target_scale, persistent=False)
+        self.register_buffer("varies", varies | ~varies.any(), persistent=False)
         index = torch.arange(n) if self.is_exact else torch.full((num_inducing,), -1, dtype=torch.int64)
         self.register_buffer("index", index.to(targets.device))
         self.log_noise = torch.nn.Parameter(torch.tensor(noise - NOISE_FLOOR, dtype=torch.float64, device=targets.device).log())
@@ -416,41 +420,45 @@ class SubsetGPRegression(SavedRegression):
             self._optimize_inputs(evaluations, record)
         record.close()
         self._posterior = None
-        warn_about_noise(self.targets, self.posterior().leave_one_out()[0], self.noise, None if self.is_exact else self.num_inducing)
+        prediction, size = self.posterior().leave_one_out()[0][:, self.varies], None if self.is_exact else self.num_inducing
+        warn_about_noise(self._learned_targets(), prediction, self.noise, size)
         warn_about_copies(self.kernel, torch.arange(len(self.targets), device=self.targets.device), self.targets, self.noise)
         return self.objective_value
 
     def _learn(self, settings: FitSettings, record: FitRecord, share: float) -> float:
         """Hyper-parameters, and the subset where there is one."""
         size, *larger = self._sizes()
+        targets = self._learned_targets()
         # Where the number grows, a finer tolerance than that of the growth would take most of the time.
         tolerance = max(settings.tolerance, MIN_GAIN_NATS) if larger else settings.tolerance
 
         def attempt(gives_up: bool, size: int, start: Tensor, tries_all: bool) -> float:
             """From where the parameters are, and a known subset."""
             if self.is_exact:
-                return fit_exactly(
-                    self.kernel, self.targets, self.log_noise, hyper_parameters(self.kernel, self.log_noise), settings, record
-                )
-            turns = Alternation(self.kernel, self.targets, self.log_noise, self.objective, self.search, size, self.generator)
+                return fit_exactly(self.kernel, targets, self.log_noise, hyper_parameters(self.kernel, self.log_noise), settings, record)
+            turns = Alternation(self.kernel, targets, self.log_noise, self.objective, self.search, size, self.generator)
             budget = record.budget(share)
             limited = dataclasses.replace(settings, gives_up=gives_up, remaining_seconds=budget, tolerance=tolerance, tries_all=tries_all)
             index, value = turns.run(start, limited, record)
             self.index.fill_(-1)
-            self.index[: len(index)] = check_index(index, len(self.targets))
+            self.index[: len(index)] = check_index(index, len(targets))
             return value
 
         begin = functools.partial(attempt, size=size, start=self.index[self.index >= 0], tries_all=not larger)
         if math.isnan(self.objective_value):
-            value = fit_with_restart(begin, self.kernel, self.targets, self.log_noise, record, self.index, self.generator)
+            value = fit_with_restart(begin, self.kernel, targets, self.log_noise, record, self.index, self.generator)
         else:
             value = begin(False)
         for size in larger:
             before, value = value, attempt(False, size, self.subset, tries_all=False)
-            is_enough = value < objective_at_share(self.targets) and before - value < MIN_GAIN_NATS * len(self.targets)
+            is_enough = value < objective_at_share(targets) and before - value < MIN_GAIN_NATS * len(targets)
             if is_enough or record.remaining_seconds() <= 0:
                 break
         return attempt(False, size, self.subset, tries_all=True) if larger else value
+
+    def _learned_targets(self) -> Tensor:
+        """Those that vary, or all if none does."""
+        return self.targets[:, self.varies]
 
     def _sizes(self) -> list[int]:
         """Returns how many inducing inputs are tried, one number after the other."""
@@ -466,7 +474,7 @@ class SubsetGPRegression(SavedRegression):
             if self.objective == "pp":
                 self.held_out = held_out_rows(len(self.targets), self.subset, self.generator)
         self.objective_value = optimize_free_inputs(
-            kernel, self.inducing_inputs, self.targets, self.log_noise, self.objective, self.held_out, evaluations, record
+            kernel, self.inducing_inputs, self._learned_targets(), self.log_noise, self.objective, self.held_out, evaluations, record
         )
 
     @torch.no_grad()

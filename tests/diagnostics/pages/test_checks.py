@@ -190,6 +190,27 @@ def test_diagnose_refuses_what_holds_no_posterior(y):
         diagnose(make_idata(observed_data=get_dataset(idata, "observed_data")), None)
 
 
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [(1, "mean, maximum"), (3, "mean, standard deviation, maximum"), (4, "mean, standard deviation, kurtosis, maximum")],
+)
+def test_statistics_that_few_values_cannot_have_are_not_told(number, told):
+    """One data point reproduced its standard deviation, three their kurtosis, and four draws everything."""
+
+    def single(y):
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(torch.tensor(0.4)))
+            pyro.sample("y", dist.Normal(s, 0.5), obs=y)
+
+    y = torch.linspace(0, 1, number + 1)[1:]
+    guide = AutoTruncated(single)
+    remarks = diagnose(to_arviz(single, guide, y, num_samples=25, seed=0), None).remarks
+    for subject in ("repeated", "new"):
+        assert f"Drawn {subject} data points reproduce the data's {told}." in remarks
+    remarks = diagnose(to_arviz(single, guide, y, num_samples=1, seed=0), None).remarks
+    assert "Drawn new data points are too few, 4, to tell whether they reproduce the data: at least 100 are." in remarks
+
+
 def test_missing_groups_and_other_data_are_told(y):
     idata = to_arviz(model, AutoTruncated(model, 4), y, num_samples=5, num_predictive=0)
     with pytest.raises(ValueError, match=r"the data have no group training, only \['posterior'"):
