@@ -313,7 +313,8 @@ def learn(
     Warns:
         DisagreeingStartsWarning: if no two restarts agree.
         ConvergenceWarning: if training beside continuous latents has not converged.
-        UserWarning: if gradients train parameters whose steps are unlike in the columns of the data.
+        UserWarning: if gradients train parameters whose steps are unlike in the columns of the data, or leave out those of
+            modules that Pyro does not know.
 
     Raises:
         ValueError: if a number is out of range, a count has no bound, or the search does not fit.
@@ -349,6 +350,7 @@ def learn(
     remember_columns(trainer.truncated_guide or guide, "data" if trainer.truncated_guide else "y", y)
     if profile.optimizer == "gradients" and profile.y.dim() == 2 and profile.y.is_floating_point() and not profile.spans_processes:
         trainer.parameters.warn_about_columns()
+    trainer.warn_about_unknown_parameters()
     if disagreement is not None:
         advice = "Try more restarts, more restart_steps or a higher temperature (LearnConfig)."
         warnings.warn(f"{disagreement}: the best may be a local optimum. {advice}", DisagreeingStartsWarning, stacklevel=3)

@@ -8,6 +8,7 @@ import functools
 import inspect
 import itertools
 import logging
+import os
 import re
 import threading
 import types
@@ -31,6 +32,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 # Pyro's handlers and parameters, and torch's random state, are those of all threads: what hides Pyro from its users lets one in at a time.
 one_thread = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    # The thread that holds it does not go on in a child process.
+    os.register_at_fork(after_in_child=one_thread._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 class Assign(Messenger):

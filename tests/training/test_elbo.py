@@ -373,3 +373,20 @@ def test_a_latent_that_a_later_call_observes_counts_once(num_states):
     joint = switch[before, paths].log().sum(1) + dist.Normal(paths * mu, 0.7).log_prob(observations).sum(1)
     expected = joint.logsumexp(0) + dist.Normal(0.0, 1.0).log_prob(mu)
     assert elbo.loss(model, guide, mu) == pytest.approx(-float(expected), abs=1e-4)
+
+
+def test_substituted_parameters_stay_and_others_are_trained():
+    def model(y):
+        weight = pyro.param("weight", lambda: torch.ones(3, 4, dtype=torch.float64))
+        scale = pyro.param("scale", torch.tensor(2.0, dtype=torch.float64), constraint=dist.constraints.positive)
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(torch.full((4,), 0.3, dtype=torch.float64)).to_event(1))
+            pyro.sample("y", dist.Normal(s @ weight.mT, scale).to_event(1), obs=y)
+
+    y, weight = 1.0 + 0.1 * torch.randn(20, 3, dtype=torch.float64), torch.eye(3, 4, dtype=torch.float64)
+    fixed = poutine.substitute(model, data={"weight": weight})
+    svi = SVI(fixed, AutoTruncated(fixed, num_states=16), Adam({"lr": 0.05}), Truncated_ELBO(ExhaustiveSearch()))
+    losses = [svi.step(y) for _ in range(3)]
+    assert losses[-1] < losses[0]
+    assert torch.equal(weight, torch.eye(3, 4, dtype=torch.float64))
+    assert set(pyro.get_param_store()) == {"scale"}

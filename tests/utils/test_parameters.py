@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import pickle
+import threading
 
 import pyro
 import pyro.distributions as dist
@@ -37,6 +39,7 @@ from pyro_truncated.gp import PyroKernel, SubsetSparseGPRegression
 from pyro_truncated.gplvm import Analytic_ELBO, SASFunctionDecoder
 from pyro_truncated.training import fit, fit_restarts
 from pyro_truncated.training.checkpoint import load_checkpoint, save_checkpoint
+from pyro_truncated.utils.parameter_store import one_thread
 
 
 @pytest.fixture
@@ -536,3 +539,26 @@ def test_fit_refuses_a_second_guide_of_pyros_before_its_first_step(y, kind):
     assert all(torch.equal(value, before[name]) for name, value in pyro.get_param_store().items())
     pyro.clear_param_store()
     fit(SVI(line, kind(line), Adam({"lr": 0.1}), Trace_ELBO()), y, steps=2, progress=False)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no forks")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_fork_does_not_wait_for_a_thread_of_its_parent():
+    is_held, is_done = threading.Event(), threading.Event()
+
+    def hold():
+        with one_thread:
+            is_held.set()
+            is_done.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    is_held.wait(30)
+    child = os.fork()
+    if not child:
+        os._exit(0 if one_thread.acquire(timeout=5) else 1)
+    status = os.waitpid(child, 0)[1]
+    assert not one_thread.acquire(blocking=False)
+    is_done.set()
+    thread.join()
+    assert status == 0
