@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import pyro
 import torch
 from torch import Tensor
 
@@ -263,6 +264,8 @@ class ConvergenceWarning(UserWarning):
     """
 
 
+# Pyro's optimisers find parameters by their names in its store.
+@pyro.settings.context(module_local_params=False)
 @torch.inference_mode(False)
 def learn(
     model: Any,

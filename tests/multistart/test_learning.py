@@ -701,3 +701,11 @@ def test_parameters_that_pyro_does_not_know_are_told():
     for model in (_Scaled(), network):
         with warnings.catch_warnings(action="error"):
             learn(model, y, **QUICK)
+
+
+def test_parameters_that_modules_keep_to_themselves_are_learned():
+    y = torch.cat([torch.zeros(20), 4.0 + torch.zeros(20)])
+    with pyro.settings.context(module_local_params=True):
+        model = _Scaled()
+        learn(model, y, **QUICK)
+    assert not torch.equal(model.loc, torch.tensor([0.0, 1.0]))

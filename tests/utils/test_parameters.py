@@ -562,3 +562,37 @@ def test_a_fork_does_not_wait_for_a_thread_of_its_parent():
     is_done.set()
     thread.join()
     assert status == 0
+
+
+def test_an_average_of_models_is_not_replaced_by_what_was_trained_last():
+    class Model(PyroModule):
+        def __init__(self):
+            super().__init__()
+            self.weight = PyroParam(torch.eye(3, 4))
+
+        def forward(self, y):
+            with pyro.plate("data", len(y)):
+                s = pyro.sample("s", dist.Bernoulli(torch.full((3,), 0.3)).to_event(1))
+                pyro.sample("y", dist.Normal(s @ self.weight, 1.0).to_event(1), obs=y)
+
+    model, y = Model(), torch.randn(20, 4)
+    guide = AutoTruncated(model, num_states=8)
+    module = Truncated_ELBO()(model, guide)
+    module(y)  # torch averages modules that have all their buffers
+    average = torch.optim.swa_utils.AveragedModel(module)
+    optimiser = torch.optim.Adam(module.parameters(), lr=0.3)
+    for _ in range(4):
+        optimiser.zero_grad()
+        module(y).backward()
+        optimiser.step()
+        average.update_parameters(module)
+    weight = average.module.model.weight.detach().clone()
+    for evaluate in (average, average.module.guide.refresh_):
+        with pytest.raises(ValueError, match=r"Pyro's parameter store holds other parameters \['weight'\]"):
+            evaluate(y)
+    pyro.clear_param_store()
+    loss = average(y).item()
+    assert torch.equal(average.module.model.weight, weight)
+    states = torch.cartesian_prod(*[torch.tensor([0.0, 1.0])] * 3).unsqueeze(1)
+    joint = dist.Bernoulli(0.3).log_prob(states).sum(-1) + dist.Normal(states @ weight, 1.0).log_prob(y).sum(-1)
+    assert loss == pytest.approx(-float(joint.logsumexp(0).sum()), rel=1e-5)
