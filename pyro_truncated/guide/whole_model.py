@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 import math
+import types
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
@@ -442,8 +444,14 @@ class WholeModelGuide(AutoGuide):
         # What was read of the first run is never changed, and torch does not copy views of parameters that steps have changed since.
         memo[id(self.prototype_trace)] = self.prototype_trace
         duplicate.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[no-untyped-call]
-        # A model that was copied before, together with the guide, goes with the copy.
-        duplicate._model = self._model and (memo.get(id(self.model), self.model),)
-        duplicate._conditional = (memo.get(id(self.conditional), self.conditional),)
+        duplicate._model = self._model and (_find_copy(self.model, memo),)
+        duplicate._conditional = (_find_copy(self.conditional, memo),)
         duplicate._inherited_companions = self._inherited_companions
         return duplicate
+
+
+def _find_copy(program: Any, memo: dict[int, Any]) -> Any:
+    """The copy of a program that was copied before, else itself."""
+    if inspect.ismethod(program) and id(program.__self__) in memo:
+        return types.MethodType(program.__func__, memo[id(program.__self__)])
+    return memo.get(id(program), program)

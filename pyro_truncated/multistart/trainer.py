@@ -153,8 +153,8 @@ class Trainer:
         names = {name for name, value in values if value.grad is not None and id(value) not in trained}
         if names:
             warnings.warn(
-                f"the parameters {sorted(names)} get gradients, but are not trained, as Pyro does not know them. Give learn a PyroModule in "
-                "place of its method, call pyro.module(name, module) in the model, or freeze the module by requires_grad_(False).",
+                f"the parameters {sorted(names)} get gradients, but are not trained, as Pyro does not know them. Give learn a PyroModule "
+                "in place of its method, call pyro.module(name, module) in the model, or freeze the module by requires_grad_(False).",
                 UserWarning,
                 stacklevel=4,
             )
