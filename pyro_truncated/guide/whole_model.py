@@ -46,7 +46,7 @@ from pyro_truncated.program.structures import KnownStructures, refuse_other_stru
 from pyro_truncated.program.vectorization import run_mode_for
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import check_count, check_kinds
-from pyro_truncated.utils.parameter_store import free_plate_dims, isolate, refuse_shadowed_parameters, spare_random_numbers
+from pyro_truncated.utils.parameter_store import free_plate_dims, isolate, refuse_diverged_copies, spare_random_numbers
 
 
 class WholeModelGuide(AutoGuide):
@@ -260,8 +260,7 @@ class WholeModelGuide(AutoGuide):
                 "AutoTruncated cannot be traced by torch.jit: its states change while it trains. Use TraceEnum_ELBO, not JitTraceEnum_ELBO."
             )
         self.setup(*call.args, **call.kwargs)
-        # A copy may have gone its own way, as the mean of `torch.optim.swa_utils` does.
-        refuse_shadowed_parameters(call.model)
+        refuse_diverged_copies(call.model)
         if isinstance(self._product, ProductLayout) and self._product.steps:
             call = call.with_program(functools.partial(run_by_steps, call.model))
         names = [name for name in self.layout.other_latents if name not in (values or {})]

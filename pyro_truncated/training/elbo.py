@@ -51,7 +51,13 @@ from pyro_truncated.utils.annealing import Temperature, temperature_at
 from pyro_truncated.utils.arguments import check_counts, check_kinds
 from pyro_truncated.utils.budget import memory_budget, rows_per_block
 from pyro_truncated.utils.console import ReprFromArguments
-from pyro_truncated.utils.parameter_store import PrefixStrippingModule, isolate, refuse_shadowed_parameters, spare_random_numbers
+from pyro_truncated.utils.parameter_store import (
+    PrefixStrippingModule,
+    isolate,
+    refuse_diverged_copies,
+    refuse_shadowed_parameters,
+    spare_random_numbers,
+)
 from pyro_truncated.utils.references import Reference
 
 
@@ -304,6 +310,8 @@ class _TruncatedModule(PrefixStrippingModule, ELBOModule):
 def _stands_alone(call: Call, guide: Any) -> bool:
     """Whether the guide is one AutoTruncated of this very model, without handlers."""
     refuse_handlers_around()
+    # Before the guides beside it run, which take what the store holds for their own.
+    refuse_diverged_copies(call.model, guide)
     if not isinstance(guide, AutoTruncated):
         return False
     guide.setup(*call.args, **call.kwargs)

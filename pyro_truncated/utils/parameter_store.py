@@ -200,6 +200,19 @@ def refuse_shadowed_parameters(*programs: Any, training: bool = False) -> None:
     """
     if pyro.settings.get("module_local_params"):
         return
+    refuse_diverged_copies(*programs, training=training)
+    for module in program_modules(*programs):
+        for parameter in store_parameters(module):
+            hold(parameter, training)
+
+
+def refuse_diverged_copies(*programs: Any, training: bool = False) -> None:
+    """Refuses parameters that another copy of the module has trained.
+
+    A copy may have gone its own way, as the mean of ``torch.optim.swa_utils`` does.
+    """
+    if pyro.settings.get("module_local_params"):
+        return
     names = [
         parameter.name
         for parameter, replacement in replaced_parameters(*programs)
@@ -210,9 +223,6 @@ def refuse_shadowed_parameters(*programs: Any, training: bool = False) -> None:
         names += [name for module in program_modules(*programs) for name in _find_shared_parameters(module)]
     if names:
         raise ValueError(_complaint(names))
-    for module in program_modules(*programs):
-        for parameter in store_parameters(module):
-            hold(parameter, training)
 
 
 class ShadowWatch(Messenger):

@@ -596,3 +596,28 @@ def test_an_average_of_models_is_not_replaced_by_what_was_trained_last():
     states = torch.cartesian_prod(*[torch.tensor([0.0, 1.0])] * 3).unsqueeze(1)
     joint = dist.Bernoulli(0.3).log_prob(states).sum(-1) + dist.Normal(states @ weight, 1.0).log_prob(y).sum(-1)
     assert loss == pytest.approx(-float(joint.logsumexp(0).sum()), rel=1e-5)
+
+
+def test_an_average_of_guides_beside_is_not_replaced_either():
+    def model(y):
+        loc = pyro.sample("loc", dist.Normal(0.0, 3.0))
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(0.3))
+            pyro.sample("y", dist.Normal(loc + s, 1.0), obs=y)
+
+    y, guide = torch.randn(20), AutoGuideList(model)
+    guide.append(AutoNormal(poutine.block(model, hide=["s"])))
+    guide.append(AutoTruncated(model))
+    module = Truncated_ELBO()(model, guide)
+    module(y)
+    average = torch.optim.swa_utils.AveragedModel(module)
+    optimiser = torch.optim.Adam(module.parameters(), lr=0.3)
+    for _ in range(3):
+        optimiser.zero_grad()
+        module(y).backward()
+        optimiser.step()
+        average.update_parameters(module)
+    before = [value.detach().clone() for value in average.parameters()]
+    with pytest.raises(ValueError, match="Pyro's parameter store holds other parameters"):
+        average(y)
+    assert all(torch.equal(value, old) for value, old in zip(average.parameters(), before, strict=True))
