@@ -58,9 +58,9 @@ class ModelParameters:
             return self.model.state_dict()
         with spare_random_numbers(), poutine.block(), torch.no_grad():
             nodes = poutine.trace(self.model, param_only=True).get_trace(self.y).nodes
+        values = {name: node["value"] for name, node in nodes.items() if node["type"] == "param"}
         # Substituted values are nobody's to learn.
-        values = {name: node["value"] for name, node in nodes.items() if node["type"] == "param" and node["value"].requires_grad}
-        return {name: value.unconstrained() if hasattr(value, "unconstrained") else value for name, value in values.items()}
+        return {name: value.unconstrained() for name, value in values.items() if hasattr(value, "unconstrained")}
 
     def learned(self) -> dict[str, Tensor]:
         """Learned parameters, without buffers."""

@@ -664,7 +664,11 @@ def test_what_is_substituted_is_not_learned():
 
     pyro.set_rng_seed(0)
     loc, y = torch.tensor([0.0, 4.0]), torch.cat([torch.zeros(20), 4.0 + torch.zeros(20)]) + 0.1 * torch.randn(40)
-    learn(poutine.substitute(model, data={"loc": loc}), y, **QUICK)
+    assert set(ModelParameters(model, y).tensors()) == {"loc", "scale"}
+    pyro.clear_param_store()
+    fixed = poutine.substitute(model, data={"loc": loc})
+    assert set(ModelParameters(fixed, y).tensors()) == {"scale"}
+    learn(fixed, y, **QUICK)
     assert loc.tolist() == [0.0, 4.0]
     assert "loc" not in pyro.get_param_store()
     assert float(pyro.param("scale").detach()) < 1.0
