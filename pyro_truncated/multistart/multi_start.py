@@ -264,8 +264,6 @@ class ConvergenceWarning(UserWarning):
     """
 
 
-# Pyro's optimisers find parameters by their names in its store.
-@pyro.settings.context(module_local_params=False)
 @torch.inference_mode(False)
 def learn(
     model: Any,
@@ -334,7 +332,9 @@ def learn(
     if profile.spans_processes:
         profile.parameters.load(agree(profile.parameters.snapshot()))
     restart = profile.for_restarts()
-    with restore_driver(model), progress_bar(progress, unit="step") as bar:
+    # Pyro's optimisers find parameters by their names in its store.
+    in_store = pyro.settings.context(module_local_params=False)
+    with in_store, restore_driver(model), progress_bar(progress, unit="step") as bar:
 
         def watch(free_energy: float) -> None:
             bar.set_postfix(free_energy=f"{free_energy:.2f}", refresh=False)
