@@ -433,6 +433,14 @@ class MixedGuides(TraceEnum_ELBO):
 
     def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
         traces = super()._get_trace(CheckedSites()(model), guide, args, kwargs)  # type: ignore[no-untyped-call]
+        given, sampled = (trace.nodes for trace in traces)
+        marks: list[Any] = [node["infer"].get("truncated") for node in sampled.values() if node["type"] == "sample"]
+        sites = {name for mark in marks if mark is not None for name in mark["guide"]().layout.sites} & given.keys() & sampled.keys()
+        if names := sorted(name for name in sites if given[name]["is_observed"]):
+            raise ValueError(
+                f"the model observes {names}, which the guide samples, as it was made of another model. Make a guide of this one, "
+                "AutoTruncated(model, ...)."
+            )
         packed = [site["packed"] for trace in traces for site in trace.nodes.values() if site["type"] == "sample"]
         precision = functools.reduce(torch.promote_types, (site["log_prob"].dtype for site in packed), torch.float16)
         for site in packed:

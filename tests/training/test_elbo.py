@@ -390,3 +390,24 @@ def test_substituted_parameters_stay_and_others_are_trained():
     assert losses[-1] < losses[0]
     assert torch.equal(weight, torch.eye(3, 4, dtype=torch.float64))
     assert set(pyro.get_param_store()) == {"scale"}
+
+
+@pytest.mark.parametrize("observed", [[], ["x"]])
+def test_a_guide_of_another_model_is_a_bound_or_refused(observed):
+    def model(y):
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Bernoulli(0.3))
+            x = pyro.sample("x", dist.Bernoulli(0.2 + 0.5 * z))
+            pyro.sample("y", dist.Normal(2 * x + z, 1.0), obs=y)
+
+    y, elbo = torch.tensor([0.3, -1.2, 2.0]), Truncated_ELBO(max_plate_nesting=1)
+    given = poutine.condition(model, data={name: torch.tensor([1.0, 0.0, 1.0]) for name in observed})
+    guide = AutoTruncated(model, num_states=4)
+    if observed:
+        with pytest.warns(UserWarning, match="in guide but not model"), pytest.raises(ValueError, match=r"the model observes \['x'\]"):
+            elbo.loss_and_grads(given, guide, y)
+    else:
+        assert elbo.loss(given, guide, y) == pytest.approx(elbo.loss(model, guide, y), rel=1e-6)
+    own = elbo.loss(given, AutoTruncated(given, num_states=4), y)
+    exact = TraceEnum_ELBO(max_plate_nesting=1).loss(pyro.infer.config_enumerate(given), lambda y: None, y)
+    assert own == pytest.approx(exact, rel=1e-5)
