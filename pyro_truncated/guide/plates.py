@@ -79,15 +79,24 @@ class _OpenedPlates(Messenger):
         self.requests: dict[str, dict[str, Any]] = {}
 
     def _pyro_sample(self, msg: Any) -> None:
-        if not site_is_subsample(msg) or msg["name"] not in self.missing:
+        if not site_is_subsample(msg):
+            # Of plates that were made outside of the model.
+            for frame in msg["cond_indep_stack"]:
+                if frame.name in self.missing:
+                    self._record(frame.name, frame.size)
+            return
+        if msg["name"] not in self.missing:
             return
         size, number, subsample = msg["fn"].size, msg["fn"].subsample_size, msg["value"]
-        self.requests[msg["name"]] = {"size": size, "subsample_size": number, "subsample": subsample}
-        self.missing.remove(msg["name"])
-        if not self.missing:
-            raise _AllOpenError
+        self._record(msg["name"], size, number, subsample)
         if subsample is None:
             msg["value"] = torch.arange(size if number is None else min(number, size), device=msg["fn"].device)
+
+    def _record(self, name: str, size: int, number: int | None = None, subsample: Tensor | None = None) -> None:
+        self.requests[name] = {"size": size, "subsample_size": number, "subsample": subsample}
+        self.missing.remove(name)
+        if not self.missing:
+            raise _AllOpenError
 
 
 def model_plates(call: Call, frames: Mapping[str, Any]) -> dict[str, Any]:

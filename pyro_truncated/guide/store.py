@@ -101,6 +101,8 @@ class PopulationStore(torch.nn.Module):
         self._averages: tuple[int, Tensor] | None = None
         # As of which words all data points have the same, or not.
         self._alike: tuple[tuple[int, int], bool] | None = None
+        # The words as they were written here, or checked.
+        self._own_words: tuple[int, int] | None = None
 
     # --- random numbers ---
 
@@ -162,6 +164,7 @@ class PopulationStore(torch.nn.Module):
             note_once(f"AutoTruncated keeps {states} of {list(layout.sites)} (fewer than {option}): {left_out or 'nothing is truncated'}")
             self.num_states = size
         self.register_buffer("words", words)
+        self._own_words = self._words_key
         self.register_buffer("log_joint", log_joint)
         self.register_buffer("cardinalities", torch.tensor(layout.space.cardinalities, device=device))
 
@@ -195,7 +198,19 @@ class PopulationStore(torch.nn.Module):
         self.to(device)
 
     def begin_(self, indices: Tensor | None = None) -> None:
-        """Initialises populations of all or the given data points."""
+        """Initialises populations of all or the given data points.
+
+        Populations that something else has written must be states, and distinct ones.
+        """
+        if self._own_words != self._words_key:
+            if problem := flaw(self.words, None, self.cardinalities):
+                reason = problem.partition(": ")[2]
+                raise ValueError(f"something else has written into the populations, such as an average with use_buffers=True: {reason}")
+            self._own_words = self._words_key
+
+    @property
+    def _words_key(self) -> tuple[int, int]:
+        return self.words.data_ptr(), 0 if self.words.is_inference() else self.words._version
 
     def allocate(self, name: str, like: Tensor) -> Tensor:
         """Allocates a buffer of that name, like the loaded one."""
@@ -241,7 +256,8 @@ class PopulationStore(torch.nn.Module):
             if value is not None:
                 state_dict[prefix + name] = self.fill_(name, value)
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self.num_states = self.num_states if tensors["words"] is None else tensors["words"].shape[1]
+        if tensors["words"] is not None:
+            self.num_states, self._own_words = tensors["words"].shape[1], self._words_key
         self.revision += 1
         # Populations that were saved may be of other data than the last ones here.
         self.seen = SeenData(is_new=stream is not None and len(stream) > 2)
@@ -316,9 +332,8 @@ class PopulationStore(torch.nn.Module):
         """Whether all data points have all states, in the same order."""
         if self.words.shape[1] < self.space.size or type(self) is not PopulationStore:
             return False
-        key = self.words.data_ptr(), self.words._version
-        if self._alike is None or self._alike[0] != key:
-            self._alike = key, bool((self.words == self.words[:1]).all())
+        if self._alike is None or self._alike[0] != self._words_key:
+            self._alike = self._words_key, bool((self.words == self.words[:1]).all())
         return self._alike[1]
 
     # --- writing ---
@@ -351,6 +366,7 @@ class PopulationStore(torch.nn.Module):
         self.log_joint[index] = log_joint
         if words is not None:
             self.words[index] = words
+            self._own_words = self._words_key
         self.revision += 1
 
     # --- averages over draws of other guides ---

@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 import math
+import types
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
@@ -44,7 +46,7 @@ from pyro_truncated.program.structures import KnownStructures, refuse_other_stru
 from pyro_truncated.program.vectorization import run_mode_for
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import check_count, check_kinds
-from pyro_truncated.utils.parameter_store import free_plate_dims, isolate, spare_random_numbers
+from pyro_truncated.utils.parameter_store import free_plate_dims, isolate, refuse_diverged_copies, spare_random_numbers
 
 
 class WholeModelGuide(AutoGuide):
@@ -258,6 +260,7 @@ class WholeModelGuide(AutoGuide):
                 "AutoTruncated cannot be traced by torch.jit: its states change while it trains. Use TraceEnum_ELBO, not JitTraceEnum_ELBO."
             )
         self.setup(*call.args, **call.kwargs)
+        refuse_diverged_copies(call.model)
         if isinstance(self._product, ProductLayout) and self._product.steps:
             call = call.with_program(functools.partial(run_by_steps, call.model))
         names = [name for name in self.layout.other_latents if name not in (values or {})]
@@ -440,8 +443,14 @@ class WholeModelGuide(AutoGuide):
         # What was read of the first run is never changed, and torch does not copy views of parameters that steps have changed since.
         memo[id(self.prototype_trace)] = self.prototype_trace
         duplicate.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[no-untyped-call]
-        # A model that was copied before, together with the guide, goes with the copy.
-        duplicate._model = self._model and (memo.get(id(self.model), self.model),)
-        duplicate._conditional = (memo.get(id(self.conditional), self.conditional),)
+        duplicate._model = self._model and (_find_copy(self.model, memo),)
+        duplicate._conditional = (_find_copy(self.conditional, memo),)
         duplicate._inherited_companions = self._inherited_companions
         return duplicate
+
+
+def _find_copy(program: Any, memo: dict[int, Any]) -> Any:
+    """The copy of a program that was copied before, else itself."""
+    if inspect.ismethod(program) and id(program.__self__) in memo:
+        return types.MethodType(program.__func__, memo[id(program.__self__)])
+    return memo.get(id(program), program)

@@ -59,7 +59,8 @@ class ModelParameters:
         with spare_random_numbers(), poutine.block(), torch.no_grad():
             nodes = poutine.trace(self.model, param_only=True).get_trace(self.y).nodes
         values = {name: node["value"] for name, node in nodes.items() if node["type"] == "param"}
-        return {name: value.unconstrained() if hasattr(value, "unconstrained") else value for name, value in values.items()}
+        # Substituted values are nobody's to learn.
+        return {name: value.unconstrained() for name, value in values.items() if hasattr(value, "unconstrained")}
 
     def learned(self) -> dict[str, Tensor]:
         """Learned parameters, without buffers."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import pyro
 import torch
 from torch import Tensor
 
@@ -315,7 +316,8 @@ def learn(
     Warns:
         DisagreeingStartsWarning: if no two restarts agree.
         ConvergenceWarning: if training beside continuous latents has not converged.
-        UserWarning: if gradients train parameters whose steps are unlike in the columns of the data.
+        UserWarning: if gradients train parameters whose steps are unlike in the columns of the data, or leave out those of
+            modules that Pyro does not know.
 
     Raises:
         ValueError: if a number is out of range, a count has no bound, or the search does not fit.
@@ -332,7 +334,9 @@ def learn(
     if profile.spans_processes:
         profile.parameters.load(agree(profile.parameters.snapshot()))
     restart = profile.for_restarts()
-    with restore_driver(model), progress_bar(progress, unit="step") as bar:
+    # Pyro's optimisers find parameters by their names in its store.
+    in_store = pyro.settings.context(module_local_params=False)
+    with in_store, restore_driver(model), progress_bar(progress, unit="step") as bar:
 
         def watch(free_energy: float) -> None:
             bar.set_postfix(free_energy=f"{free_energy:.2f}", refresh=False)
@@ -351,6 +355,7 @@ def learn(
     remember_columns(trainer.truncated_guide or guide, "data" if trainer.truncated_guide else "y", y)
     if profile.optimizer == "gradients" and profile.y.dim() == 2 and profile.y.is_floating_point() and not profile.spans_processes:
         trainer.parameters.warn_about_columns()
+    trainer.warn_about_unknown_parameters()
     if disagreement is not None:
         advice = "Try more restarts, more restart_steps or a higher temperature (LearnConfig)."
         warnings.warn(f"{disagreement}: the best may be a local optimum. {advice}", DisagreeingStartsWarning, stacklevel=3)

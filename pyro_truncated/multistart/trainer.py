@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Self, cast
@@ -37,7 +38,7 @@ from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.utils.annealing import Temperature, temperature_at
-from pyro_truncated.utils.parameter_store import spare_random_numbers
+from pyro_truncated.utils.parameter_store import program_modules, spare_random_numbers
 
 # Most search rounds before training; steps between two moves of mixture components.
 _MAX_SEARCH_ROUNDS, _RELOCATION_STEPS = 10, 10
@@ -143,6 +144,20 @@ class Trainer:
         value = -float(self._svi.step(y)) / self.profile.num_posteriors
         self.profile.watch(value)
         return value
+
+    def warn_about_unknown_parameters(self) -> None:
+        """Warns of parameters that have gradients, but are not in Pyro's store."""
+        trained = {id(value) for value in self._adam.optim_objs}
+        modules = program_modules(self.profile.model) if self._driver is None else []
+        values = [(name, value) for module in modules for name, value in module.named_parameters() if value.requires_grad]
+        names = {name for name, value in values if value.grad is not None and id(value) not in trained}
+        if names:
+            warnings.warn(
+                f"the parameters {sorted(names)} get gradients, but are not trained, as Pyro does not know them. Give learn a PyroModule "
+                "in place of its method, call pyro.module(name, module) in the model, or freeze the module by requires_grad_(False).",
+                UserWarning,
+                stacklevel=4,
+            )
 
     def relocate(self) -> bool:
         """Whether mixture components move; once none has, none is tried again."""

@@ -29,7 +29,7 @@ from pyro_truncated.program.sites import latent_nodes, sample_nodes, scale_beyon
 from pyro_truncated.program.supports import log_prob_on_support
 from pyro_truncated.program.zero_probabilities import exact_log_prob, impossible_entries, without_impossible
 from pyro_truncated.states.population import Moments
-from pyro_truncated.utils.parameter_store import Assign, isolate
+from pyro_truncated.utils.parameter_store import Assign, isolate, spare_random_numbers
 
 Conditional = Callable[..., Any]
 RunMode = Literal["together", "vmap", "singly"]
@@ -213,6 +213,16 @@ class CandidateRuns:
                 "from the right (sum(-1), s @ W.mT, Vindex), or score one state after the other: AutoTruncated(..., vectorize=False)."
             )
             raise
+
+    def auxiliary_values(self) -> dict[str, Tensor]:
+        """Repeatable draws of the conditional's auxiliary sites, given one state."""
+        if self.conditional is None:
+            return {}
+        states = {name: self.probe.nodes[name]["value"] for name in self.probe.layout.sites}
+        with spare_random_numbers():
+            torch.manual_seed(0)
+            nodes = latent_nodes(self._conditional_trace(self.conditional, states))
+        return {node["name"]: node["value"] for node in nodes if node["infer"].get("is_auxiliary", False)}
 
     def _conditional_trace(self, conditional: Conditional, states: Mapping[str, Tensor]) -> poutine.Trace:
         with isolate(), Assign(self.fixed_values), ExitStack() as stack:

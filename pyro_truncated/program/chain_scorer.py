@@ -120,9 +120,10 @@ class ChainScorer(Probe):
     def __call__(self, words: Tensor) -> Tensor:
         """Log likelihoods of candidates, within the memory budget."""
         num_data, num_steps, num_candidates, _ = words.shape
+        if not num_candidates:
+            return torch.zeros(words.shape[:3], dtype=torch.float64, device=words.device)
         size = rows_per_block(32 * num_data * num_steps * self.product.groups[0].space.num_latents)
-        parts = [self.log_likelihood(part) for part in words.split(size, 2)] if num_candidates else []
-        return torch.cat(parts, 2)
+        return torch.cat([self.log_likelihood(part) for part in words.split(size, 2)], 2)
 
     def log_likelihood(self, words: Tensor) -> Tensor:
         """Returns log likelihoods ``(N, T, C)`` of states, in float64.

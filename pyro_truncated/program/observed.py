@@ -122,6 +122,9 @@ def _invalid(node: Mapping[str, Any]) -> Tensor | None:
         return None
     support = elementwise(support)
     invalid: Tensor = ~support.check(value)
+    if value.is_floating_point() and bool(invalid.any()) and _takes_nan(fn, value):
+        nan = value.isnan()
+        invalid = invalid & ~(nan.flatten(invalid.dim()).any(-1) if support.event_dim else nan)
     if (
         not bool(invalid.any())
         and value.is_floating_point()
@@ -139,6 +142,14 @@ def _invalid(node: Mapping[str, Any]) -> Tensor | None:
     return invalid
 
 
+def _takes_nan(fn: Any, value: Tensor) -> bool:
+    """Whether a density takes missing entries, as Pyro's NanMaskedNormal does."""
+    try:
+        return bool(value.isnan().any()) and not bool(fn.log_prob(value).isnan().any())
+    except ValueError:  # of a distribution that validates its values
+        return False
+
+
 def _complaint(probe: Probe, node: Mapping[str, Any], invalid: Tensor) -> str:
     inner, _ = unwrap(node["fn"])
     support = elementwise(node["fn"].support)
@@ -150,7 +161,8 @@ def _complaint(probe: Probe, node: Mapping[str, Any], invalid: Tensor) -> str:
     )
     if bool(value.isnan().any()):
         return problem + (
-            "Missing entries need a mask (poutine.mask, or .mask(...) of the distribution), or one of our distributions that take NaN."
+            "Missing entries need a mask (poutine.mask, or .mask(...) of the distribution), or a distribution that takes NaN, "
+            "such as Pyro's NanMaskedNormal or those of pyro_truncated."
         )
     return problem + "Check the data, or choose a distribution that allows such values."
 

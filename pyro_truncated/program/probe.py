@@ -33,6 +33,17 @@ class AllObservedError(ValueError):
         super().__init__(f"the model observes all its discrete sites {list(self.values)} with these arguments: there is nothing to infer")
 
 
+def _members_of_outer_plates(nodes: Iterable[Any], known: Collection[str]) -> dict[str, Tensor]:
+    """All members of the plates that were made outside of a run."""
+    frames = {f.name: f for node in nodes for f in node["cond_indep_stack"] if f.vectorized and f.name not in known}
+    if subsampled := next(filter(is_subsampled, frames.values()), None):
+        raise ValueError(
+            f"plate '{subsampled.name}' was made outside of the model, where it has drawn its subsample once and for all. Make it in the "
+            "model."
+        )
+    return {name: torch.arange(frame.size) for name, frame in frames.items()}
+
+
 class Probe:
     """The data points of one (sub)batch that a run selects.
 
@@ -65,12 +76,14 @@ class Probe:
         trace = self.first_run(values)
         self.nodes = sample_nodes(trace)
         self.subsamples: dict[str, Any] = {name: node["value"] for name, node in trace.nodes.items() if site_is_subsample(node)}
+        latents = [self.nodes[name] for name in (*layout.sites, *layout.other_latents) if name in self.nodes]
+        self.subsamples |= _members_of_outer_plates(latents, self.subsamples)
         observed = {name for name, node in self.nodes.items() if node["is_observed"]}
         self.observed_sites = [name for name in layout.sites if name in observed]
         self._check_structure()
         self._check_values()
-        latents = {name: self.nodes[name]["value"] for name in layout.other_latents if name in self.nodes}
-        self.values: dict[str, Any] = values | self.subsamples | latents
+        others = {name: self.nodes[name]["value"] for name in layout.other_latents if name in self.nodes}
+        self.values: dict[str, Any] = values | self.subsamples | others
         self.uncovered_latents = set(layout.other_latents) - values.keys() - observed
         first = self.nodes[next(iter(layout.sites))]
         self.frames: list[Any] = sorted((f for f in first["cond_indep_stack"] if f.name in layout.plates), key=lambda frame: frame.dim)

@@ -240,6 +240,7 @@ def _terms(log_joint: LogJoint, words: Tensor, run_mode: RunMode) -> tuple[dict[
     # Latents of other guides are held fixed here: they count like data.
     runs = CandidateRuns(log_joint, log_joint.conditional, run_mode, uncovered_latents=(), fixed_values=log_joint.values)
     try:
+        runs.fixed_values = {**runs.fixed_values, **runs.auxiliary_values()}
         return runs.log_probs(words), runs.most_dims
     except Exception as error:
         return error, runs.most_dims

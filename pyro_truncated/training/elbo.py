@@ -51,7 +51,13 @@ from pyro_truncated.utils.annealing import Temperature, temperature_at
 from pyro_truncated.utils.arguments import check_counts, check_kinds
 from pyro_truncated.utils.budget import memory_budget, rows_per_block
 from pyro_truncated.utils.console import ReprFromArguments
-from pyro_truncated.utils.parameter_store import PrefixStrippingModule, isolate, refuse_shadowed_parameters, spare_random_numbers
+from pyro_truncated.utils.parameter_store import (
+    PrefixStrippingModule,
+    isolate,
+    refuse_diverged_copies,
+    refuse_shadowed_parameters,
+    spare_random_numbers,
+)
 from pyro_truncated.utils.references import Reference
 
 
@@ -171,7 +177,7 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
         Closed-form M-steps get statistics instead.
         """
         call = Call(model, args, kwargs)
-        with propagate_errors(guide, (args, kwargs)):
+        with propagate_errors(guide, (args, kwargs)), poutine.block(hide_fn=_is_substituted):
             closed_form = ClosedForm.find(model)
             if closed_form is not None:
                 return total([guide], _check_loss(self._closed_form_step(closed_form, call, guide)))
@@ -304,10 +310,17 @@ class _TruncatedModule(PrefixStrippingModule, ELBOModule):
 def _stands_alone(call: Call, guide: Any) -> bool:
     """Whether the guide is one AutoTruncated of this very model, without handlers."""
     refuse_handlers_around()
+    # Before the guides beside it run, which take what the store holds for their own.
+    refuse_diverged_copies(call.model, guide)
     if not isinstance(guide, AutoTruncated):
         return False
     guide.setup(*call.args, **call.kwargs)
     return guide.companions is None and bool(call.model == guide.model)
+
+
+def _is_substituted(msg: Any) -> bool:
+    """Whether a parameter has a given value (``poutine.substitute``), which SVI cannot train."""
+    return msg["type"] == "param" and msg["value"] is not None and not hasattr(msg["value"], "unconstrained")
 
 
 def _check_loss(loss: float) -> float:
@@ -420,6 +433,14 @@ class MixedGuides(TraceEnum_ELBO):
 
     def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
         traces = super()._get_trace(CheckedSites()(model), guide, args, kwargs)  # type: ignore[no-untyped-call]
+        given, sampled = (trace.nodes for trace in traces)
+        marks: list[Any] = [node["infer"].get("truncated") for node in sampled.values() if node["type"] == "sample"]
+        sites = {name for mark in marks if mark is not None for name in mark["guide"]().layout.sites} & given.keys() & sampled.keys()
+        if names := sorted(name for name in sites if given[name]["is_observed"]):
+            raise ValueError(
+                f"the model observes {names}, which the guide samples, as it was made of another model. Make a guide of this one, "
+                "AutoTruncated(model, ...)."
+            )
         packed = [site["packed"] for trace in traces for site in trace.nodes.values() if site["type"] == "sample"]
         precision = functools.reduce(torch.promote_types, (site["log_prob"].dtype for site in packed), torch.float16)
         for site in packed:

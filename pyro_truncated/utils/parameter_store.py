@@ -8,6 +8,7 @@ import functools
 import inspect
 import itertools
 import logging
+import os
 import re
 import threading
 import types
@@ -31,6 +32,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 # Pyro's handlers and parameters, and torch's random state, are those of all threads: what hides Pyro from its users lets one in at a time.
 one_thread = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    # The thread that holds it does not go on in a child process.
+    os.register_at_fork(after_in_child=one_thread._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 class Assign(Messenger):
@@ -196,6 +200,19 @@ def refuse_shadowed_parameters(*programs: Any, training: bool = False) -> None:
     """
     if pyro.settings.get("module_local_params"):
         return
+    refuse_diverged_copies(*programs, training=training)
+    for module in program_modules(*programs):
+        for parameter in store_parameters(module):
+            hold(parameter, training)
+
+
+def refuse_diverged_copies(*programs: Any, training: bool = False) -> None:
+    """Refuses parameters that another copy of the module has trained.
+
+    A copy may have gone its own way, as the mean of ``torch.optim.swa_utils`` does.
+    """
+    if pyro.settings.get("module_local_params"):
+        return
     names = [
         parameter.name
         for parameter, replacement in replaced_parameters(*programs)
@@ -206,9 +223,6 @@ def refuse_shadowed_parameters(*programs: Any, training: bool = False) -> None:
         names += [name for module in program_modules(*programs) for name in _find_shared_parameters(module)]
     if names:
         raise ValueError(_complaint(names))
-    for module in program_modules(*programs):
-        for parameter in store_parameters(module):
-            hold(parameter, training)
 
 
 class ShadowWatch(Messenger):

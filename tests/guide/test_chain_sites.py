@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, EvolutionarySearch, Truncated_ELBO, check_truncation, to_arviz
 from pyro_truncated.distributions import BinaryChains, LinearSuperposition
+from pyro_truncated.search import Search
 
 DOUBLE = torch.float64
 SWITCH = torch.tensor([[0.9, 0.1], [0.3, 0.7]], dtype=DOUBLE)
@@ -460,3 +461,16 @@ def test_pairs_of_entries_equal_sums_over_all_paths(lengths):
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
     with pytest.raises(ValueError, match="second must be the name of the site of chains, 's'; got 'y'"):
         guide.pairwise_marginals("s", "y")
+
+
+@pytest.mark.parametrize("form", ["normal", "masked"])
+def test_a_search_of_ones_own_may_propose_nothing(form):
+    class Nothing(Search):
+        def propose(self, batch):
+            return batch.evaluate(batch.population.words[:, :0])
+
+    pyro.set_rng_seed(0)
+    y, model = torch.randn(2, 5, 3, dtype=DOUBLE), program(form, num_chains=3)
+    guide = AutoTruncated(model, num_states=4)
+    losses = [Truncated_ELBO(Nothing()).loss_and_grads(model, guide, y) for _ in range(2)]
+    assert losses[1] <= losses[0] < math.inf

@@ -222,3 +222,21 @@ def test_a_mask_of_a_conditional_may_go_with_the_state():
 
     with pytest.raises(ValueError, match=r"the model masks \['z'\] by its discrete latents: mask them in the conditional, too"):
         Truncated_ELBO().loss(model, AutoTruncated(model, 2, conditional=unmasked), y)
+
+
+def test_an_auxiliary_site_of_a_conditional_is_no_noise(recwarn):
+    def model(y):
+        with pyro.plate("data", len(y)):
+            i = pyro.sample("i", dist.Bernoulli(0.3))
+            x = pyro.sample("x", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(x + i, 1.0), obs=y)
+
+    def shifted(states, y):
+        noise = pyro.sample("noise", dist.Normal(0.0, 0.5**0.5), infer={"is_auxiliary": True})
+        pyro.sample("x", dist.Delta(0.5 * (y - states["i"]) + noise))
+
+    guide = AutoTruncated(model, 2, conditional=shifted)
+    loss = Truncated_ELBO().loss(model, guide, Y)
+    assert not [warning for warning in recwarn if "random numbers" in str(warning.message)]
+    terms = torch.stack([dist.Normal(i, 2**0.5).log_prob(Y) + math.log(0.3 if i else 0.7) for i in (0.0, 1.0)])
+    assert loss == pytest.approx(-float(terms.logsumexp(0).sum()), rel=1e-5)

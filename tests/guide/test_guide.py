@@ -407,6 +407,29 @@ def test_a_guide_that_is_copied_with_its_model_follows_the_copy():
     assert copy.deepcopy(twin["guide"]).model is twin["model"]
 
 
+def test_a_guide_of_a_method_follows_the_copy_of_its_module():
+    class Shifted(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shift = torch.tensor(0.0)
+            self.posterior = AutoTruncated(self.model)
+
+        def model(self, y):
+            with pyro.plate("data", len(y)):
+                z = pyro.sample("z", dist.Bernoulli(0.5))
+                pyro.sample("y", dist.Normal(z + self.shift, 1.0), obs=y)
+
+    y, module = torch.tensor([0.2, 1.5]), Shifted()
+    module.posterior(y)
+    twin = copy.deepcopy(module)
+    twin.shift = torch.tensor(1.0)
+    assert twin.posterior.model == twin.model
+    assert copy.deepcopy(module.posterior).model == module.model
+    for each in (module, twin):
+        each.posterior.refresh_(y)
+        torch.testing.assert_close(each.posterior.marginals()["z"].flatten(), torch.sigmoid(y - each.shift - 0.5))
+
+
 def test_a_guide_is_copied_after_steps_that_changed_a_parameter_of_its_prior():
     y = torch.randn(20, 3)
 

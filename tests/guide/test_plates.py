@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 
 import pyro
@@ -278,3 +279,51 @@ def test_finding_the_plates_takes_no_random_numbers():
     state = torch.get_rng_state()
     guide[2]._list_plates(Y)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("kind", ["entered in the model", "around the model"])
+def test_plates_may_be_made_outside_of_the_model(kind):
+    plate, outer = pyro.plate("data", N), pyro.plate("outer", 1, dim=-2)
+
+    def entered(y):
+        loc = pyro.sample("loc", dist.Delta(LOC))
+        with plate if kind == "entered in the model" else pyro.plate("data", N):
+            s = pyro.sample("s", dist.Bernoulli(torch.tensor(0.3, dtype=D64)))
+            pyro.sample("y", dist.Normal(loc + 3 * s, torch.tensor(0.5, dtype=D64)), obs=y)
+
+    model = entered if kind == "entered in the model" else outer(entered)
+    joint = torch.stack([dist.Normal(LOC + 3 * s, 0.5).log_prob(Y) + math.log(0.3 if s else 0.7) for s in (0, 1)])
+    alone = AutoTruncated(model, 2)
+    assert Truncated_ELBO().loss(model, alone, Y) == pytest.approx(-float(joint.logsumexp(0).sum()), rel=1e-7)
+    assert Predictive(model, guide=alone, num_samples=3)(Y)["s"].shape[-1] == N
+    torch.testing.assert_close(alone.marginals()["s"].flatten(), joint.softmax(0)[1], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Found plate statements in guide but not model")
+def test_a_plate_outside_of_the_model_is_found_beside_another_guide():
+    plate = pyro.plate("data", N)
+
+    def model(y):
+        loc = pyro.sample("loc", dist.Normal(torch.tensor(0.0, dtype=D64), 2.0))
+        with plate:
+            s = pyro.sample("s", dist.Bernoulli(torch.tensor(0.3, dtype=D64)))
+            pyro.sample("y", dist.Normal(loc + 3 * s, torch.tensor(0.5, dtype=D64)), obs=y)
+
+    guide = AutoGuideList(model)
+    guide.append(AutoDelta(poutine.block(model, hide=["s"]), init_loc_fn=init_to_value(values={"loc": LOC})))
+    guide.append(AutoTruncated(model, 2))
+    joint = torch.stack([dist.Normal(LOC + 3 * s, 0.5).log_prob(Y) + math.log(0.3 if s else 0.7) for s in (0, 1)])
+    expected = -float(joint.logsumexp(0).sum() + dist.Normal(0.0, 2.0).log_prob(LOC))
+    assert Truncated_ELBO(max_plate_nesting=1).loss(model, guide, Y) == pytest.approx(expected, rel=1e-7)
+
+
+def test_a_plate_that_has_drawn_its_subsample_outside_of_the_model_is_refused():
+    plate = pyro.plate("data", N, subsample_size=3)
+
+    def model(y):
+        with plate as index:
+            s = pyro.sample("s", dist.Bernoulli(0.3))
+            pyro.sample("y", dist.Normal(3 * s, 0.5), obs=y[index])
+
+    with pytest.raises(ValueError, match="plate 'data' was made outside of the model"):
+        Truncated_ELBO().loss(model, AutoTruncated(model, 2), Y)

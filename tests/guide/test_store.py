@@ -126,3 +126,31 @@ def test_log_joints_stay_out_of_half_precision(dtype):
     guide.to(dtype)
     assert torch.equal(guide.marginals()["z"], expected)
     assert Truncated_ELBO().loss(model, guide, y) == pytest.approx(loss)
+
+
+def test_states_that_an_average_of_buffers_repeats_are_refused():
+    class Model(pyro.nn.PyroModule):
+        def __init__(self):
+            super().__init__()
+            self.weight = pyro.nn.PyroParam(torch.eye(3, 4))
+
+        def forward(self, y):
+            with pyro.plate("data", len(y)):
+                s = pyro.sample("s", dist.Bernoulli(torch.full((3,), 0.4)).to_event(1))
+                pyro.sample("y", dist.Normal(s @ self.weight, 1.0).to_event(1), obs=y)
+
+    pyro.set_rng_seed(0)
+    model, y = Model(), torch.randn(40, 4)
+    module = Truncated_ELBO()(model, AutoTruncated(model, num_states=6))
+    module(y)
+    average = torch.optim.swa_utils.AveragedModel(module, use_buffers=True)
+    optimiser = torch.optim.Adam(module.parameters(), lr=0.3)
+    for _ in range(6):
+        optimiser.zero_grad()
+        module(y).backward()
+        optimiser.step()
+        average.update_parameters(module)
+    module(y)
+    pyro.clear_param_store()
+    with pytest.raises(ValueError, match=r"an average with use_buffers=True: states repeat within"):
+        average(y)

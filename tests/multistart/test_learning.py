@@ -11,6 +11,7 @@ import warnings
 import numpy as np
 import pyro
 import pyro.distributions as dist
+import pyro.poutine as poutine
 import pytest
 import torch
 from pyro.infer import SVI
@@ -680,3 +681,64 @@ def test_numbers_of_the_configuration_are_checked_by_name(field):
     for value in (-1, math.nan, "a"):
         with pytest.raises((ValueError, TypeError), match=field.name):
             LearnConfig(**{field.name: value})
+
+
+def test_what_is_substituted_is_not_learned():
+    def model(y):
+        loc = pyro.param("loc", torch.tensor([0.0, 1.0]))
+        scale = pyro.param("scale", torch.tensor(1.0), constraint=dist.constraints.positive)
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Categorical(torch.ones(2)))
+            pyro.sample("y", dist.Normal(loc[z], scale), obs=y)
+
+    pyro.set_rng_seed(0)
+    loc, y = torch.tensor([0.0, 4.0]), torch.cat([torch.zeros(20), 4.0 + torch.zeros(20)]) + 0.1 * torch.randn(40)
+    assert set(ModelParameters(model, y).tensors()) == {"loc", "scale"}
+    pyro.clear_param_store()
+    fixed = poutine.substitute(model, data={"loc": loc})
+    assert set(ModelParameters(fixed, y).tensors()) == {"scale"}
+    learn(fixed, y, **QUICK)
+    assert loc.tolist() == [0.0, 4.0]
+    assert "loc" not in pyro.get_param_store()
+    assert float(pyro.param("scale").detach()) < 1.0
+
+
+class _Scaled(pyro.nn.PyroModule):
+    """A model whose parameters Pyro sees when it is called, but not in its methods."""
+
+    def __init__(self):
+        super().__init__()
+        self.loc = pyro.nn.PyroParam(torch.tensor([0.0, 1.0]))
+
+    def forward(self, y):
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Categorical(torch.ones(2)))
+            pyro.sample("y", dist.Normal(self.loc[z], 1.0), obs=y)
+
+    def method(self, y):
+        self.forward(y)
+
+
+def test_parameters_that_pyro_does_not_know_are_told():
+    layer, y = torch.nn.Linear(1, 1), torch.randn(40)
+
+    def network(y):
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Bernoulli(0.5))
+            pyro.sample("y", dist.Normal(layer(z.unsqueeze(-1)).squeeze(-1), 1.0), obs=y)
+
+    for model, names in ((_Scaled().method, "loc_unconstrained"), (network, "bias', 'weight")):
+        with pytest.warns(UserWarning, match=f"parameters ..?{names}.* get gradients, but are not trained"):
+            learn(model, y, **QUICK)
+    layer.requires_grad_(False)
+    for model in (_Scaled(), network):
+        with warnings.catch_warnings(action="error"):
+            learn(model, y, **QUICK)
+
+
+def test_parameters_that_modules_keep_to_themselves_are_learned():
+    y = torch.cat([torch.zeros(20), 4.0 + torch.zeros(20)])
+    with pyro.settings.context(module_local_params=True):
+        model = _Scaled()
+        learn(model, y, **QUICK)
+    assert not torch.equal(model.loc, torch.tensor([0.0, 1.0]))

@@ -264,3 +264,33 @@ def test_missing_values_do_not_depend_on_latents_of_programs_that_cannot_be_foll
     y[:, 1] = torch.nan
     with pytest.raises(ValueError, match=r"site 'y' observes nan at data point 0, entry \(1,\), outside the support"):
         library.CategoricalMixture(3, 2, 2).initialize(y)
+
+
+@pytest.mark.parametrize("form", ["normal", "normal vectors", "correlated"])
+def test_distributions_of_pyro_that_take_nan_have_it(form):
+    nan, weight = torch.nan, torch.tensor([[0.0, 1.0], [1.0, 1.0], [2.0, -1.0]])
+    y = torch.tensor([[nan, 0.3], [0.1, 0.2], [nan, nan], [1.0, nan]])
+    square = torch.tensor([[1.0, 0.5], [0.5, 1.0]])
+
+    def likelihood(mean, seen):
+        if form == "correlated":
+            return dist.MultivariateNormal(mean[..., seen], square[seen][:, seen])
+        return dist.Normal(mean[..., seen], 1.0).to_event(1)
+
+    def model(y):
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(torch.full((3,), 0.3)).to_event(1))
+            if form == "correlated":
+                pyro.sample("y", dist.NanMaskedMultivariateNormal(s @ weight, square), obs=y)
+            elif form == "normal vectors":
+                pyro.sample("y", dist.NanMaskedNormal(s @ weight, 1.0).to_event(1), obs=y)
+            else:
+                for column in range(2):
+                    pyro.sample(f"y{column}", dist.NanMaskedNormal(s @ weight[:, column], 1.0), obs=y[:, column])
+
+    states = torch.cartesian_prod(*[torch.tensor([0.0, 1.0])] * 3)
+    prior = dist.Bernoulli(0.3).log_prob(states).sum(-1)
+    expected = sum(
+        float((prior + likelihood(states @ weight, ~row.isnan()).log_prob(row[~row.isnan()])).logsumexp(0)) for row in y[[0, 1, 3]]
+    )
+    assert Truncated_ELBO().loss(model, AutoTruncated(model, num_states=8), y) == pytest.approx(-expected, rel=1e-5)

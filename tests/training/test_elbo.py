@@ -373,3 +373,41 @@ def test_a_latent_that_a_later_call_observes_counts_once(num_states):
     joint = switch[before, paths].log().sum(1) + dist.Normal(paths * mu, 0.7).log_prob(observations).sum(1)
     expected = joint.logsumexp(0) + dist.Normal(0.0, 1.0).log_prob(mu)
     assert elbo.loss(model, guide, mu) == pytest.approx(-float(expected), abs=1e-4)
+
+
+def test_substituted_parameters_stay_and_others_are_trained():
+    def model(y):
+        weight = pyro.param("weight", lambda: torch.ones(3, 4, dtype=torch.float64))
+        scale = pyro.param("scale", torch.tensor(2.0, dtype=torch.float64), constraint=dist.constraints.positive)
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(torch.full((4,), 0.3, dtype=torch.float64)).to_event(1))
+            pyro.sample("y", dist.Normal(s @ weight.mT, scale).to_event(1), obs=y)
+
+    y, weight = 1.0 + 0.1 * torch.randn(20, 3, dtype=torch.float64), torch.eye(3, 4, dtype=torch.float64)
+    fixed = poutine.substitute(model, data={"weight": weight})
+    svi = SVI(fixed, AutoTruncated(fixed, num_states=16), Adam({"lr": 0.05}), Truncated_ELBO(ExhaustiveSearch()))
+    losses = [svi.step(y) for _ in range(3)]
+    assert losses[-1] < losses[0]
+    assert torch.equal(weight, torch.eye(3, 4, dtype=torch.float64))
+    assert set(pyro.get_param_store()) == {"scale"}
+
+
+@pytest.mark.parametrize("observed", [[], ["x"]])
+def test_a_guide_of_another_model_is_a_bound_or_refused(observed):
+    def model(y):
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Bernoulli(0.3))
+            x = pyro.sample("x", dist.Bernoulli(0.2 + 0.5 * z))
+            pyro.sample("y", dist.Normal(2 * x + z, 1.0), obs=y)
+
+    y, elbo = torch.tensor([0.3, -1.2, 2.0]), Truncated_ELBO(max_plate_nesting=1)
+    given = poutine.condition(model, data={name: torch.tensor([1.0, 0.0, 1.0]) for name in observed})
+    guide = AutoTruncated(model, num_states=4)
+    if observed:
+        with pytest.warns(UserWarning, match="in guide but not model"), pytest.raises(ValueError, match=r"the model observes \['x'\]"):
+            elbo.loss_and_grads(given, guide, y)
+    else:
+        assert elbo.loss(given, guide, y) == pytest.approx(elbo.loss(model, guide, y), rel=1e-6)
+    own = elbo.loss(given, AutoTruncated(given, num_states=4), y)
+    exact = TraceEnum_ELBO(max_plate_nesting=1).loss(pyro.infer.config_enumerate(given), lambda y: None, y)
+    assert own == pytest.approx(exact, rel=1e-5)

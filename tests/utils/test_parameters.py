@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import pickle
+import threading
 
 import pyro
 import pyro.distributions as dist
@@ -37,6 +39,7 @@ from pyro_truncated.gp import PyroKernel, SubsetSparseGPRegression
 from pyro_truncated.gplvm import Analytic_ELBO, SASFunctionDecoder
 from pyro_truncated.training import fit, fit_restarts
 from pyro_truncated.training.checkpoint import load_checkpoint, save_checkpoint
+from pyro_truncated.utils.parameter_store import one_thread
 
 
 @pytest.fixture
@@ -536,3 +539,85 @@ def test_fit_refuses_a_second_guide_of_pyros_before_its_first_step(y, kind):
     assert all(torch.equal(value, before[name]) for name, value in pyro.get_param_store().items())
     pyro.clear_param_store()
     fit(SVI(line, kind(line), Adam({"lr": 0.1}), Trace_ELBO()), y, steps=2, progress=False)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no forks")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_fork_does_not_wait_for_a_thread_of_its_parent():
+    is_held, is_done = threading.Event(), threading.Event()
+
+    def hold():
+        with one_thread:
+            is_held.set()
+            is_done.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    is_held.wait(30)
+    child = os.fork()
+    if not child:
+        os._exit(0 if one_thread.acquire(timeout=5) else 1)
+    status = os.waitpid(child, 0)[1]
+    assert not one_thread.acquire(blocking=False)
+    is_done.set()
+    thread.join()
+    assert status == 0
+
+
+def test_an_average_of_models_is_not_replaced_by_what_was_trained_last():
+    class Model(PyroModule):
+        def __init__(self):
+            super().__init__()
+            self.weight = PyroParam(torch.eye(3, 4))
+
+        def forward(self, y):
+            with pyro.plate("data", len(y)):
+                s = pyro.sample("s", dist.Bernoulli(torch.full((3,), 0.3)).to_event(1))
+                pyro.sample("y", dist.Normal(s @ self.weight, 1.0).to_event(1), obs=y)
+
+    model, y = Model(), torch.randn(20, 4)
+    guide = AutoTruncated(model, num_states=8)
+    module = Truncated_ELBO()(model, guide)
+    module(y)  # torch averages modules that have all their buffers
+    average = torch.optim.swa_utils.AveragedModel(module)
+    optimiser = torch.optim.Adam(module.parameters(), lr=0.3)
+    for _ in range(4):
+        optimiser.zero_grad()
+        module(y).backward()
+        optimiser.step()
+        average.update_parameters(module)
+    weight = average.module.model.weight.detach().clone()
+    for evaluate in (average, average.module.guide.refresh_):
+        with pytest.raises(ValueError, match=r"Pyro's parameter store holds other parameters \['weight'\]"):
+            evaluate(y)
+    pyro.clear_param_store()
+    loss = average(y).item()
+    assert torch.equal(average.module.model.weight, weight)
+    states = torch.cartesian_prod(*[torch.tensor([0.0, 1.0])] * 3).unsqueeze(1)
+    joint = dist.Bernoulli(0.3).log_prob(states).sum(-1) + dist.Normal(states @ weight, 1.0).log_prob(y).sum(-1)
+    assert loss == pytest.approx(-float(joint.logsumexp(0).sum()), rel=1e-5)
+
+
+def test_an_average_of_guides_beside_is_not_replaced_either():
+    def model(y):
+        loc = pyro.sample("loc", dist.Normal(0.0, 3.0))
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(0.3))
+            pyro.sample("y", dist.Normal(loc + s, 1.0), obs=y)
+
+    y, guide = torch.randn(20), AutoGuideList(model)
+    guide.append(AutoNormal(poutine.block(model, hide=["s"])))
+    guide.append(AutoTruncated(model))
+    module = Truncated_ELBO()(model, guide)
+    module(y)
+    average = torch.optim.swa_utils.AveragedModel(module)
+    optimiser = torch.optim.Adam(module.parameters(), lr=0.3)
+    for _ in range(3):
+        optimiser.zero_grad()
+        module(y).backward()
+        optimiser.step()
+        average.update_parameters(module)
+    before = [value.detach().clone() for value in average.parameters()]
+    with pytest.raises(ValueError, match="Pyro's parameter store holds other parameters"):
+        average(y)
+    assert all(torch.equal(value, old) for value, old in zip(average.parameters(), before, strict=True))

@@ -106,6 +106,21 @@ def check_index(index: Tensor, num_data: int) -> Tensor:
     return index.long()
 
 
+@torch.no_grad()
+def witness(kernel: DataKernel, index: Tensor) -> Tensor:
+    """Covariances ``(m,)`` of the first inducing input with all of them."""
+    return kernel.columns(index[:1], index).double().squeeze(1).clone()
+
+
+def check_witness(kernel: DataKernel, index: Tensor, saved: Tensor) -> None:
+    """Refuses a state of other inputs, by its :func:`witness`."""
+    if not len(saved):
+        return
+    is_within = len(index) == len(saved) and int(index.max()) < kernel.num_data
+    if not is_within or not torch.allclose(witness(kernel, index), saved.to(index.device), rtol=1e-4, atol=1e-8):
+        raise ValueError("the state is of a regression on other inputs: the kernel here has other covariances of the inducing inputs")
+
+
 class Basis:
     """Inducing inputs from the training inputs: covariances with them."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from pyro_truncated.gp.cholesky import INDUCING_JITTER, stable_cholesky
 from pyro_truncated.gp.data_kernels.protocol import DataKernel, bound_kernel, check_data_kernel, positive_parameter
 from pyro_truncated.gp.kernels import outside_programs
-from pyro_truncated.gp.subset.objectives import check_index
+from pyro_truncated.gp.subset.objectives import check_index, check_witness, witness
 from pyro_truncated.gp.subset.subset_search import InducingSubset, SubsetSearch
 from pyro_truncated.utils.arguments import check_count, check_kinds, names_arguments
 from pyro_truncated.utils.arrays import as_data, module_number
@@ -97,6 +98,30 @@ class SubsetModel(UniqueModule, Parameterized):
         self.register_buffer("index", index)
         self.register_buffer("y", y, persistent=False)
 
+    def get_extra_state(self) -> dict[str, Tensor]:
+        """Covariances by which a model on other inputs is told."""
+        with _looking_at(self.kernel):
+            one, other = witness(self.kernel, self.index), witness(self.kernel, self.index)
+        # Parameters with a prior are drawn for each look.
+        return {"witness": one if torch.equal(one, other) else one[:0]}
+
+    def set_extra_state(self, state: dict[str, Tensor]) -> None:
+        """Refuses a state of other inputs.
+
+        Raises:
+            ValueError: if the kernel here has other covariances of the inducing inputs.
+        """
+        with _looking_at(self.kernel):
+            if int(self.index.max()) >= self.kernel.num_data or len(self.get_extra_state()["witness"]):
+                check_witness(self.kernel, self.index, state["witness"])
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # The kernel first: what covariances it has is compared. States of earlier versions have none.
+        inner = {name.removeprefix(f"{prefix}kernel."): v for name, v in state_dict.items() if name.startswith(f"{prefix}kernel.")}
+        self.kernel.load_state_dict(inner, strict=False)
+        state_dict.setdefault(f"{prefix}_extra_state", {"witness": torch.empty(0)})
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def inducing_factor(self) -> Tensor:
         """Cholesky factor ``(m, m)`` of the inducing inputs' covariance matrix."""
         square = self.kernel.columns(self.index, self.index)
@@ -146,6 +171,20 @@ class SubsetModel(UniqueModule, Parameterized):
             return False
         self.index = new
         return True
+
+
+@contextmanager
+def _looking_at(kernel: DataKernel) -> Iterator[None]:
+    """A context in which covariances are computed without a trace of it."""
+    contexts = [module._pyro_context for module in kernel.modules() if isinstance(module, PyroModule)]
+    were_used = [context.used for context in contexts]
+    try:
+        # Random parameters are drawn for the look.
+        with spare_random_numbers(), outside_programs():
+            yield
+    finally:
+        for context, was_used in zip(contexts, were_used, strict=True):
+            context.used = was_used
 
 
 def _check(kernel: DataKernel) -> DataKernel:

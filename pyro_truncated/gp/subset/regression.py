@@ -39,10 +39,12 @@ from pyro_truncated.gp.subset.objectives import (
     FreeBasis,
     SparsePosterior,
     check_index,
+    check_witness,
     noise_from_log,
     numeric_kernel,
     objective_at_share,
     sparse_marginals,
+    witness,
 )
 from pyro_truncated.gp.subset.subset_search import SubsetSearch, make_search
 from pyro_truncated.utils.arguments import check_count, check_counts, check_kinds, leaves_inference_mode, names_arguments, renames
@@ -149,7 +151,7 @@ class SubsetPredictor(DoubleModule):
         inner = {name.removeprefix("kernel."): value for name, value in state.items() if name.startswith("kernel.")}
         self.kernel.load_state_dict(inner, strict=False)
         self.register_buffer("index", torch.arange(rows, device=self.kernel.device))
-        _check_witness(self.kernel, self.index, extra["witness"])
+        check_witness(self.kernel, self.index, extra["witness"])
         self.register_buffer("inducing_inputs", extra["inducing_inputs"])
         for name in ("mean_weights", "variance_weights"):
             self.register_buffer(name, extra["predictor"][name])
@@ -176,20 +178,6 @@ def _basis(kernel: DataKernel, inducing_inputs: Tensor | None, index: Tensor) ->
     return Basis(kernel, index)
 
 
-@torch.no_grad()
-def _witness(kernel: DataKernel, index: Tensor) -> Tensor:
-    """Covariances ``(m,)`` of the first inducing input with all of them."""
-    return kernel.columns(index[:1], index).double().squeeze(1).clone()
-
-
-def _check_witness(kernel: DataKernel, index: Tensor, witness: Tensor) -> None:
-    if not len(witness):
-        return
-    is_within = len(index) == len(witness) and int(index.max()) < kernel.num_data
-    if not is_within or not torch.allclose(_witness(kernel, index), witness.to(index.device), rtol=1e-4, atol=1e-8):
-        raise ValueError("the state is of a regression on other inputs: the kernel here has other covariances of the inducing inputs")
-
-
 def _digest(targets: Tensor) -> str:
     """A checksum of targets, rounded so that other machines agree."""
     rounded = (targets.detach().cpu().double() * 1e6).round().to(torch.int64)
@@ -211,7 +199,7 @@ class SavedRegression(DoubleModule):
     def get_extra_state(self) -> dict[str, Any]:
         """What is neither parameter nor buffer of a fixed shape."""
         targets, index = self.saved_data()
-        return {"objective_value": self.objective_value, "targets": _digest(targets), "witness": _witness(self.kernel, index)}
+        return {"objective_value": self.objective_value, "targets": _digest(targets), "witness": witness(self.kernel, index)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Takes what :meth:`get_extra_state` gave.
@@ -222,7 +210,7 @@ class SavedRegression(DoubleModule):
         targets, index = self.saved_data()
         if state["targets"] != _digest(targets):
             raise ValueError(_OTHER_TARGETS)
-        _check_witness(self.kernel, index, state["witness"])
+        check_witness(self.kernel, index, state["witness"])
         self.objective_value = state["objective_value"]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 
 import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from pyro.contrib.gp import likelihoods, models
+from pyro.contrib.gp import kernels, likelihoods, models
 from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
+from pyro.nn import PyroSample
 from pyro.optim import Adam, ClippedAdam
 
 from pyro_truncated.gp import CountKernel, StudentT, SubsetSparseGPRegression, SubsetVariationalGP, spectrum
@@ -250,3 +252,40 @@ def test_bad_input():
         SubsetVariationalGP(kernel, y, likelihood=likelihoods.Binary(), num_inducing=6, batch_size=0)
     with pytest.raises(ValueError, match=r"batch_size must be an integer .*; got 2\.5"):
         SubsetVariationalGP(kernel, y, likelihood=likelihoods.Binary(), num_inducing=6, batch_size=2.5)
+
+
+@pytest.mark.parametrize("variational", [True, False])
+def test_a_state_of_other_inputs_is_refused(variational):
+    x = torch.randn(30, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def make(x):
+        if variational:
+            return SubsetVariationalGP(x, x[:, 0].sin(), likelihood=double(likelihoods.Gaussian()), num_inducing=5)
+        return SubsetSparseGPRegression(x, x[:, 0].sin(), num_inducing=5)
+
+    gp, again = make(x), make(x)
+    with torch.no_grad():
+        for value in gp.parameters():
+            value.mul_(1.1)
+    state = gp.state_dict()
+    for other in (2 * x, x.square(), x[:6]):
+        with pytest.raises(ValueError, match="other inputs"):
+            make(other).load_state_dict(state)
+    earlier = {name: value for name, value in state.items() if name != "_extra_state"}
+    for each in (state, earlier):
+        again.load_state_dict(each)
+        torch.testing.assert_close(again(x)[0], gp(x)[0])
+
+
+def test_states_of_kernels_with_priors_are_taken():
+    x = torch.randn(20, 1, generator=torch.Generator().manual_seed(0))
+
+    def make():
+        kernel = kernels.RBF(1)
+        kernel.lengthscale = PyroSample(dist.LogNormal(0.0, 1.0))
+        return SubsetVariationalGP(x, x[:, 0].sin(), kernel, likelihood=likelihoods.Gaussian(), num_inducing=5)
+
+    gp, again = make(), make()
+    for _ in range(2):
+        again.load_state_dict(gp.state_dict())
+        gp(x)
