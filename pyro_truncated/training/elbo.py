@@ -177,7 +177,7 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
         Closed-form M-steps get statistics instead.
         """
         call = Call(model, args, kwargs)
-        with propagate_errors(guide, (args, kwargs)), poutine.block(hide_fn=_is_substituted):
+        with propagate_errors(guide, (args, kwargs)), poutine.block(hide_fn=_substitutes):
             closed_form = ClosedForm.find(model)
             if closed_form is not None:
                 return total([guide], _check_loss(self._closed_form_step(closed_form, call, guide)))
@@ -318,7 +318,7 @@ def _stands_alone(call: Call, guide: Any) -> bool:
     return guide.companions is None and bool(call.model == guide.model)
 
 
-def _is_substituted(msg: Any) -> bool:
+def _substitutes(msg: Any) -> bool:
     """Whether a parameter has a given value (``poutine.substitute``), which SVI cannot train."""
     return msg["type"] == "param" and msg["value"] is not None and not hasattr(msg["value"], "unconstrained")
 

@@ -446,7 +446,7 @@ def test_bad_settings_are_refused(make, message: str) -> None:
     ],
 )
 def test_a_seed_is_no_generator(make) -> None:
-    with pytest.raises(TypeError, match="generator must be a torch.Generator or None; got 5"):
+    with pytest.raises(TypeError, match=r"generator must be a torch\.Generator or None; got 5"):
         make(generator=5)
 
 

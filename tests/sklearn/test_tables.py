@@ -138,5 +138,5 @@ def test_tables_of_sparse_columns_say_how_to_make_them_dense():
     """Scikit-learn names ``toarray``, which a table does not have."""
     table = pd.DataFrame({"a": [1.0, 0.0, 3.0] * 5, "b": [0.0, 0.0, 1.0] * 5}).astype(pd.SparseDtype(float, 0.0))
     for estimator in (TruncatedMixture(2, family="poisson"), SparseCoding(2), SpikeSlabGPLVMTransformer(1)):
-        with pytest.raises(TypeError, match="^X must be dense; got a table of sparse columns: call its sparse.to_dense()"):
+        with pytest.raises(TypeError, match=r"^X must be dense; got a table of sparse columns: call its sparse\.to_dense\(\)"):
             estimator.fit(table)
