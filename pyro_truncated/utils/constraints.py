@@ -151,6 +151,9 @@ def in_blocks(
     dim = max(range(len(batch_shape)), key=lambda i: batch_shape[i])
     num_blocks = min(num_blocks, batch_shape[dim])
     pieces = zip(states.tensor_split(num_blocks, dim), value.tensor_split(num_blocks, dim), strict=True)
+    if not torch.is_grad_enabled():
+        # The first checkpoint of a process loads torch's compiler, for more than a second.
+        return torch.cat([function(*piece) for piece in pieces], dim)
     results = [checkpoint(function, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
     return torch.cat(results, dim)
 

@@ -30,11 +30,13 @@ from pyro_truncated.ops.compiled.iterate_active import (
 
 def pair_energy(words: Tensor, linear: Tensor, pairwise: Tensor | None) -> Tensor:
     """See :func:`pyro_truncated.ops.pair_energy`; float64 ``(N, C)``."""
-    # Without latents a table stands for no pairs.
-    pairwise = linear.new_empty(0, 0) if pairwise is None else pairwise.double()
+    out = linear.new_empty(linear.shape[0], words.shape[1], dtype=torch.float64)
+    if pairwise is None:
+        _linear_energy(as_words(words), as_array(linear), out.numpy())
+        return out
+    pairwise = pairwise.double()
     # Each unordered pair is visited once: fold the matrix into its lower triangle.
     folded = (pairwise + pairwise.mT).tril(-1) + torch.diag_embed(pairwise.diagonal(dim1=-2, dim2=-1))
-    out = linear.new_empty(linear.shape[0], words.shape[1], dtype=torch.float64)
     # Sums over all latents of a table have no place for infinite energies.
     if pairwise.dim() == 2 and linear.shape[1] <= _MOST_TABULATED and bool(pairwise.isfinite().all()):
         _tabulated_energy(as_words(words), as_array(linear), *_tabulate(folded), out.numpy())
@@ -77,10 +79,28 @@ def first_moments(words: Tensor, weights: Tensor, num_latents: int) -> Tensor:
 
 
 @parallel_kernel()
+def _linear_energy(words, linear, out):
+    num_rows, num_candidates, num_words = words.shape
+    num_data = len(linear)
+    num_blocks = min(num_data, MAX_BLOCKS)
+    for block in prange(num_blocks):
+        for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
+            row = n if num_rows > 1 else 0
+            for c in range(num_candidates):
+                energy = 0.0
+                for w in range(num_words):
+                    word = words[row, c, w]
+                    while word != 0:
+                        energy += linear[n, 64 * w + trailing_zeros(word)]
+                        word &= word - 1
+                out[n, c] = energy
+
+
+@parallel_kernel()
 def _tabulated_energy(words, linear, alone, pairs, out):
     num_rows, num_candidates, _ = words.shape
     num_data, num_latents = linear.shape
-    num_chunks, has_pairs = (num_latents + 3) // 4, len(alone) > 0
+    num_chunks = (num_latents + 3) // 4
     low, four, size = np.uint64(15), np.uint64(4), np.uint64(256)
     num_blocks = min(num_data, MAX_BLOCKS)
     for block in prange(num_blocks):
@@ -92,9 +112,8 @@ def _tabulated_energy(words, linear, alone, pairs, out):
                 start, bit = h // 4 * 16, 1 << (h & 3)
                 for state in range(bit):
                     own[start + bit + state] = own[start + state] + linear[n, h]
-            if has_pairs:
-                for place in range(len(own)):
-                    own[place] += alone[place]
+            for place in range(len(own)):
+                own[place] += alone[place]
             row = n if num_rows > 1 else 0
             for c in range(num_candidates):
                 word, energy = np.uint64(words[row, c, 0]), 0.0
@@ -102,12 +121,11 @@ def _tabulated_energy(words, linear, alone, pairs, out):
                 for i in range(num_chunks):
                     state = left & low
                     energy += own[place + state]
-                    if has_pairs:
-                        others = word
-                        for _ in range(i):
-                            energy += pairs[table + (state << four) + (others & low)]
-                            others >>= four
-                            table += size
+                    others = word
+                    for _ in range(i):
+                        energy += pairs[table + (state << four) + (others & low)]
+                        others >>= four
+                        table += size
                     left >>= four
                     place += np.uint64(16)
                 out[n, c] = energy
@@ -124,7 +142,6 @@ def _pair_energy(words, linear, tables, out):
             states = words[n if num_rows > 1 else 0]
             field = linear[n]
             table = tables[n if tables.shape[0] > 1 else 0]
-            has_pairs = len(table) > 0
             for c in range(max(0, first - n * num_candidates), min(num_candidates, last - n * num_candidates)):
                 # Terms are added as latents are found: on sparse states a second pass would take as long as the first.
                 energy = 0.0
@@ -137,9 +154,8 @@ def _pair_energy(words, linear, tables, out):
                         active[count] = h
                         count += 1
                         energy += field[h]
-                        if has_pairs:
-                            for b in range(count):
-                                energy += table[h, active[b]]
+                        for b in range(count):
+                            energy += table[h, active[b]]
                 out[n, c] = energy
 
 

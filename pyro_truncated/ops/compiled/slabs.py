@@ -97,7 +97,7 @@ def add_row(factor, source, row, target, other, first, size, start=0):
 def add_square(factor, source, row, start, count, target):
     """Adds a multiple of a row's outer product to a lower triangle."""
     for a in range(count):
-        add_row(factor * source[row, start + a], source, row, target, a, 0, round_up(a + 1), start)
+        add_row(factor * source[row, start + a], source, row, target, a, 0, a + 1, start)
 
 
 @njit(fastmath={"reassoc", "contract"})
@@ -134,6 +134,15 @@ def gather_above(table, active, count, size, out):
         clear_row(out, a, 0, size)
         for b in range(a, count):
             out[a, b] = table[h, active[b]]
+
+
+@njit(forceinline=True)
+def eliminate_below(matrix, p, pivot, count, size):
+    """Eliminates a column below its pivot; returns the pivot's inverse."""
+    inverse = 1.0 / pivot
+    for a in range(p + 1, count):
+        add_row(-matrix[p, a] * inverse, matrix, p, matrix, a, p, size)
+    return inverse
 
 
 def gram_matrix(elements: Tensor, is_observed: Tensor | None) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
@@ -176,6 +185,9 @@ def invert(factor, count):
 
 
 _LARGE = 1e150
+# What a call does not ask for.
+_NO_MATRIX, _NO_TABLES = np.empty((0, 0)), np.empty((0, 0, 0))
+_NO_MOMENTS = _NO_MATRIX, _NO_MATRIX, _NO_TABLES, _NO_MATRIX, _NO_TABLES
 
 
 def log_prob(words: Tensor, linear: Tensor, elements: Tensor, is_observed: Tensor | None, mean: Tensor, deviation: Tensor) -> Tensor:
@@ -185,7 +197,8 @@ def log_prob(words: Tensor, linear: Tensor, elements: Tensor, is_observed: Tenso
     deviation, ``is_observed (N, D)`` may be ``None``.
     """
     out = linear.new_empty(linear.shape[0], words.shape[1], dtype=torch.float64)
-    _log_prob(as_words(words), as_array(linear), *gram_matrix(elements, is_observed), as_array(mean), as_array(deviation), out.numpy())
+    parameters = as_array(linear), *gram_matrix(elements, is_observed), as_array(mean), as_array(deviation)
+    _independent(as_words(words), _NO_MATRIX, *parameters, out.numpy(), _NO_MATRIX, _NO_MATRIX, _NO_TABLES)
     return out
 
 
@@ -206,7 +219,7 @@ def moments(
     num_blocks = num_data if per_datum else count_blocks(num_data, num_latents**2)
     second = linear.new_zeros(num_blocks, num_latents, num_latents, dtype=torch.float64)
     parameters = as_array(linear), *gram_matrix(elements, is_observed), as_array(mean), as_array(deviation)
-    _moments(as_words(words), as_array(weights), *parameters, active.numpy(), first.numpy(), second.numpy())
+    _independent(as_words(words), as_array(weights), *parameters, _NO_MATRIX, active.numpy(), first.numpy(), second.numpy())
     second = second if per_datum else second.sum(0)
     return active, first, second + second.tril(-1).mT
 
@@ -254,27 +267,6 @@ def _factorize(linear, table, mean, deviation, active, count, factor, solution):
     return energy - np.log(pivots)
 
 
-@parallel_kernel(cost=16)
-def _log_prob(words, linear, elements, is_observed, gram, mean, deviation, out):
-    num_rows, num_candidates, num_words = words.shape
-    num_data, num_latents = linear.shape
-    num_blocks = min(num_data, MAX_BLOCKS)
-    for block in prange(num_blocks):
-        active = np.empty(64 * num_words, np.int64)
-        factor, solution = np.empty((num_latents, num_latents)), np.empty(num_latents)
-        own = gram
-        if is_observed is not None:
-            own, near = np.empty((num_latents, num_latents)), np.empty(elements.shape)
-        for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
-            row = n if num_rows > 1 else 0
-            if is_observed is not None:
-                row_gram_matrix(elements, is_observed[n], active, ever_active(words, row, active), near, own)
-            field = linear[n]
-            for c in range(num_candidates):
-                count = active_latents(words, row, c, active)
-                out[n, c] = _factorize(field, own, mean, deviation, active, count, factor, solution)
-
-
 @njit
 def _add_moments(weight, mean, deviation, active, count, factor, solution, first, table):
     """Adds a state's weighted moments of the slabs, a lower triangle."""
@@ -297,10 +289,12 @@ def _add_moments(weight, mean, deviation, active, count, factor, solution, first
 
 
 @parallel_kernel(cost=16)
-def _moments(words, weights, linear, elements, is_observed, gram, mean, deviation, total, first, second):
+def _independent(words, weights, linear, elements, is_observed, gram, mean, deviation, out, total, first, second):
+    """Log densities, or moments with weights: what they share is compiled once."""
     num_rows, num_candidates, num_words = words.shape
     num_data, num_latents = linear.shape
-    num_blocks = second.shape[0]
+    has_weights = len(weights) > 0
+    num_blocks = len(second) if has_weights else min(num_data, MAX_BLOCKS)
     for block in prange(num_blocks):
         active = np.empty(64 * num_words, np.int64)
         factor, solution = np.empty((num_latents, num_latents)), np.empty(num_latents)
@@ -311,13 +305,17 @@ def _moments(words, weights, linear, elements, is_observed, gram, mean, deviatio
             row = n if num_rows > 1 else 0
             if is_observed is not None:
                 row_gram_matrix(elements, is_observed[n], active, ever_active(words, row, active), near, own)
-            least = least_weight(weights[n])
+            field = linear[n]
+            least = least_weight(weights[n]) if has_weights else 0.0
             for c in range(num_candidates):
-                weight = weights[n, c]
+                weight = weights[n, c] if has_weights else 1.0
                 if abs(weight) <= least:
                     continue
                 count = active_latents(words, row, c, active)
-                _factorize(linear[n], own, mean, deviation, active, count, factor, solution)
+                energy = _factorize(field, own, mean, deviation, active, count, factor, solution)
+                if not has_weights:
+                    out[n, c] = energy
+                    continue
                 for a in range(count):
                     total[n, active[a]] += weight
                 _add_moments(weight, mean, deviation, active, count, factor, solution, first[n], second[block])
@@ -343,10 +341,8 @@ def _factorize_prior(covariance, active, count, size, prior, lower, vectors):
         clear_row(lower, a, 0, size)
     for p in range(count):
         pivot = max(prior[p, p], _TINY * covariance[active[p], active[p]])
-        inverse = 1.0 / pivot
+        inverse = eliminate_below(prior, p, pivot, count, size)
         vectors[_VARIANCES, p], vectors[_PRECISIONS, p] = pivot, inverse
-        for a in range(p + 1, count):
-            add_row(-prior[p, a] * inverse, prior, p, prior, a, p, size)
         for a in range(p + 1, count):
             factor = prior[p, a] * inverse
             prior[p, a], lower[a, p] = factor, factor
@@ -379,7 +375,7 @@ def collapse(linear, table, mean, covariance, active, count, prior, joint, lower
     for a in range(count):
         # An entry of a row is changed by those after it only.
         for p in range(a + 1, count):
-            add_row(joint[a, p], lower, p, joint, a, a, round_up(p))
+            add_row(joint[a, p], lower, p, joint, a, a, p)
         joint[a, a] += vectors[_PRECISIONS, a]
     return energy
 
@@ -391,10 +387,8 @@ def eliminate(joint, count, size, vectors):
     for p in range(count):
         # The precision exceeds that of the prior, so a pivot below it is a rounding error.
         pivot, x = max(joint[p, p], vectors[_PRECISIONS, p]), joint[p, count]
-        joint[p, p], inverse = pivot, 1.0 / pivot
-        for a in range(p + 1, count):
-            add_row(-joint[p, a] * inverse, joint, p, joint, a, p, size)
-        energy += 0.5 * x * x * inverse
+        joint[p, p] = pivot
+        energy += 0.5 * x * x * eliminate_below(joint, p, pivot, count, size)
         # One logarithm for many pivots; no factor is below one, so the product can only overflow.
         product *= pivot * vectors[_VARIANCES, p]
         if product > _LARGE:
@@ -404,37 +398,43 @@ def eliminate(joint, count, size, vectors):
 
 
 @njit(forceinline=True)
-def posterior_roots(mean, active, prior, joint, count, size, vectors):
-    """Computes the slabs' posterior after :func:`collapse`.
+def append_root(prior, joint, count, size):
+    """Writes ``R'`` behind the columns of ``joint``, to be eliminated with them.
 
-    The mean is left in ``vectors``; the covariance is ``T' F^-1 T``. Columns of ``joint`` from ``size`` on become those of ``T = E^-1 R'``
-    with the factor ``E`` of ``M``, whose pivots ``F`` stay where they are.
+    These columns become those of ``T = E^-1 R'`` with the factor ``E`` of ``M``, whose pivots ``F`` stay where they are. The covariance of
+    the slabs given the data is ``T' F^-1 T``.
     """
-    clear_row(vectors, SLABS, count, size)
     for p in range(count):
         clear_row(joint, p, size, 2 * size)
         joint[p, size + p] = 1.0
         for a in range(p + 1, count):
             joint[p, size + a] = prior[p, a]
+
+
+@njit(forceinline=True)
+def posterior_mean(mean, active, joint, count, size, vectors):
+    """Leaves the slabs' mean given the data in ``vectors``."""
+    clear_row(vectors, SLABS, count, size)
+    for p in range(count):
         vectors[SLABS, p] = mean[active[p]]
-    eliminate(joint, count, 2 * size, vectors)
     for p in range(count):
         add_row(joint[p, count] / joint[p, p], joint, p, vectors, SLABS, 0, size, size)
 
 
 @njit(forceinline=True)
-def posterior(mean, active, prior, joint, count, size, vectors, covariance):
-    """As :func:`posterior_roots`, with the lower triangle of the covariance."""
-    posterior_roots(mean, active, prior, joint, count, size, vectors)
+def second_moments(joint, count, size, vectors, moments):
+    """Computes the lower triangle of the slabs' second moments given the data."""
     for p in range(count):
-        clear_row(covariance, p, 0, size)
+        clear_row(moments, p, 0, size)
     for p in range(count):
-        add_square(1.0 / joint[p, p], joint, p, size, count, covariance)
+        add_square(1.0 / joint[p, p], joint, p, size, count, moments)
+    for a in range(count):
+        add_row(vectors[SLABS, a], vectors, SLABS, moments, a, 0, a + 1)
 
 
 @njit(forceinline=True)
 def gradients(prior, joint, count, size, vectors, spare, products):
-    """Computes gradients of the log density after :func:`posterior`.
+    """Computes gradients of the log density after :func:`append_root`.
 
     They are those in the means and, twice that, in the covariances. Let ``Q = E^-1 D^-1 R^-1`` and ``F`` the pivots of ``M``. The first is
     ``r = Q' F^-1 E^-1 R' (a - G mean)``, which replaces the field in ``vectors``. The second is ``r r' + Q' F^-1 Q - R'^-1 D^-1 R^-1``,
@@ -449,7 +449,7 @@ def gradients(prior, joint, count, size, vectors, spare, products):
     # The inverses are lower triangular: rows end at their diagonal.
     for p in range(count):
         for a in range(p + 1, count):
-            add_row(-prior[p, a], spare, p, spare, a, 0, round_up(p + 1))
+            add_row(-prior[p, a], spare, p, spare, a, 0, p + 1)
         inverse = vectors[_PRECISIONS, p]
         add_square(-inverse, spare, p, 0, p + 1, products)
         for a in range(p + 1):
@@ -457,11 +457,21 @@ def gradients(prior, joint, count, size, vectors, spare, products):
     for p in range(count):
         inverse = 1.0 / joint[p, p]
         for a in range(p + 1, count):
-            add_row(-joint[p, a] * inverse, spare, p, spare, a, 0, round_up(p + 1))
+            add_row(-joint[p, a] * inverse, spare, p, spare, a, 0, p + 1)
         add_square(inverse, spare, p, 0, p + 1, products)
-        add_row(joint[p, count] * inverse, spare, p, vectors, FIELD, 0, round_up(p + 1))
+        add_row(joint[p, count] * inverse, spare, p, vectors, FIELD, 0, p + 1)
     for a in range(count):
-        add_row(vectors[FIELD, a], vectors, FIELD, products, a, 0, round_up(a + 1))
+        add_row(vectors[FIELD, a], vectors, FIELD, products, a, 0, a + 1)
+
+
+@njit(forceinline=True)
+def add_weighted(weight, vectors, row, triangle, active, count, sums, table):
+    """Adds a multiple of a row and a lower triangle to all latents."""
+    for a in range(count):
+        h = active[a]
+        sums[h] += weight * vectors[row, a]
+        for b in range(a + 1):
+            table[h, active[b]] += weight * triangle[a, b]
 
 
 @njit(forceinline=True)
@@ -489,14 +499,12 @@ def log_prior(mean, covariance, active, count, size, roots, vectors, rows):
     energy, product = 0.0, 1.0
     for p in range(count):
         pivot = max(rows[p, p], _TINY * covariance[active[p], active[p]])
-        inverse = 1.0 / pivot
+        inverse = eliminate_below(rows, p, pivot, count, 2 * size)
         energy -= 0.5 * inverse * row_square(rows, p, size, size + count + 1)
         product *= pivot
         if not 1.0 / _LARGE < product < _LARGE:
             energy -= 0.5 * np.log(product)
             product = 1.0
-        for a in range(p + 1, count):
-            add_row(-rows[p, a] * inverse, rows, p, rows, a, p, 2 * size)
     return energy - 0.5 * np.log(product)
 
 
@@ -506,7 +514,7 @@ def correlated_log_prob(
     """As :func:`log_prob`, with the covariance of the slabs, ``(H, H)``."""
     out = linear.new_empty(linear.shape[0], words.shape[1], dtype=torch.float64)
     packed, parameters = as_words(words), (as_array(linear), *gram_matrix(elements, is_observed), as_array(mean), as_array(covariance))
-    _correlated_log_prob(packed, *parameters, *_scratch(packed, len(linear), 0), out.numpy())
+    _correlated(packed, _NO_MATRIX, *parameters, _NO_MATRIX, _NO_TABLES, *_scratch(packed, len(linear), 0), out.numpy(), *_NO_MOMENTS)
     return out
 
 
@@ -531,7 +539,7 @@ def correlated_moments(
     curvature = linear.new_zeros(num_blocks, num_latents, num_latents, dtype=torch.float64)
     slope = linear.new_zeros(num_blocks, num_latents, dtype=torch.float64)
     outputs = active.numpy(), first.numpy(), second.numpy(), slope.numpy(), curvature.numpy()
-    _correlated_moments(packed, as_array(weights), *parameters, *scratch, *outputs)
+    _correlated(packed, as_array(weights), *parameters, _NO_MATRIX, _NO_TABLES, *scratch, _NO_MATRIX, *outputs)
     second, curvature = second if per_datum else second.sum(0), curvature.sum(0)
     return active, first, second + second.tril(-1).mT, slope.sum(0), curvature + curvature.tril(-1).mT
 
@@ -551,7 +559,7 @@ def expected_log_prior(
     packed, parameters = as_words(words), (as_array(linear), *gram_matrix(elements, is_observed), as_array(mean), as_array(covariance))
     scratch, others = _scratch(packed, len(linear), len(means)), (as_array(means), as_array(covariances))
     out = linear.new_zeros(len(scratch[0]), len(means), dtype=torch.float64)
-    _expected_log_prior(packed, as_array(weights), *parameters, *others, *scratch, out.numpy())
+    _correlated(packed, as_array(weights), *parameters, *others, *scratch, out.numpy(), *_NO_MOMENTS)
     return out.sum(0)
 
 
@@ -571,35 +579,35 @@ def _aligned_zeros(shape: tuple[int, ...]) -> np.ndarray:
     return numbers[start : start + size].reshape(shape)
 
 
-@parallel_kernel(cost=24)
-def _correlated_log_prob(words, linear, elements, is_observed, gram, mean, covariance, matrices, vectors, out):
-    num_rows, num_candidates, num_words = words.shape
-    num_data, num_latents = linear.shape
-    num_blocks = len(matrices)
-    for block in prange(num_blocks):
-        _keep_rolled()
-        active = np.empty(64 * num_words, np.int64)
-        prior, joint, spare, work = matrices[block, 0], matrices[block, 1], matrices[block, 2], vectors[block]
-        own = gram
-        if is_observed is not None:
-            own, near = np.empty((num_latents, num_latents)), np.empty(elements.shape)
-        for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
-            row = n if num_rows > 1 else 0
-            if is_observed is not None:
-                row_gram_matrix(elements, is_observed[n], active, ever_active(words, row, active), near, own)
-            for c in range(num_candidates):
-                count = active_latents(words, row, c, active)
-                energy = collapse(linear[n], own, mean, covariance, active, count, prior, joint, spare, work)
-                out[n, c] = energy + eliminate(joint, count, row_sizes(count), work)
-
-
 @parallel_kernel(cost=48)
-def _correlated_moments(
-    words, weights, linear, elements, is_observed, gram, mean, covariance, matrices, vectors, total, first, second, slope, curvature
+def _correlated(
+    words,
+    weights,
+    linear,
+    elements,
+    is_observed,
+    gram,
+    mean,
+    covariance,
+    means,
+    covariances,
+    matrices,
+    vectors,
+    out,
+    total,
+    first,
+    second,
+    slope,
+    curvature,
 ):
+    """Log densities; with weights expected ones under other priors, or moments.
+
+    What they share is compiled once: three kernels would take a quarter longer.
+    """
     num_rows, num_candidates, num_words = words.shape
     num_data, num_latents = linear.shape
     num_blocks, is_apart = len(matrices), len(second) > len(matrices)
+    has_weights, num_priors = len(weights) > 0, len(means)
     for block in prange(num_blocks):
         _keep_rolled()
         active = np.empty(64 * num_words, np.int64)
@@ -612,55 +620,28 @@ def _correlated_moments(
             row, place = n if num_rows > 1 else 0, n if is_apart else np.int64(block)
             if is_observed is not None:
                 row_gram_matrix(elements, is_observed[n], active, ever_active(words, row, active), near, own)
-            least = least_weight(weights[n])
+            least = least_weight(weights[n]) if has_weights else 0.0
             for c in range(num_candidates):
-                weight = weights[n, c]
+                weight = weights[n, c] if has_weights else 1.0
                 if abs(weight) <= least:
                     continue
                 count = active_latents(words, row, c, active)
                 size = row_sizes(count)
-                collapse(linear[n], own, mean, covariance, active, count, prior, joint, spare, work)
-                posterior(mean, active, prior, joint, count, size, work, spread)
+                energy = collapse(linear[n], own, mean, covariance, active, count, prior, joint, spare, work)
+                if not has_weights:
+                    out[n, c] = energy + eliminate(joint, count, size, work)
+                    continue
+                append_root(prior, joint, count, size)
+                eliminate(joint, count, 2 * size, work)
+                posterior_mean(mean, active, joint, count, size, work)
+                if num_priors > 0:
+                    transpose_roots(joint, count, size, spare)
+                    for t in range(num_priors):
+                        out[block, t] += weight * log_prior(means[t], covariances[t], active, count, size, spare, work, spread)
+                    continue
                 for a in range(count):
-                    h, value = active[a], work[SLABS, a]
-                    total[n, h] += weight
-                    first[n, h] += weight * value
-                    for b in range(a + 1):
-                        second[place, h, active[b]] += weight * (spread[a, b] + value * work[SLABS, b])
+                    total[n, active[a]] += weight
+                second_moments(joint, count, size, work, spread)
+                add_weighted(weight, work, SLABS, spread, active, count, first[n], second[place])
                 gradients(prior, joint, count, size, work, spare, spread)
-                for a in range(count):
-                    h = active[a]
-                    slope[block, h] += weight * work[FIELD, a]
-                    for b in range(a + 1):
-                        curvature[block, h, active[b]] += weight * spread[a, b]
-
-
-@parallel_kernel(cost=64)
-def _expected_log_prior(words, weights, linear, elements, is_observed, gram, mean, covariance, means, covariances, matrices, vectors, out):
-    num_rows, num_candidates, num_words = words.shape
-    num_data, num_latents = linear.shape
-    num_blocks = len(matrices)
-    for block in prange(num_blocks):
-        _keep_rolled()
-        active = np.empty(64 * num_words, np.int64)
-        prior, joint, roots, rows = matrices[block, 0], matrices[block, 1], matrices[block, 2], matrices[block, 3]
-        work = vectors[block]
-        own = gram
-        if is_observed is not None:
-            own, near = np.empty((num_latents, num_latents)), np.empty(elements.shape)
-        for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
-            row = n if num_rows > 1 else 0
-            if is_observed is not None:
-                row_gram_matrix(elements, is_observed[n], active, ever_active(words, row, active), near, own)
-            least = least_weight(weights[n])
-            for c in range(num_candidates):
-                weight = weights[n, c]
-                if abs(weight) <= least:
-                    continue
-                count = active_latents(words, row, c, active)
-                size = row_sizes(count)
-                collapse(linear[n], own, mean, covariance, active, count, prior, joint, rows, work)
-                posterior_roots(mean, active, prior, joint, count, size, work)
-                transpose_roots(joint, count, size, roots)
-                for t in range(len(means)):
-                    out[block, t] += weight * log_prior(means[t], covariances[t], active, count, size, roots, work, rows)
+                add_weighted(weight, work, FIELD, spread, active, count, slope[block], curvature[block])
