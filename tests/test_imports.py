@@ -72,6 +72,27 @@ print("torch._dynamo" in sys.modules, bool((x - 1).abs().max() < 1e-6))
     assert result.stdout.split() == ["False", "True"]
 
 
+@pytest.mark.nightly
+def test_densities_in_blocks_without_gradients_do_not_load_the_compiler_of_torch():
+    script = """
+import sys
+import torch
+from pyro_truncated.distributions import SpikeSlabSuperposition
+from pyro_truncated.ops import memory_budget
+
+weight = torch.rand(3, 4, requires_grad=True)
+likelihood = SpikeSlabSuperposition(torch.ones(5, 4), weight, 1.0, 1.0, 1.0)
+with memory_budget(2**10), torch.no_grad():
+    likelihood.log_prob(torch.zeros(5, 3))
+print("torch._dynamo" in sys.modules)
+with memory_budget(2**10):
+    likelihood.log_prob(torch.zeros(5, 3)).sum().backward()
+print("torch._dynamo" in sys.modules, bool(weight.grad.abs().sum() > 0))
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["False", "True", "True"]
+
+
 @pytest.mark.parametrize("name", pyro_truncated.__all__)
 def test_every_public_name_is_there(name):
     assert name == "__version__" or getattr(pyro_truncated, name).__name__ == name

@@ -466,7 +466,7 @@ def gradients(prior, joint, count, size, vectors, spare, products):
 
 @njit(forceinline=True)
 def add_weighted(weight, vectors, row, triangle, active, count, sums, table):
-    """Adds a multiple of a row and a lower triangle to all latents."""
+    """Adds a weighted row and lower triangle to sums of all latents."""
     for a in range(count):
         h = active[a]
         sums[h] += weight * vectors[row, a]
