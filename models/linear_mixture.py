@@ -37,6 +37,10 @@ def best_weights(counts: Tensor) -> Tensor:
     return weights / weights.sum()
 
 
+# Of shares so small nothing is left in the sums of a component that is used.
+_NEGLIGIBLE = 1e-20
+
+
 class Shares:
     """Responsibilities :math:`r_{nk}` of ``K`` components, and sums weighted with them, in float64.
 
@@ -48,7 +52,8 @@ class Shares:
         self._dense: Tensor | None = None
         # From so many components per state on the sums go over the states that are kept.
         if num_components < 4 * population.num_states:
-            self._dense = population.value_probabilities(temperature)[:, 0].double()
+            # Products with the smallest numbers there are take a hundred times as long as others.
+            self._dense = F.threshold(population.value_probabilities(temperature)[:, 0].double(), 1e-100, 0.0, inplace=True)
         else:
             self._component = population.states(torch.int64)[..., 0]
             self._weight = population.weights(temperature).double()
@@ -81,8 +86,7 @@ class Shares:
         component, weight = self._component, self._weight
         if rows.is_cpu:  # a device would be waited for
             # Most states that are kept explain nothing, and every product costs the square of the dimensions.
-            # Of shares so small nothing is left in the sums of a component that is used.
-            row, state = (~(weight <= 1e-20)).nonzero(as_tuple=True)
+            row, state = (~(weight <= _NEGLIGIBLE)).nonzero(as_tuple=True)
             # Numbers in the copies that are made to leave out such states.
             if len(row) * rows.shape[1] <= 2**25:
                 rows, component, weight = rows[row], component[row, state].unsqueeze(1), weight[row, state].unsqueeze(1)
@@ -94,13 +98,20 @@ def _dense_outer_products(shares: Tensor, rows: Tensor) -> Tensor:
     size = rows.shape[1]
     if shares.shape[1] < size:
         # One component at a time: all at once are K times the data.
-        return torch.stack([(share.unsqueeze(-1) * rows).mT @ rows for share in shares.mT])
+        return torch.stack([_outer_product(share, rows) for share in shares.mT.contiguous()])
     first, second = torch.triu_indices(size, size, device=rows.device)
     blocks = zip(shares.split(ROWS_PER_BLOCK), rows.split(ROWS_PER_BLOCK), strict=True)
     sums = sum(some.mT @ (block[:, first] * block[:, second]) for some, block in blocks)
     products = rows.new_empty(shares.shape[1], size, size)
     products[:, first, second] = products[:, second, first] = sums
     return products
+
+
+def _outer_product(share: Tensor, rows: Tensor) -> Tensor:
+    is_used = ~(share <= _NEGLIGIBLE)
+    if rows.is_cpu and 2 * int(is_used.count_nonzero()) < len(rows):  # a device would be waited for
+        share, rows = share[is_used], rows[is_used]
+    return (share.unsqueeze(-1) * rows).mT @ rows
 
 
 _SITE = "y"

@@ -11,9 +11,9 @@ from pyro.distributions import Categorical, Normal, Poisson
 from pyro.infer import SVI
 from torch import Tensor
 
-from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, Truncated_ELBO
+from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, Population, StateSpace, Truncated_ELBO
 from pyro_truncated.models import BinarySparseCoding, CategoricalMixture, GaussianMixture, PoissonMixture
-from pyro_truncated.models.linear_mixture import LinearMixture
+from pyro_truncated.models.linear_mixture import LinearMixture, Shares
 from tests.models.mixture import log_joint
 
 D64 = torch.float64
@@ -210,3 +210,17 @@ def test_tables_of_all_components_hold_the_usual_log_probabilities(kind: str, nu
     assert found.sample().shape == (number, len(y), 4)
     with pytest.raises(ValueError, match="support"):
         found.log_prob(y - 0.5)
+
+
+@pytest.mark.parametrize("size", [3, 12])
+@pytest.mark.parametrize("gap", [1.0, 720.0])
+def test_outer_products_leave_out_what_is_lost_in_their_sums(size: int, gap: float) -> None:
+    """Of components that are far apart, most shares are the smallest numbers there are."""
+    space = StateSpace([8])
+    words = space.enumerate().expand(50, -1, -1)
+    log_joint = -gap * (torch.arange(50).unsqueeze(1) % 8 != torch.arange(8)).double() * torch.rand(50, 8).double()
+    shares = Shares(Population(space, words, log_joint), 8)
+    rows = torch.randn(50, size).double()
+    expected = torch.einsum("nk,nd,ne->kde", log_joint.softmax(-1), rows, rows)
+    torch.testing.assert_close(shares.outer_products(rows), expected, rtol=1e-12, atol=1e-12)
+    assert not ((shares.means(torch.eye(8).double()) < 1e-100) & (shares.means(torch.eye(8).double()) > 0)).any()
