@@ -18,7 +18,6 @@ from torch import Tensor
 
 from pyro_truncated.ops.compiled.compilation import njit, parallel_kernel
 from pyro_truncated.ops.compiled.iterate_active import (
-    MAX_BLOCKS,
     active_latents,
     as_array,
     as_words,
@@ -172,18 +171,6 @@ def row_gram_matrix(elements, is_observed, active, count, near, table):
             table[active[b], active[a]] = product
 
 
-@njit
-def invert(factor, count):
-    """Replaces a lower triangular matrix by its inverse."""
-    for b in range(count):
-        factor[b, b] = 1.0 / factor[b, b]
-        for a in range(b + 1, count):
-            total = 0.0
-            for j in range(b, a):
-                total += factor[a, j] * factor[j, b]
-            factor[a, b] = -total / factor[a, a]
-
-
 _LARGE = 1e150
 # What a call does not ask for.
 _NO_MATRIX, _NO_TABLES = np.empty((0, 0)), np.empty((0, 0, 0))
@@ -197,8 +184,8 @@ def log_prob(words: Tensor, linear: Tensor, elements: Tensor, is_observed: Tenso
     deviation, ``is_observed (N, D)`` may be ``None``.
     """
     out = linear.new_empty(linear.shape[0], words.shape[1], dtype=torch.float64)
-    parameters = as_array(linear), *gram_matrix(elements, is_observed), as_array(mean), as_array(deviation)
-    _independent(as_words(words), _NO_MATRIX, *parameters, out.numpy(), _NO_MATRIX, _NO_MATRIX, _NO_TABLES)
+    packed, parameters = as_words(words), (as_array(linear), *gram_matrix(elements, is_observed), as_array(mean), as_array(deviation))
+    _independent(packed, _NO_MATRIX, *parameters, *_scratch(packed, len(linear), 0), out.numpy(), *_NO_MOMENTS[:3])
     return out
 
 
@@ -216,109 +203,12 @@ def moments(
     num_data, num_latents = linear.shape
     active = linear.new_zeros(num_data, num_latents, dtype=torch.float64)
     first = torch.zeros_like(active)
-    num_blocks = num_data if per_datum else count_blocks(num_data, num_latents**2)
-    second = linear.new_zeros(num_blocks, num_latents, num_latents, dtype=torch.float64)
-    parameters = as_array(linear), *gram_matrix(elements, is_observed), as_array(mean), as_array(deviation)
-    _independent(as_words(words), as_array(weights), *parameters, _NO_MATRIX, active.numpy(), first.numpy(), second.numpy())
+    packed, parameters = as_words(words), (as_array(linear), *gram_matrix(elements, is_observed), as_array(mean), as_array(deviation))
+    scratch = _scratch(packed, num_data, num_latents**2)
+    second = linear.new_zeros(num_data if per_datum else len(scratch[0]), num_latents, num_latents, dtype=torch.float64)
+    _independent(packed, as_array(weights), *parameters, *scratch, _NO_MATRIX, active.numpy(), first.numpy(), second.numpy())
     second = second if per_datum else second.sum(0)
     return active, first, second + second.tril(-1).mT
-
-
-@njit
-def _factorize(linear, table, mean, deviation, active, count, factor, solution):
-    """Collapses the slabs ``mean + deviation * e`` of the active latents.
-
-    Leaves in ``factor`` the Cholesky factor ``L`` of the posterior precision of ``e``, ``M = I + T G T`` with ``T = diag(deviation)``. In
-    ``solution`` it leaves the vector ``x`` with ``L x = T (a - G mean)``. Returns the log density up to terms that do not depend on the
-    state.
-    """
-    energy = 0.0
-    for a in range(count):
-        h = active[a]
-        field = linear[h]
-        for b in range(count):
-            field -= table[h, active[b]] * mean[active[b]]
-        energy += 0.5 * mean[h] * (linear[h] + field)
-        solution[a] = deviation[h] * field
-    pivots = 1.0
-    for a in range(count):
-        h = active[a]
-        row = factor[a]
-        for b in range(a):
-            other = factor[b]
-            entry = deviation[h] * table[h, active[b]] * deviation[active[b]]
-            for j in range(b):
-                entry -= row[j] * other[j]
-            row[b] = entry / other[b]
-        pivot = 1.0 + deviation[h] * table[h, h] * deviation[h]
-        x = solution[a]
-        for j in range(a):
-            pivot -= row[j] * row[j]
-            x -= row[j] * solution[j]
-        # The precision exceeds the identity, so a pivot below one is a rounding error.
-        row[a] = np.sqrt(max(pivot, 1.0))
-        solution[a] = x / row[a]
-        energy += 0.5 * solution[a] * solution[a]
-        # One logarithm for many pivots; none is below one, so the product can only overflow.
-        pivots *= row[a]
-        if pivots > _LARGE:
-            energy -= np.log(pivots)
-            pivots = 1.0
-    return energy - np.log(pivots)
-
-
-@njit
-def _add_moments(weight, mean, deviation, active, count, factor, solution, first, table):
-    """Adds a state's weighted moments of the slabs, a lower triangle."""
-    invert(factor, count)
-    for a in range(count):
-        # Row a of the transposed inverse starts at a, so what is overwritten is not needed any more.
-        total = 0.0
-        for j in range(a, count):
-            total += factor[j, a] * solution[j]
-        solution[a] = mean[active[a]] + deviation[active[a]] * total
-    for a in range(count):
-        h = active[a]
-        first[h] += weight * solution[a]
-        for b in range(a + 1):
-            covariance = 0.0
-            for j in range(a, count):
-                covariance += factor[j, a] * factor[j, b]
-            covariance *= deviation[h] * deviation[active[b]]
-            table[h, active[b]] += weight * (covariance + solution[a] * solution[b])
-
-
-@parallel_kernel(cost=16)
-def _independent(words, weights, linear, elements, is_observed, gram, mean, deviation, out, total, first, second):
-    """Log densities, or moments with weights: what they share is compiled once."""
-    num_rows, num_candidates, num_words = words.shape
-    num_data, num_latents = linear.shape
-    has_weights = len(weights) > 0
-    num_blocks = len(second) if has_weights else min(num_data, MAX_BLOCKS)
-    for block in prange(num_blocks):
-        active = np.empty(64 * num_words, np.int64)
-        factor, solution = np.empty((num_latents, num_latents)), np.empty(num_latents)
-        own = gram
-        if is_observed is not None:
-            own, near = np.empty((num_latents, num_latents)), np.empty(elements.shape)
-        for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
-            row = n if num_rows > 1 else 0
-            if is_observed is not None:
-                row_gram_matrix(elements, is_observed[n], active, ever_active(words, row, active), near, own)
-            field = linear[n]
-            least = least_weight(weights[n]) if has_weights else 0.0
-            for c in range(num_candidates):
-                weight = weights[n, c] if has_weights else 1.0
-                if abs(weight) <= least:
-                    continue
-                count = active_latents(words, row, c, active)
-                energy = _factorize(field, own, mean, deviation, active, count, factor, solution)
-                if not has_weights:
-                    out[n, c] = energy
-                    continue
-                for a in range(count):
-                    total[n, active[a]] += weight
-                _add_moments(weight, mean, deviation, active, count, factor, solution, first[n], second[block])
 
 
 _TINY = 1e-14
@@ -506,6 +396,110 @@ def log_prior(mean, covariance, active, count, size, roots, vectors, rows):
             energy -= 0.5 * np.log(product)
             product = 1.0
     return energy - 0.5 * np.log(product)
+
+
+@njit
+def _factorize(linear, table, mean, deviation, active, count, factor, solution):
+    """Collapses the slabs ``mean + deviation * e`` of the active latents.
+
+    Leaves in ``factor`` the Cholesky factor ``L`` of the posterior precision of ``e``, ``M = I + T G T`` with ``T = diag(deviation)``. In
+    ``solution`` it leaves the vector ``x`` with ``L x = T (a - G mean)``. Returns the log density up to terms that do not depend on the
+    state.
+    """
+    energy = 0.0
+    for a in range(count):
+        h = active[a]
+        field = linear[h]
+        for b in range(count):
+            field -= table[h, active[b]] * mean[active[b]]
+        energy += 0.5 * mean[h] * (linear[h] + field)
+        solution[a] = deviation[h] * field
+    pivots = 1.0
+    for a in range(count):
+        h = active[a]
+        row = factor[a]
+        for b in range(a):
+            other = factor[b]
+            entry = deviation[h] * table[h, active[b]] * deviation[active[b]]
+            for j in range(b):
+                entry -= row[j] * other[j]
+            row[b] = entry / other[b]
+        pivot = 1.0 + deviation[h] * table[h, h] * deviation[h]
+        x = solution[a]
+        for j in range(a):
+            pivot -= row[j] * row[j]
+            x -= row[j] * solution[j]
+        # The precision exceeds the identity, so a pivot below one is a rounding error.
+        row[a] = np.sqrt(max(pivot, 1.0))
+        solution[a] = x / row[a]
+        energy += 0.5 * solution[a] * solution[a]
+        # One logarithm for many pivots; none is below one, so the product can only overflow.
+        pivots *= row[a]
+        if pivots > _LARGE:
+            energy -= np.log(pivots)
+            pivots = 1.0
+    return energy - np.log(pivots)
+
+
+@njit(forceinline=True)
+def collapse_independent(linear, table, mean, deviation, active, count, size, joint, vectors):
+    """As :func:`collapse`, of independent slabs ``mean + T e`` with ``T = diag(deviation)``.
+
+    It leaves ``M = I + T G T`` and the column ``T (a - G mean)``: nothing is divided by deviations.
+    """
+    energy = 0.0
+    for a in range(count):
+        h = active[a]
+        field = linear[h]
+        clear_row(joint, a, count, size)
+        for b in range(count):
+            field -= table[h, active[b]] * mean[active[b]]
+            joint[a, b] = deviation[h] * table[h, active[b]] * deviation[active[b]]
+        joint[a, a] += 1.0
+        joint[a, count] = deviation[h] * field
+        energy += 0.5 * mean[h] * (linear[h] + field)
+        vectors[_VARIANCES, a] = vectors[_PRECISIONS, a] = 1.0
+    return energy
+
+
+@parallel_kernel(cost=16)
+def _independent(words, weights, linear, elements, is_observed, gram, mean, deviation, matrices, vectors, out, total, first, second):
+    """Log densities, or moments with weights: what they share is compiled once."""
+    num_rows, num_candidates, num_words = words.shape
+    num_data, num_latents = linear.shape
+    num_blocks, is_apart = len(matrices), len(second) > len(matrices)
+    has_weights = len(weights) > 0
+    for block in prange(num_blocks):
+        _keep_rolled()
+        active = np.empty(64 * num_words, np.int64)
+        joint, moments, work = matrices[block, 0], matrices[block, 1], vectors[block]
+        own = gram
+        if is_observed is not None:
+            own, near = np.empty((num_latents, num_latents)), np.empty(elements.shape)
+        for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
+            row, place = n if num_rows > 1 else 0, n if is_apart else np.int64(block)
+            if is_observed is not None:
+                row_gram_matrix(elements, is_observed[n], active, ever_active(words, row, active), near, own)
+            least = least_weight(weights[n]) if has_weights else 0.0
+            for c in range(num_candidates):
+                weight = weights[n, c] if has_weights else 1.0
+                if abs(weight) <= least:
+                    continue
+                count = active_latents(words, row, c, active)
+                size = row_sizes(count)
+                if not has_weights:
+                    # Without registers, which wait for the numbers that are gathered one by one.
+                    out[n, c] = _factorize(linear[n], own, mean, deviation, active, count, joint, work[FIELD])
+                    continue
+                collapse_independent(linear[n], own, mean, deviation, active, count, size, joint, work)
+                for a in range(count):
+                    total[n, active[a]] += weight
+                    clear_row(joint, a, size, 2 * size)
+                    joint[a, size + a] = deviation[active[a]]
+                eliminate(joint, count, 2 * size, work)
+                posterior_mean(mean, active, joint, count, size, work)
+                second_moments(joint, count, size, work, moments)
+                add_weighted(weight, work, SLABS, moments, active, count, first[n], second[place])
 
 
 def correlated_log_prob(
