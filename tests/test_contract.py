@@ -623,7 +623,7 @@ def test_check_guide_finds_repeated_states():
     guide = AutoTruncated(vectors, 4)
     train(vectors, guide, y)
     guide.words[3, 1] = guide.words[3, 0]
-    with pytest.raises(AssertionError, match=r"states repeat within 1 data points \(first: 3\)"):
+    with pytest.raises(ValueError, match=r"states repeat within 1 of 8 data points \(first: 3\)"):
         check_guide(guide, y)
 
 
