@@ -733,7 +733,8 @@ class LinearGaussianSteps:
         bias = None if bias is None else as_data("bias", bias)
         if y.dim() != 3 or weight.dim() != 2 or len(weight) != y.shape[-1]:
             raise ValueError(f"y must have shape (N, T, D) and weight (D, M); got {tuple(y.shape)} and {tuple(weight.shape)}")
-        for name, value, shapes in (("scale", scale, [(), (1,), (len(weight),)]), ("bias", bias, [(len(weight),)])):
+        shapes = [(), (1,), (len(weight),)]
+        for name, value in {"scale": scale, "bias": bias}.items():
             if value is not None and tuple(value.shape) not in shapes:
                 raise ValueError(f"{name} must have one of the shapes {shapes}; got {tuple(value.shape)}")
         if not bool((scale > 0).all()):

@@ -203,7 +203,10 @@ def test_sets_that_no_path_crosses() -> None:
         ((torch.zeros(1, 4, 3), torch.zeros(2, 3), 1.0), r"y must have shape .* got \(1, 4, 3\) and \(2, 3\)"),
         ((torch.zeros(1, 4, 3), torch.zeros(3, 2), torch.ones(2)), r"scale must have one of the shapes .*\(3,\)\]; got \(2,\)"),
         ((torch.zeros(1, 4, 3), torch.zeros(3, 2), -1.0), "scale must be positive"),
-        ((torch.zeros(1, 4, 3), torch.zeros(3, 2), 1.0, torch.ones(1)), r"bias must have one of the shapes \[\(3,\)\]; got \(1,\)"),
+        (
+            (torch.zeros(1, 4, 3), torch.zeros(3, 2), 1.0, torch.ones(2)),
+            r"bias must have one of the shapes \[\(\), \(1,\), \(3,\)\]; got \(2,\)",
+        ),
     ],
 )
 def test_observations_and_chains_fit_together(arguments, error):

@@ -94,6 +94,8 @@ class Trainer:
         # Of data that all processes hold whole, as restarts do, each has the whole gradient.
         optimizer = AllReduced(self._adam) if profile.spans_processes else self._adam
         self._svi = SVI(profile.model, self.guide, self._driver or optimizer, self.elbo)
+        # Gradients that other training has left.
+        self._left = {(id(value), version) for _, value, version in self._gradients()}
         if solution is not None and solution.companion:
             self.set_up()
             medians = Medians(profile.model, profile.y, self.truncated_guide)
@@ -145,12 +147,16 @@ class Trainer:
         self.profile.watch(value)
         return value
 
+    def _gradients(self) -> list[tuple[str, Tensor, int]]:
+        """The model's parameters with gradients, and how often these have changed."""
+        modules = program_modules(self.profile.model) if self._driver is None else []
+        values = [(name, value) for module in modules for name, value in module.named_parameters() if value.requires_grad]
+        return [(name, value, value.grad._version) for name, value in values if value.grad is not None]
+
     def warn_about_unknown_parameters(self) -> None:
         """Warns of parameters that have gradients, but are not in Pyro's store."""
         trained = {id(value) for value in self._adam.optim_objs}
-        modules = program_modules(self.profile.model) if self._driver is None else []
-        values = [(name, value) for module in modules for name, value in module.named_parameters() if value.requires_grad]
-        names = {name for name, value in values if value.grad is not None and id(value) not in trained}
+        names = {name for name, value, version in self._gradients() if id(value) not in trained and (id(value), version) not in self._left}
         if names:
             warnings.warn(
                 f"the parameters {sorted(names)} get gradients, but are not trained, as Pyro does not know them. Give learn a PyroModule "

@@ -357,7 +357,7 @@ def _make_encoder(data: Any, dtypes: list[Any]) -> OrdinalEncoder:
 def _warn_if_singular(model: GaussianMixture, rows: Tensor) -> None:
     """Warns of components that have no variance in some direction."""
     low, high = rows.aminmax(dim=0)
-    if constant := (low == high).nonzero().flatten().tolist():
+    if model.covariance != "spherical" and (constant := (low == high).nonzero().flatten().tolist()):
         which, advice = f"columns {constant} of X do not vary", "Leave them out."
     else:
         variance, scale = at_most(rows.var(0, correction=0), model.bulk.square()), model.scale.detach().double()

@@ -216,7 +216,9 @@ def refuse_diverged_copies(*programs: Any, training: bool = False) -> None:
     names = [
         parameter.name
         for parameter, replacement in replaced_parameters(*programs)
-        if _had_owner_or_change(replacement)
+        # What the module itself has taken over from the store, as from a file, is its own.
+        if list(_holders.get(replacement, ())) != [parameter.holder]
+        and _had_owner_or_change(replacement)
         and (_differs(parameter.tensor, replacement) or (training and not _may_go_on(parameter, replacement)))
     ]
     if training:
@@ -290,7 +292,7 @@ def _complaint(names: Iterable[str]) -> str:
     return (
         f"Pyro's parameter store holds other parameters {sorted(names)} than the model or the guide: those of an earlier one with the same "
         "names. Call pyro.clear_param_store() before making model and guide; to keep both, give each its own names, as by "
-        'PyroModule.__init__(self, name="...").'
+        'PyroModule.__init__(self, name="..."), or copies their own parameters: pyro.settings.set(module_local_params=True).'
     )
 
 

@@ -719,6 +719,20 @@ class _Scaled(pyro.nn.PyroModule):
         self.forward(y)
 
 
+def test_gradients_that_other_training_has_left_are_not_told(recwarn):
+    layer, y = torch.nn.Linear(1, 1), torch.randn(40)
+    layer(torch.ones(1, 1)).sum().backward()
+
+    def program(y):
+        scale, weight = pyro.param("scale", torch.tensor(1.0), constraint=dist.constraints.positive), layer.weight.detach()[0]
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Bernoulli(0.5))
+            pyro.sample("y", dist.Normal(weight * z, scale), obs=y)
+
+    learn(program, y, restarts=1, steps=2, progress=False, config=LearnConfig(restart_steps=2))
+    assert not recwarn.list
+
+
 def test_parameters_that_pyro_does_not_know_are_told():
     layer, y = torch.nn.Linear(1, 1), torch.randn(40)
 

@@ -255,6 +255,31 @@ def test_a_model_takes_back_its_own_parameters(y, tmp_path):
     assert torch.equal(model.weight, weight)
 
 
+@pytest.mark.parametrize("by", ["file", "state", "value"])
+def test_a_new_optimiser_goes_on_from_parameters_that_were_put_back(y, by, tmp_path):
+    model, store = ours.BinarySparseCoding(y.shape[1], 3).initialize(y), pyro.get_param_store()
+    guide = AutoTruncated(model, num_states=8)
+
+    def train():
+        svi = SVI(model, guide, Adam({"lr": 0.05}), Truncated_ELBO())
+        return svi, [svi.step(y) for _ in range(3)]
+
+    train()
+    store.save(tmp_path / "store")
+    state, name = copy.deepcopy(store.get_state()), next(name for name in store if name.endswith("weight"))
+    weight = store[name].detach().clone()
+    train()
+    svi = SVI(model, guide, Adam({"lr": 0.05}), Truncated_ELBO())
+    if by == "file":
+        store.load(tmp_path / "store")
+    elif by == "state":
+        store.set_state(state)
+    else:
+        store[name] = weight.clone()
+    svi.step(y)
+    assert float((model.weight.detach() - weight).abs().max()) == pytest.approx(0.05, rel=1e-3)  # the first step of Adam
+
+
 def test_clearing_the_store_between_models_loses_nothing(y):
     first, second = (ours.BinarySparseCoding(9, 5).initialize(y) for _ in range(2))
     truncated(first, y)()

@@ -98,28 +98,28 @@ class SubsetModel(UniqueModule, Parameterized):
         self.register_buffer("index", index)
         self.register_buffer("y", y, persistent=False)
 
-    def get_extra_state(self) -> dict[str, Tensor]:
+    def get_extra_state(self) -> Tensor:
         """Covariances by which a model on other inputs is told."""
         with _looking_at(self.kernel):
             one, other = witness(self.kernel, self.index), witness(self.kernel, self.index)
         # Parameters with a prior are drawn for each look.
-        return {"witness": one if torch.equal(one, other) else one[:0]}
+        return one if torch.equal(one, other) else one[:0]
 
-    def set_extra_state(self, state: dict[str, Tensor]) -> None:
+    def set_extra_state(self, state: Tensor) -> None:
         """Refuses a state of other inputs.
 
         Raises:
             ValueError: if the kernel here has other covariances of the inducing inputs.
         """
         with _looking_at(self.kernel):
-            if int(self.index.max()) >= self.kernel.num_data or len(self.get_extra_state()["witness"]):
-                check_witness(self.kernel, self.index, state["witness"])
+            if int(self.index.max()) >= self.kernel.num_data or len(self.get_extra_state()):
+                check_witness(self.kernel, self.index, state)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # The kernel first: what covariances it has is compared. States of earlier versions have none.
         inner = {name.removeprefix(f"{prefix}kernel."): v for name, v in state_dict.items() if name.startswith(f"{prefix}kernel.")}
         self.kernel.load_state_dict(inner, strict=False)
-        state_dict.setdefault(f"{prefix}_extra_state", {"witness": torch.empty(0)})
+        state_dict.setdefault(f"{prefix}_extra_state", torch.empty(0))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def inducing_factor(self) -> Tensor:

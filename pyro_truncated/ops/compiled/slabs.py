@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pyro_truncated.ops.compiled.compilation import njit, parallel_kernel
 from pyro_truncated.ops.compiled.iterate_active import (
+    MAX_BLOCKS,
     active_latents,
     as_array,
     as_words,
@@ -96,7 +97,7 @@ def add_row(factor, source, row, target, other, first, size, start=0):
 def add_square(factor, source, row, start, count, target):
     """Adds a multiple of a row's outer product to a lower triangle."""
     for a in range(count):
-        add_row(factor * source[row, start + a], source, row, target, a, 0, a + 1, start)
+        add_row(factor * source[row, start + a], source, row, target, a, 0, round_up(a + 1), start)
 
 
 @njit(fastmath={"reassoc", "contract"})
@@ -135,15 +136,6 @@ def gather_above(table, active, count, size, out):
             out[a, b] = table[h, active[b]]
 
 
-@njit(forceinline=True)
-def eliminate_below(matrix, p, pivot, count, size):
-    """Eliminates a column below its pivot; returns the pivot's inverse."""
-    inverse = 1.0 / pivot
-    for a in range(p + 1, count):
-        add_row(-matrix[p, a] * inverse, matrix, p, matrix, a, p, size)
-    return inverse
-
-
 def gram_matrix(elements: Tensor, is_observed: Tensor | None) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
     """The dictionary by latents, observed entries, and the whole Gram matrix."""
     elements = elements.detach().double()
@@ -171,10 +163,19 @@ def row_gram_matrix(elements, is_observed, active, count, near, table):
             table[active[b], active[a]] = product
 
 
+@njit
+def invert(factor, count):
+    """Replaces a lower triangular matrix by its inverse."""
+    for b in range(count):
+        factor[b, b] = 1.0 / factor[b, b]
+        for a in range(b + 1, count):
+            total = 0.0
+            for j in range(b, a):
+                total += factor[a, j] * factor[j, b]
+            factor[a, b] = -total / factor[a, a]
+
+
 _LARGE = 1e150
-# What a call does not ask for.
-_NO_MATRIX, _NO_TABLES = np.empty((0, 0)), np.empty((0, 0, 0))
-_NO_MOMENTS = _NO_MATRIX, _NO_MATRIX, _NO_TABLES, _NO_MATRIX, _NO_TABLES
 
 
 def log_prob(words: Tensor, linear: Tensor, elements: Tensor, is_observed: Tensor | None, mean: Tensor, deviation: Tensor) -> Tensor:
@@ -184,8 +185,7 @@ def log_prob(words: Tensor, linear: Tensor, elements: Tensor, is_observed: Tenso
     deviation, ``is_observed (N, D)`` may be ``None``.
     """
     out = linear.new_empty(linear.shape[0], words.shape[1], dtype=torch.float64)
-    packed, parameters = as_words(words), (as_array(linear), *gram_matrix(elements, is_observed), as_array(mean), as_array(deviation))
-    _independent(packed, _NO_MATRIX, *parameters, *_scratch(packed, len(linear), 0), out.numpy(), *_NO_MOMENTS[:3])
+    _log_prob(as_words(words), as_array(linear), *gram_matrix(elements, is_observed), as_array(mean), as_array(deviation), out.numpy())
     return out
 
 
@@ -203,199 +203,12 @@ def moments(
     num_data, num_latents = linear.shape
     active = linear.new_zeros(num_data, num_latents, dtype=torch.float64)
     first = torch.zeros_like(active)
-    packed, parameters = as_words(words), (as_array(linear), *gram_matrix(elements, is_observed), as_array(mean), as_array(deviation))
-    scratch = _scratch(packed, num_data, num_latents**2)
-    second = linear.new_zeros(num_data if per_datum else len(scratch[0]), num_latents, num_latents, dtype=torch.float64)
-    _independent(packed, as_array(weights), *parameters, *scratch, _NO_MATRIX, active.numpy(), first.numpy(), second.numpy())
+    num_blocks = num_data if per_datum else count_blocks(num_data, num_latents**2)
+    second = linear.new_zeros(num_blocks, num_latents, num_latents, dtype=torch.float64)
+    parameters = as_array(linear), *gram_matrix(elements, is_observed), as_array(mean), as_array(deviation)
+    _moments(as_words(words), as_array(weights), *parameters, active.numpy(), first.numpy(), second.numpy())
     second = second if per_datum else second.sum(0)
     return active, first, second + second.tril(-1).mT
-
-
-_TINY = 1e-14
-# Rows of the matrix of vectors.
-_VARIANCES, _PRECISIONS, FIELD, SLABS = 0, 1, 2, 3
-NUM_VECTORS = 4
-
-
-@njit
-def row_sizes(most):
-    """Row sizes for at most so many active latents and a column."""
-    return round_up(most + 1)
-
-
-@njit(forceinline=True)
-def _factorize_prior(covariance, active, count, size, prior, lower, vectors):
-    """Computes ``R'`` and ``D`` of the active latents' covariance."""
-    gather_above(covariance, active, count, size, prior)
-    for a in range(count):
-        clear_row(lower, a, 0, size)
-    for p in range(count):
-        pivot = max(prior[p, p], _TINY * covariance[active[p], active[p]])
-        inverse = eliminate_below(prior, p, pivot, count, size)
-        vectors[_VARIANCES, p], vectors[_PRECISIONS, p] = pivot, inverse
-        for a in range(p + 1, count):
-            factor = prior[p, a] * inverse
-            prior[p, a], lower[a, p] = factor, factor
-
-
-@njit(forceinline=True)
-def collapse(linear, table, mean, covariance, active, count, prior, joint, lower, vectors):
-    """Writes the slabs of the active latents as ``mean + R c``, given the data.
-
-    It leaves ``R'`` and ``D`` of their covariance in ``prior`` and ``vectors``, and ``a - G mean`` in ``vectors``. In ``joint`` it leaves
-    the precision ``M = D^-1 + R' G R`` of ``c`` given the data, without what is below the diagonal. A column beyond it is ``R' (a - G
-    mean)``. Returns ``mean (a - G mean / 2)``.
-    """
-    size = row_sizes(count)
-    gather_square(table, active, count, size, joint)
-    _factorize_prior(covariance, active, count, size, prior, lower, vectors)
-    clear_row(vectors, FIELD, count, size)
-    for a in range(count):
-        vectors[FIELD, a] = linear[active[a]]
-    for a in range(count):
-        add_row(-mean[active[a]], joint, a, vectors, FIELD, 0, size)
-    energy = 0.0
-    for a in range(count):
-        field = vectors[FIELD, a]
-        energy += 0.5 * mean[active[a]] * (linear[active[a]] + field)
-        joint[a, count] = field
-    for a in range(1, count):
-        for p in range(a):
-            add_row(prior[p, a], joint, a, joint, p, 0, size)
-    for a in range(count):
-        # An entry of a row is changed by those after it only.
-        for p in range(a + 1, count):
-            add_row(joint[a, p], lower, p, joint, a, a, p)
-        joint[a, a] += vectors[_PRECISIONS, a]
-    return energy
-
-
-@njit(forceinline=True)
-def eliminate(joint, count, size, vectors):
-    """Eliminates what is below the pivots; returns the log density's rest."""
-    energy, product = 0.0, 1.0
-    for p in range(count):
-        # The precision exceeds that of the prior, so a pivot below it is a rounding error.
-        pivot, x = max(joint[p, p], vectors[_PRECISIONS, p]), joint[p, count]
-        joint[p, p] = pivot
-        energy += 0.5 * x * x * eliminate_below(joint, p, pivot, count, size)
-        # One logarithm for many pivots; no factor is below one, so the product can only overflow.
-        product *= pivot * vectors[_VARIANCES, p]
-        if product > _LARGE:
-            energy -= 0.5 * np.log(product)
-            product = 1.0
-    return energy - 0.5 * np.log(product)
-
-
-@njit(forceinline=True)
-def append_root(prior, joint, count, size):
-    """Writes ``R'`` behind the columns of ``joint``, to be eliminated with them.
-
-    These columns become those of ``T = E^-1 R'`` with the factor ``E`` of ``M``, whose pivots ``F`` stay where they are. The covariance of
-    the slabs given the data is ``T' F^-1 T``.
-    """
-    for p in range(count):
-        clear_row(joint, p, size, 2 * size)
-        joint[p, size + p] = 1.0
-        for a in range(p + 1, count):
-            joint[p, size + a] = prior[p, a]
-
-
-@njit(forceinline=True)
-def posterior_mean(mean, active, joint, count, size, vectors):
-    """Leaves the slabs' mean given the data in ``vectors``."""
-    clear_row(vectors, SLABS, count, size)
-    for p in range(count):
-        vectors[SLABS, p] = mean[active[p]]
-    for p in range(count):
-        add_row(joint[p, count] / joint[p, p], joint, p, vectors, SLABS, 0, size, size)
-
-
-@njit(forceinline=True)
-def second_moments(joint, count, size, vectors, moments):
-    """Computes the lower triangle of the slabs' second moments given the data."""
-    for p in range(count):
-        clear_row(moments, p, 0, size)
-    for p in range(count):
-        add_square(1.0 / joint[p, p], joint, p, size, count, moments)
-    for a in range(count):
-        add_row(vectors[SLABS, a], vectors, SLABS, moments, a, 0, a + 1)
-
-
-@njit(forceinline=True)
-def gradients(prior, joint, count, size, vectors, spare, products):
-    """Computes gradients of the log density after :func:`append_root`.
-
-    They are those in the means and, twice that, in the covariances. Let ``Q = E^-1 D^-1 R^-1`` and ``F`` the pivots of ``M``. The first is
-    ``r = Q' F^-1 E^-1 R' (a - G mean)``, which replaces the field in ``vectors``. The second is ``r r' + Q' F^-1 Q - R'^-1 D^-1 R^-1``,
-    whose lower triangle is left in ``products``. In terms of the posterior's moments and ``G`` they would be small differences of large
-    numbers where there is little noise.
-    """
-    for a in range(count):
-        clear_row(spare, a, 0, size)
-        clear_row(products, a, 0, size)
-        spare[a, a] = 1.0
-    clear_row(vectors, FIELD, 0, size)
-    # The inverses are lower triangular: rows end at their diagonal.
-    for p in range(count):
-        for a in range(p + 1, count):
-            add_row(-prior[p, a], spare, p, spare, a, 0, p + 1)
-        inverse = vectors[_PRECISIONS, p]
-        add_square(-inverse, spare, p, 0, p + 1, products)
-        for a in range(p + 1):
-            spare[p, a] *= inverse
-    for p in range(count):
-        inverse = 1.0 / joint[p, p]
-        for a in range(p + 1, count):
-            add_row(-joint[p, a] * inverse, spare, p, spare, a, 0, p + 1)
-        add_square(inverse, spare, p, 0, p + 1, products)
-        add_row(joint[p, count] * inverse, spare, p, vectors, FIELD, 0, p + 1)
-    for a in range(count):
-        add_row(vectors[FIELD, a], vectors, FIELD, products, a, 0, a + 1)
-
-
-@njit(forceinline=True)
-def add_weighted(weight, vectors, row, triangle, active, count, sums, table):
-    """Adds a weighted row and lower triangle to sums of all latents."""
-    for a in range(count):
-        h = active[a]
-        sums[h] += weight * vectors[row, a]
-        for b in range(a + 1):
-            table[h, active[b]] += weight * triangle[a, b]
-
-
-@njit(forceinline=True)
-def transpose_roots(joint, count, size, roots):
-    """The columns of ``T' F^-1/2``, whose outer products sum to the covariance."""
-    for p in range(count):
-        scale = 1.0 / np.sqrt(joint[p, p])
-        for a in range(count):
-            roots[a, p] = scale * joint[p, size + a]
-
-
-@njit(forceinline=True)
-def log_prior(mean, covariance, active, count, size, roots, vectors, rows):
-    """Expected log densities of slabs under another prior, without constants.
-
-    With the factor ``R D R'`` of that prior it takes the squares of ``R^-1`` times the posterior's roots, and times how far the means are
-    apart.
-    """
-    gather_above(covariance, active, count, size, rows)
-    for a in range(count):
-        clear_row(rows, a, size + count, 2 * size)
-        for p in range(count):
-            rows[a, size + p] = roots[a, p]
-        rows[a, size + count] = vectors[SLABS, a] - mean[active[a]]
-    energy, product = 0.0, 1.0
-    for p in range(count):
-        pivot = max(rows[p, p], _TINY * covariance[active[p], active[p]])
-        inverse = eliminate_below(rows, p, pivot, count, 2 * size)
-        energy -= 0.5 * inverse * row_square(rows, p, size, size + count + 1)
-        product *= pivot
-        if not 1.0 / _LARGE < product < _LARGE:
-            energy -= 0.5 * np.log(product)
-            product = 1.0
-    return energy - 0.5 * np.log(product)
 
 
 @njit
@@ -441,65 +254,250 @@ def _factorize(linear, table, mean, deviation, active, count, factor, solution):
     return energy - np.log(pivots)
 
 
-@njit(forceinline=True)
-def collapse_independent(linear, table, mean, deviation, active, count, size, joint, vectors):
-    """As :func:`collapse`, of independent slabs ``mean + T e`` with ``T = diag(deviation)``.
-
-    It leaves ``M = I + T G T`` and the column ``T (a - G mean)``: nothing is divided by deviations.
-    """
-    energy = 0.0
-    for a in range(count):
-        h = active[a]
-        field = linear[h]
-        clear_row(joint, a, count, size)
-        for b in range(count):
-            field -= table[h, active[b]] * mean[active[b]]
-            joint[a, b] = deviation[h] * table[h, active[b]] * deviation[active[b]]
-        joint[a, a] += 1.0
-        joint[a, count] = deviation[h] * field
-        energy += 0.5 * mean[h] * (linear[h] + field)
-        vectors[_VARIANCES, a] = vectors[_PRECISIONS, a] = 1.0
-    return energy
-
-
 @parallel_kernel(cost=16)
-def _independent(words, weights, linear, elements, is_observed, gram, mean, deviation, matrices, vectors, out, total, first, second):
-    """Log densities, or moments with weights: what they share is compiled once."""
+def _log_prob(words, linear, elements, is_observed, gram, mean, deviation, out):
     num_rows, num_candidates, num_words = words.shape
     num_data, num_latents = linear.shape
-    num_blocks, is_apart = len(matrices), len(second) > len(matrices)
-    has_weights = len(weights) > 0
+    num_blocks = min(num_data, MAX_BLOCKS)
     for block in prange(num_blocks):
-        _keep_rolled()
         active = np.empty(64 * num_words, np.int64)
-        joint, moments, work = matrices[block, 0], matrices[block, 1], vectors[block]
+        factor, solution = np.empty((num_latents, num_latents)), np.empty(num_latents)
         own = gram
         if is_observed is not None:
             own, near = np.empty((num_latents, num_latents)), np.empty(elements.shape)
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
-            row, place = n if num_rows > 1 else 0, n if is_apart else np.int64(block)
+            row = n if num_rows > 1 else 0
             if is_observed is not None:
                 row_gram_matrix(elements, is_observed[n], active, ever_active(words, row, active), near, own)
-            least = least_weight(weights[n]) if has_weights else 0.0
+            field = linear[n]
             for c in range(num_candidates):
-                weight = weights[n, c] if has_weights else 1.0
+                count = active_latents(words, row, c, active)
+                out[n, c] = _factorize(field, own, mean, deviation, active, count, factor, solution)
+
+
+@njit
+def _add_moments(weight, mean, deviation, active, count, factor, solution, first, table):
+    """Adds a state's weighted moments of the slabs, a lower triangle."""
+    invert(factor, count)
+    for a in range(count):
+        # Row a of the transposed inverse starts at a, so what is overwritten is not needed any more.
+        total = 0.0
+        for j in range(a, count):
+            total += factor[j, a] * solution[j]
+        solution[a] = mean[active[a]] + deviation[active[a]] * total
+    for a in range(count):
+        h = active[a]
+        first[h] += weight * solution[a]
+        for b in range(a + 1):
+            covariance = 0.0
+            for j in range(a, count):
+                covariance += factor[j, a] * factor[j, b]
+            covariance *= deviation[h] * deviation[active[b]]
+            table[h, active[b]] += weight * (covariance + solution[a] * solution[b])
+
+
+@parallel_kernel(cost=16)
+def _moments(words, weights, linear, elements, is_observed, gram, mean, deviation, total, first, second):
+    num_rows, num_candidates, num_words = words.shape
+    num_data, num_latents = linear.shape
+    num_blocks = second.shape[0]
+    for block in prange(num_blocks):
+        active = np.empty(64 * num_words, np.int64)
+        factor, solution = np.empty((num_latents, num_latents)), np.empty(num_latents)
+        own = gram
+        if is_observed is not None:
+            own, near = np.empty((num_latents, num_latents)), np.empty(elements.shape)
+        for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
+            row = n if num_rows > 1 else 0
+            if is_observed is not None:
+                row_gram_matrix(elements, is_observed[n], active, ever_active(words, row, active), near, own)
+            least = least_weight(weights[n])
+            for c in range(num_candidates):
+                weight = weights[n, c]
                 if abs(weight) <= least:
                     continue
                 count = active_latents(words, row, c, active)
-                size = row_sizes(count)
-                if not has_weights:
-                    # Without registers, which wait for the numbers that are gathered one by one.
-                    out[n, c] = _factorize(linear[n], own, mean, deviation, active, count, joint, work[FIELD])
-                    continue
-                collapse_independent(linear[n], own, mean, deviation, active, count, size, joint, work)
+                _factorize(linear[n], own, mean, deviation, active, count, factor, solution)
                 for a in range(count):
                     total[n, active[a]] += weight
-                    clear_row(joint, a, size, 2 * size)
-                    joint[a, size + a] = deviation[active[a]]
-                eliminate(joint, count, 2 * size, work)
-                posterior_mean(mean, active, joint, count, size, work)
-                second_moments(joint, count, size, work, moments)
-                add_weighted(weight, work, SLABS, moments, active, count, first[n], second[place])
+                _add_moments(weight, mean, deviation, active, count, factor, solution, first[n], second[block])
+
+
+_TINY = 1e-14
+# Rows of the matrix of vectors.
+_VARIANCES, _PRECISIONS, FIELD, SLABS = 0, 1, 2, 3
+NUM_VECTORS = 4
+
+
+@njit
+def row_sizes(most):
+    """Row sizes for at most so many active latents and a column."""
+    return round_up(most + 1)
+
+
+@njit(forceinline=True)
+def _factorize_prior(covariance, active, count, size, prior, lower, vectors):
+    """Computes ``R'`` and ``D`` of the active latents' covariance."""
+    gather_above(covariance, active, count, size, prior)
+    for a in range(count):
+        clear_row(lower, a, 0, size)
+    for p in range(count):
+        pivot = max(prior[p, p], _TINY * covariance[active[p], active[p]])
+        inverse = 1.0 / pivot
+        vectors[_VARIANCES, p], vectors[_PRECISIONS, p] = pivot, inverse
+        for a in range(p + 1, count):
+            add_row(-prior[p, a] * inverse, prior, p, prior, a, p, size)
+        for a in range(p + 1, count):
+            factor = prior[p, a] * inverse
+            prior[p, a], lower[a, p] = factor, factor
+
+
+@njit(forceinline=True)
+def collapse(linear, table, mean, covariance, active, count, prior, joint, lower, vectors):
+    """Writes the slabs of the active latents as ``mean + R c``, given the data.
+
+    It leaves ``R'`` and ``D`` of their covariance in ``prior`` and ``vectors``, and ``a - G mean`` in ``vectors``. In ``joint`` it leaves
+    the precision ``M = D^-1 + R' G R`` of ``c`` given the data, without what is below the diagonal. A column beyond it is ``R' (a - G
+    mean)``. Returns ``mean (a - G mean / 2)``.
+    """
+    size = row_sizes(count)
+    gather_square(table, active, count, size, joint)
+    _factorize_prior(covariance, active, count, size, prior, lower, vectors)
+    clear_row(vectors, FIELD, count, size)
+    for a in range(count):
+        vectors[FIELD, a] = linear[active[a]]
+    for a in range(count):
+        add_row(-mean[active[a]], joint, a, vectors, FIELD, 0, size)
+    energy = 0.0
+    for a in range(count):
+        field = vectors[FIELD, a]
+        energy += 0.5 * mean[active[a]] * (linear[active[a]] + field)
+        joint[a, count] = field
+    for a in range(1, count):
+        for p in range(a):
+            add_row(prior[p, a], joint, a, joint, p, 0, size)
+    for a in range(count):
+        # An entry of a row is changed by those after it only.
+        for p in range(a + 1, count):
+            add_row(joint[a, p], lower, p, joint, a, a, round_up(p))
+        joint[a, a] += vectors[_PRECISIONS, a]
+    return energy
+
+
+@njit(forceinline=True)
+def eliminate(joint, count, size, vectors):
+    """Eliminates what is below the pivots; returns the log density's rest."""
+    energy, product = 0.0, 1.0
+    for p in range(count):
+        # The precision exceeds that of the prior, so a pivot below it is a rounding error.
+        pivot, x = max(joint[p, p], vectors[_PRECISIONS, p]), joint[p, count]
+        joint[p, p], inverse = pivot, 1.0 / pivot
+        for a in range(p + 1, count):
+            add_row(-joint[p, a] * inverse, joint, p, joint, a, p, size)
+        energy += 0.5 * x * x * inverse
+        # One logarithm for many pivots; no factor is below one, so the product can only overflow.
+        product *= pivot * vectors[_VARIANCES, p]
+        if product > _LARGE:
+            energy -= 0.5 * np.log(product)
+            product = 1.0
+    return energy - 0.5 * np.log(product)
+
+
+@njit(forceinline=True)
+def posterior_roots(mean, active, prior, joint, count, size, vectors):
+    """Computes the slabs' posterior after :func:`collapse`.
+
+    The mean is left in ``vectors``; the covariance is ``T' F^-1 T``. Columns of ``joint`` from ``size`` on become those of ``T = E^-1 R'``
+    with the factor ``E`` of ``M``, whose pivots ``F`` stay where they are.
+    """
+    clear_row(vectors, SLABS, count, size)
+    for p in range(count):
+        clear_row(joint, p, size, 2 * size)
+        joint[p, size + p] = 1.0
+        for a in range(p + 1, count):
+            joint[p, size + a] = prior[p, a]
+        vectors[SLABS, p] = mean[active[p]]
+    eliminate(joint, count, 2 * size, vectors)
+    for p in range(count):
+        add_row(joint[p, count] / joint[p, p], joint, p, vectors, SLABS, 0, size, size)
+
+
+@njit(forceinline=True)
+def posterior(mean, active, prior, joint, count, size, vectors, covariance):
+    """As :func:`posterior_roots`, with the lower triangle of the covariance."""
+    posterior_roots(mean, active, prior, joint, count, size, vectors)
+    for p in range(count):
+        clear_row(covariance, p, 0, size)
+    for p in range(count):
+        add_square(1.0 / joint[p, p], joint, p, size, count, covariance)
+
+
+@njit(forceinline=True)
+def gradients(prior, joint, count, size, vectors, spare, products):
+    """Computes gradients of the log density after :func:`posterior`.
+
+    They are those in the means and, twice that, in the covariances. Let ``Q = E^-1 D^-1 R^-1`` and ``F`` the pivots of ``M``. The first is
+    ``r = Q' F^-1 E^-1 R' (a - G mean)``, which replaces the field in ``vectors``. The second is ``r r' + Q' F^-1 Q - R'^-1 D^-1 R^-1``,
+    whose lower triangle is left in ``products``. In terms of the posterior's moments and ``G`` they would be small differences of large
+    numbers where there is little noise.
+    """
+    for a in range(count):
+        clear_row(spare, a, 0, size)
+        clear_row(products, a, 0, size)
+        spare[a, a] = 1.0
+    clear_row(vectors, FIELD, 0, size)
+    # The inverses are lower triangular: rows end at their diagonal.
+    for p in range(count):
+        for a in range(p + 1, count):
+            add_row(-prior[p, a], spare, p, spare, a, 0, round_up(p + 1))
+        inverse = vectors[_PRECISIONS, p]
+        add_square(-inverse, spare, p, 0, p + 1, products)
+        for a in range(p + 1):
+            spare[p, a] *= inverse
+    for p in range(count):
+        inverse = 1.0 / joint[p, p]
+        for a in range(p + 1, count):
+            add_row(-joint[p, a] * inverse, spare, p, spare, a, 0, round_up(p + 1))
+        add_square(inverse, spare, p, 0, p + 1, products)
+        add_row(joint[p, count] * inverse, spare, p, vectors, FIELD, 0, round_up(p + 1))
+    for a in range(count):
+        add_row(vectors[FIELD, a], vectors, FIELD, products, a, 0, round_up(a + 1))
+
+
+@njit(forceinline=True)
+def transpose_roots(joint, count, size, roots):
+    """The columns of ``T' F^-1/2``, whose outer products sum to the covariance."""
+    for p in range(count):
+        scale = 1.0 / np.sqrt(joint[p, p])
+        for a in range(count):
+            roots[a, p] = scale * joint[p, size + a]
+
+
+@njit(forceinline=True)
+def log_prior(mean, covariance, active, count, size, roots, vectors, rows):
+    """Expected log densities of slabs under another prior, without constants.
+
+    With the factor ``R D R'`` of that prior it takes the squares of ``R^-1`` times the posterior's roots, and times how far the means are
+    apart.
+    """
+    gather_above(covariance, active, count, size, rows)
+    for a in range(count):
+        clear_row(rows, a, size + count, 2 * size)
+        for p in range(count):
+            rows[a, size + p] = roots[a, p]
+        rows[a, size + count] = vectors[SLABS, a] - mean[active[a]]
+    energy, product = 0.0, 1.0
+    for p in range(count):
+        pivot = max(rows[p, p], _TINY * covariance[active[p], active[p]])
+        inverse = 1.0 / pivot
+        energy -= 0.5 * inverse * row_square(rows, p, size, size + count + 1)
+        product *= pivot
+        if not 1.0 / _LARGE < product < _LARGE:
+            energy -= 0.5 * np.log(product)
+            product = 1.0
+        for a in range(p + 1, count):
+            add_row(-rows[p, a] * inverse, rows, p, rows, a, p, 2 * size)
+    return energy - 0.5 * np.log(product)
 
 
 def correlated_log_prob(
@@ -508,7 +506,7 @@ def correlated_log_prob(
     """As :func:`log_prob`, with the covariance of the slabs, ``(H, H)``."""
     out = linear.new_empty(linear.shape[0], words.shape[1], dtype=torch.float64)
     packed, parameters = as_words(words), (as_array(linear), *gram_matrix(elements, is_observed), as_array(mean), as_array(covariance))
-    _correlated(packed, _NO_MATRIX, *parameters, _NO_MATRIX, _NO_TABLES, *_scratch(packed, len(linear), 0), out.numpy(), *_NO_MOMENTS)
+    _correlated_log_prob(packed, *parameters, *_scratch(packed, len(linear), 0), out.numpy())
     return out
 
 
@@ -533,7 +531,7 @@ def correlated_moments(
     curvature = linear.new_zeros(num_blocks, num_latents, num_latents, dtype=torch.float64)
     slope = linear.new_zeros(num_blocks, num_latents, dtype=torch.float64)
     outputs = active.numpy(), first.numpy(), second.numpy(), slope.numpy(), curvature.numpy()
-    _correlated(packed, as_array(weights), *parameters, _NO_MATRIX, _NO_TABLES, *scratch, _NO_MATRIX, *outputs)
+    _correlated_moments(packed, as_array(weights), *parameters, *scratch, *outputs)
     second, curvature = second if per_datum else second.sum(0), curvature.sum(0)
     return active, first, second + second.tril(-1).mT, slope.sum(0), curvature + curvature.tril(-1).mT
 
@@ -553,7 +551,7 @@ def expected_log_prior(
     packed, parameters = as_words(words), (as_array(linear), *gram_matrix(elements, is_observed), as_array(mean), as_array(covariance))
     scratch, others = _scratch(packed, len(linear), len(means)), (as_array(means), as_array(covariances))
     out = linear.new_zeros(len(scratch[0]), len(means), dtype=torch.float64)
-    _correlated(packed, as_array(weights), *parameters, *others, *scratch, out.numpy(), *_NO_MOMENTS)
+    _expected_log_prior(packed, as_array(weights), *parameters, *others, *scratch, out.numpy())
     return out.sum(0)
 
 
@@ -573,35 +571,35 @@ def _aligned_zeros(shape: tuple[int, ...]) -> np.ndarray:
     return numbers[start : start + size].reshape(shape)
 
 
-@parallel_kernel(cost=48)
-def _correlated(
-    words,
-    weights,
-    linear,
-    elements,
-    is_observed,
-    gram,
-    mean,
-    covariance,
-    means,
-    covariances,
-    matrices,
-    vectors,
-    out,
-    total,
-    first,
-    second,
-    slope,
-    curvature,
-):
-    """Log densities; with weights expected ones under other priors, or moments.
+@parallel_kernel(cost=24)
+def _correlated_log_prob(words, linear, elements, is_observed, gram, mean, covariance, matrices, vectors, out):
+    num_rows, num_candidates, num_words = words.shape
+    num_data, num_latents = linear.shape
+    num_blocks = len(matrices)
+    for block in prange(num_blocks):
+        _keep_rolled()
+        active = np.empty(64 * num_words, np.int64)
+        prior, joint, spare, work = matrices[block, 0], matrices[block, 1], matrices[block, 2], vectors[block]
+        own = gram
+        if is_observed is not None:
+            own, near = np.empty((num_latents, num_latents)), np.empty(elements.shape)
+        for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
+            row = n if num_rows > 1 else 0
+            if is_observed is not None:
+                row_gram_matrix(elements, is_observed[n], active, ever_active(words, row, active), near, own)
+            for c in range(num_candidates):
+                count = active_latents(words, row, c, active)
+                energy = collapse(linear[n], own, mean, covariance, active, count, prior, joint, spare, work)
+                out[n, c] = energy + eliminate(joint, count, row_sizes(count), work)
 
-    What they share is compiled once: three kernels would take a quarter longer.
-    """
+
+@parallel_kernel(cost=48)
+def _correlated_moments(
+    words, weights, linear, elements, is_observed, gram, mean, covariance, matrices, vectors, total, first, second, slope, curvature
+):
     num_rows, num_candidates, num_words = words.shape
     num_data, num_latents = linear.shape
     num_blocks, is_apart = len(matrices), len(second) > len(matrices)
-    has_weights, num_priors = len(weights) > 0, len(means)
     for block in prange(num_blocks):
         _keep_rolled()
         active = np.empty(64 * num_words, np.int64)
@@ -614,28 +612,55 @@ def _correlated(
             row, place = n if num_rows > 1 else 0, n if is_apart else np.int64(block)
             if is_observed is not None:
                 row_gram_matrix(elements, is_observed[n], active, ever_active(words, row, active), near, own)
-            least = least_weight(weights[n]) if has_weights else 0.0
+            least = least_weight(weights[n])
             for c in range(num_candidates):
-                weight = weights[n, c] if has_weights else 1.0
+                weight = weights[n, c]
                 if abs(weight) <= least:
                     continue
                 count = active_latents(words, row, c, active)
                 size = row_sizes(count)
-                energy = collapse(linear[n], own, mean, covariance, active, count, prior, joint, spare, work)
-                if not has_weights:
-                    out[n, c] = energy + eliminate(joint, count, size, work)
-                    continue
-                append_root(prior, joint, count, size)
-                eliminate(joint, count, 2 * size, work)
-                posterior_mean(mean, active, joint, count, size, work)
-                if num_priors > 0:
-                    transpose_roots(joint, count, size, spare)
-                    for t in range(num_priors):
-                        out[block, t] += weight * log_prior(means[t], covariances[t], active, count, size, spare, work, spread)
-                    continue
+                collapse(linear[n], own, mean, covariance, active, count, prior, joint, spare, work)
+                posterior(mean, active, prior, joint, count, size, work, spread)
                 for a in range(count):
-                    total[n, active[a]] += weight
-                second_moments(joint, count, size, work, spread)
-                add_weighted(weight, work, SLABS, spread, active, count, first[n], second[place])
+                    h, value = active[a], work[SLABS, a]
+                    total[n, h] += weight
+                    first[n, h] += weight * value
+                    for b in range(a + 1):
+                        second[place, h, active[b]] += weight * (spread[a, b] + value * work[SLABS, b])
                 gradients(prior, joint, count, size, work, spare, spread)
-                add_weighted(weight, work, FIELD, spread, active, count, slope[block], curvature[block])
+                for a in range(count):
+                    h = active[a]
+                    slope[block, h] += weight * work[FIELD, a]
+                    for b in range(a + 1):
+                        curvature[block, h, active[b]] += weight * spread[a, b]
+
+
+@parallel_kernel(cost=64)
+def _expected_log_prior(words, weights, linear, elements, is_observed, gram, mean, covariance, means, covariances, matrices, vectors, out):
+    num_rows, num_candidates, num_words = words.shape
+    num_data, num_latents = linear.shape
+    num_blocks = len(matrices)
+    for block in prange(num_blocks):
+        _keep_rolled()
+        active = np.empty(64 * num_words, np.int64)
+        prior, joint, roots, rows = matrices[block, 0], matrices[block, 1], matrices[block, 2], matrices[block, 3]
+        work = vectors[block]
+        own = gram
+        if is_observed is not None:
+            own, near = np.empty((num_latents, num_latents)), np.empty(elements.shape)
+        for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
+            row = n if num_rows > 1 else 0
+            if is_observed is not None:
+                row_gram_matrix(elements, is_observed[n], active, ever_active(words, row, active), near, own)
+            least = least_weight(weights[n])
+            for c in range(num_candidates):
+                weight = weights[n, c]
+                if abs(weight) <= least:
+                    continue
+                count = active_latents(words, row, c, active)
+                size = row_sizes(count)
+                collapse(linear[n], own, mean, covariance, active, count, prior, joint, rows, work)
+                posterior_roots(mean, active, prior, joint, count, size, work)
+                transpose_roots(joint, count, size, roots)
+                for t in range(len(means)):
+                    out[block, t] += weight * log_prior(means[t], covariances[t], active, count, size, roots, work, rows)
