@@ -239,8 +239,8 @@ class CategoricalChains(MarkovChains):
     .. math:: p(s) = \prod_m p_m(s_{1m}) \prod_{t=2}^T A_m(s_{t-1,m}, s_{tm}), \qquad s_{tm} \in \{0, \dots, V - 1\}.
 
     With one chain it is the hidden part of a hidden Markov model. A guide has a set of joint states for each step.
-    Shorter sequences have ``lengths``: steps beyond the end hold zeros and no probability. The first call of a guide looks at each step,
-    for 16 s of 1000 and 43 s of 2000; of :class:`BinaryChains` it does not.
+    Shorter sequences have ``lengths``: steps beyond the end hold zeros and no probability. The first call of a guide runs the model step by
+    step, some 75 times, which takes long beyond 1000 steps; of :class:`BinaryChains` it does not.
 
     Example:
         >>> switch = torch.full((1, 3, 3), 0.1) + 0.7 * torch.eye(3)

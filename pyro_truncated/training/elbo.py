@@ -310,9 +310,9 @@ class _TruncatedModule(PrefixStrippingModule, ELBOModule):
 def _stands_alone(call: Call, guide: Any) -> bool:
     """Whether the guide is one AutoTruncated of this very model, without handlers."""
     refuse_handlers_around()
-    # Before the guides beside it run, which take what the store holds for their own.
-    refuse_diverged_copies(call.model, guide)
     if not isinstance(guide, AutoTruncated):
+        # Before the guides beside it run, which take what the store holds for their own.
+        refuse_diverged_copies(call.model, guide)
         return False
     guide.setup(*call.args, **call.kwargs)
     return guide.companions is None and bool(call.model == guide.model)

@@ -189,8 +189,7 @@ def _looking_at(kernel: DataKernel) -> Iterator[None]:
 
 def _check(kernel: DataKernel) -> DataKernel:
     """Checks a kernel's covariances and lets a model adopt it."""
-    # Random parameters are drawn for the look.
-    with spare_random_numbers(), outside_programs():
+    with _looking_at(kernel):
         check_data_kernel(kernel)
     for module in kernel.modules():
         if isinstance(module, PyroModule):
