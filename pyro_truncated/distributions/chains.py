@@ -240,7 +240,7 @@ class CategoricalChains(MarkovChains):
 
     With one chain it is the hidden part of a hidden Markov model. A guide has a set of joint states for each step.
     Shorter sequences have ``lengths``: steps beyond the end hold zeros and no probability. The first call of a guide runs the model step by
-    step, some 75 times, which takes long beyond 1000 steps; of :class:`BinaryChains` it does not.
+    step, some 40 times, which takes long beyond 1000 steps; of :class:`BinaryChains` it does not.
 
     Example:
         >>> switch = torch.full((1, 3, 3), 0.1) + 0.7 * torch.eye(3)

@@ -218,6 +218,7 @@ class WholeModelGuide(AutoGuide):
             if isinstance(product, ProductLayout):
                 product.steps = {name: step_names(name, unwrap(trace.nodes[name]["fn"])[0]) for name in names}
                 self._layout, self._product = layout, product
+                self._structures.add(steps, sample_nodes(stepwise))
                 return
         if refusal is not None:
             raise refusal

@@ -219,3 +219,22 @@ def test_a_guide_on_categorical_chains_sums_over_all_paths(lengths: torch.Tensor
     assert loss == pytest.approx(-total, rel=1e-9)
     assert guide.marginals()["s"].shape == (2, 6, 2, 3)
     assert guide.sample_posterior(4)["s"].shape == (4, 2, 6, 2)
+
+
+def test_chains_by_steps_are_looked_at_once() -> None:
+    """A step after the set-up runs the model a few times, as the structure is known."""
+    initial, transition = categories(1, 3)
+    runs = itertools.count()
+
+    def model(y: torch.Tensor) -> None:
+        next(runs)
+        with pyro.plate("sequences", 2):
+            s = pyro.sample("s", CategoricalChains(initial, transition, 6))
+            pyro.sample("y", dist.Normal(1.0 * s.squeeze(-1), 0.7).to_event(1), obs=y)
+
+    y = torch.randn(2, 6, dtype=torch.float64)
+    guide = AutoTruncated(model, num_states=9)
+    guide.setup(y)
+    before = next(runs)
+    Truncated_ELBO().loss(model, guide, y)
+    assert next(runs) - before <= 4
