@@ -635,7 +635,8 @@ def _correlated_moments(
                         curvature[block, h, active[b]] += weight * spread[a, b]
 
 
-@parallel_kernel(cost=64)
+# Plain torch sums in another order, but only the largest of a few sums is looked for.
+@parallel_kernel(cost=64, has_plain=lambda words, *others: words.size <= 2**16)
 def _expected_log_prior(words, weights, linear, elements, is_observed, gram, mean, covariance, means, covariances, matrices, vectors, out):
     num_rows, num_candidates, num_words = words.shape
     num_data, num_latents = linear.shape
