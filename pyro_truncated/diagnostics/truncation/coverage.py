@@ -167,7 +167,8 @@ def certificate(log_joint: LogJoint, population: Population, num_parents: int | 
             scores = log_joint.score(moves.neighbours(parents[rows, columns]), rows).double()
             new = is_new[:, columns.start * moves.count : columns.stop * moves.count]
             missing[rows] = torch.logaddexp(missing[rows], scores.masked_fill(~new, -torch.inf).logsumexp(-1))
-    return (free_energy - torch.logaddexp(free_energy, missing)).exp()
+    # Where all states are impossible the sums are zero, and nothing is covered.
+    return (free_energy - torch.logaddexp(free_energy, missing)).exp().masked_fill(free_energy == -torch.inf, 0.0)
 
 
 def _new_neighbours(moves: Moves, words: Tensor, parents: Tensor, memory_budget: int) -> Tensor:
@@ -211,12 +212,12 @@ class Growth:
     @property
     def by_search(self) -> Tensor:
         """The gain of more search, never negative; large without convergence."""
-        return self.searched - self.free_energy
+        return torch.where(self.searched == self.free_energy, 0.0, self.searched - self.free_energy)
 
     @property
     def by_size(self) -> Tensor:
         """The further gain of twice the states, never negative."""
-        return self.doubled - self.searched
+        return torch.where(self.doubled == self.searched, 0.0, self.doubled - self.searched)
 
 
 @torch.no_grad()

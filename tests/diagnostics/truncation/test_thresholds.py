@@ -95,6 +95,18 @@ def test_draws_of_probability_zero_say_nothing():
 
 
 @pytest.mark.nightly
+def test_populations_of_impossible_states_cover_nothing():
+    """Of 0 / 0 the report made NaN, which no finding can be read from."""
+    table = torch.full((2, 2**13), -math.inf, dtype=torch.float64)
+    table[0, 4] = table[1, 2**12 + 2**11] = 0.0
+    guide = table_guide(table, torch.tensor([[0, 1, 2], [0, 1, 2]]), 13)
+    report = check_truncation(guide, warn=False)
+    assert report.covered_mass.tolist() == [0.0, 0.0]
+    assert report.evidence.gap.tolist() == [math.inf, math.inf]
+    assert report.growth.by_search[0] == math.inf
+    assert "nan" not in str(report)
+
+
 def test_draws_from_the_prior_keep_to_its_hard_constraints(generator):
     model, y, evidence = chain(LEFT_TO_RIGHT, gaussian, 12, generator)
     # All of the 78 paths that are possible, in a space of half a million.
