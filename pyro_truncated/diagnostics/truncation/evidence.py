@@ -195,7 +195,7 @@ class Evidence:
 
     @property
     def gap(self) -> Tensor:
-        """Estimated gap of the bound, ``(N,)``; infinite where no possible state is known."""
+        """Estimated gap, ``(N,)``; infinite where no possible state is known."""
         return (self.log_evidence - self.free_energy).nan_to_num(nan=torch.inf, posinf=torch.inf)
 
     @property
