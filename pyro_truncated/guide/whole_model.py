@@ -13,7 +13,7 @@ import math
 import types
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import pyro.poutine as poutine
 import torch
@@ -97,9 +97,12 @@ class WholeModelGuide(AutoGuide):
         self._layout: Layout | None = None
         self._product: ProductLayout | ChainLayout | None = None
         self._run_mode: RunMode = "together"
+        self._structures = KnownStructures()
         self._num_scorers = 0
         self.is_enumerable = True
         self._inherited_companions: Companions | None = None
+        # In a tuple, as another guide is no part of this one.
+        self._alike: tuple[WholeModelGuide, ...] = ()
 
     # --- the model ---
 
@@ -174,10 +177,19 @@ class WholeModelGuide(AutoGuide):
         if self.prototype_trace is None:
             self._setup_prototype(*args, **kwargs)
 
+    def set_up_like(self, other: WholeModelGuide) -> None:
+        """Lets the set-up take what another guide has read."""
+        self._alike = (other,)
+
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         call = Call(self.model, args, kwargs)
         with ordinary_tensors(), spare_random_numbers(), free_plate_dims():
             self._refuse_another()
+            for other in self._alike:
+                self._structures, self._layout, self._product = other._structures, other._layout, other._product
+                self._run_mode, self.is_enumerable, self._alike = other._run_mode, other.is_enumerable, ()
+                self._keep_prototype(cast("poutine.Trace", other.prototype_trace))
+                return
             trace = first_run(call, self.conditional)
             self._structures = KnownStructures()
             self._structures.add(call, sample_nodes(trace))

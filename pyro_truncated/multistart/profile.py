@@ -64,6 +64,8 @@ class Profile:
     is_conditional: bool = False  # the model samples its continuous latents given the discrete ones
     max_restarts: int | None = None  # most of them, if said
     watch: Callable[[float], None] = lambda free_energy: None  # is told the free energy after every step
+    # The guide that has read the program, which those of restarts are set up like.
+    _guides: list[AutoTruncated] = dataclasses.field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def parameters(self) -> ModelParameters:
@@ -108,13 +110,17 @@ class Profile:
     def make_guide(self) -> AutoTruncated:
         """A truncated guide that has not seen its data yet."""
         conditional = self.model.default_conditional() if self.is_conditional else None
-        return AutoTruncated(self.model, num_states=self.num_states, conditional=conditional, max_count=self.max_count)
+        guide = AutoTruncated(self.model, num_states=self.num_states, conditional=conditional, max_count=self.max_count)
+        if self._guides:
+            guide.set_up_like(self._guides[0])
+        return guide
 
     def set_up_guide(self) -> AutoTruncated:
         """A truncated guide that knows the latents of its data."""
         guide = self.make_guide()
         with spare_random_numbers():
             guide.setup(self.y)
+        self._guides[:] = self._guides[:1] or [guide]
         return guide
 
     def make_search(self, space: StateSpace) -> Search:

@@ -6,6 +6,8 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI
@@ -107,3 +109,22 @@ def test_a_single_cause_is_no_mixture() -> None:
     y = torch.rand(20, 4).round()
     for model, expected in ((GaussianMixture(4, 2), True), (PoissonMixture(4, 2), True), (BinarySparseCoding(4, 1), False)):
         assert profile_model(model, y).is_mixture == expected
+
+
+def test_restarts_read_a_program_once() -> None:
+    """What a program is, some fifteen runs tell; guides of further restarts take it from the first one."""
+    runs = itertools.count()
+
+    def model(y: torch.Tensor) -> None:
+        next(runs)
+        loc = pyro.param("loc", torch.randn(3, 2))
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Categorical(torch.ones(3)))
+            pyro.sample("y", dist.Normal(loc[z], 1.0).to_event(1), obs=y)
+
+    profile = profile_model(model, torch.randn(50, 2))
+    first, before = profile.set_up_guide(), next(runs)
+    second = profile.set_up_guide()
+    assert next(runs) == before + 1
+    assert second.space == first.space
+    assert Truncated_ELBO().loss(model, second, profile.y) == pytest.approx(Truncated_ELBO().loss(model, first, profile.y), rel=1e-6)
