@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from typing import Any, Self
@@ -27,6 +28,7 @@ from pyro_truncated.utils.arguments import check_count, check_counts, check_kind
 _FAMILIES = ("spike_slab", "gaussian", "bernoulli")
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     r"""Sparse coding with a posterior over the active dictionary elements.
 
@@ -79,30 +81,17 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         ValueError: for a parameter out of range, or data outside of what the family allows.
     """
 
-    def __init__(
-        self,
-        n_components: int | None = None,
-        *,
-        family: str = "spike_slab",
-        offset: bool = True,
-        binarize: float | None = None,
-        ridge: float | None = None,
-        n_states: int = 64,
-        max_iter: int = 100,
-        n_init: int | None = None,
-        verbose: bool = False,
-        random_state: Any = None,
-    ) -> None:
-        self.n_components = n_components
-        self.family = family
-        self.offset = offset
-        self.binarize = binarize
-        self.ridge = ridge
-        self.n_states = n_states
-        self.max_iter = max_iter
-        self.n_init = n_init
-        self.verbose = verbose
-        self.random_state = random_state
+    n_components: int | None = None
+    _: dataclasses.KW_ONLY
+    family: str = "spike_slab"
+    offset: bool = True
+    binarize: float | None = None
+    ridge: float | None = None
+    n_states: int = 64
+    max_iter: int = 100
+    n_init: int | None = None
+    verbose: bool = False
+    random_state: Any = None
 
     def fit(self, X: Any, y: Any = None) -> Self:
         """Learns the dictionary.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, Self
@@ -161,6 +162,7 @@ class _LatentSpace(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         return torch.from_numpy(np.array(validated_codes(self, X, dtype=np.float64)))
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class SpikeSlabGPLVMTransformer(_LatentSpace):
     r"""Gaussian process latent variable model that learns the number of dimensions.
 
@@ -201,24 +203,14 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
         ValueError: for a parameter out of range, or data that do not vary.
     """
 
-    def __init__(
-        self,
-        n_components: int = 5,
-        *,
-        kernel: Any = "rbf",
-        n_inducing: int | None = None,
-        prior: float = 0.1,
-        max_iter: int = 200,
-        n_init: int = 1,
-        random_state: Any = None,
-    ) -> None:
-        self.n_components = n_components
-        self.kernel = kernel
-        self.n_inducing = n_inducing
-        self.prior = prior
-        self.max_iter = max_iter
-        self.n_init = n_init
-        self.random_state = random_state
+    n_components: int = 5
+    _: dataclasses.KW_ONLY
+    kernel: Any = "rbf"
+    n_inducing: int | None = None
+    prior: float = 0.1
+    max_iter: int = 200
+    n_init: int = 1
+    random_state: Any = None
 
     def fit(self, X: Any, y: Any = None) -> Self:
         """Learns latents, switches and functions.
@@ -288,6 +280,7 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
         return torch.where(torch.from_numpy(self.relevance_) > 0.5, loc.double(), 0.0)
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class ActiveSetGPLVM(_LatentSpace):
     r"""Gaussian process latent variable model for many data.
 
@@ -328,24 +321,14 @@ class ActiveSetGPLVM(_LatentSpace):
         Moreno-Muñoz, Feldager and Hauberg, "Revisiting Active Sets for Gaussian Process Decoders", 2022.
     """
 
-    def __init__(
-        self,
-        n_components: int = 2,
-        *,
-        n_active: int | None = None,
-        batch_size: int = 1000,
-        max_iter: int | None = None,
-        learning_rate: float = 0.03,
-        verbose: bool = False,
-        random_state: Any = None,
-    ) -> None:
-        self.n_components = n_components
-        self.n_active = n_active
-        self.batch_size = batch_size
-        self.max_iter = max_iter
-        self.learning_rate = learning_rate
-        self.verbose = verbose
-        self.random_state = random_state
+    n_components: int = 2
+    _: dataclasses.KW_ONLY
+    n_active: int | None = None
+    batch_size: int = 1000
+    max_iter: int | None = None
+    learning_rate: float = 0.03
+    verbose: bool = False
+    random_state: Any = None
 
     def fit(self, X: Any, y: Any = None) -> Self:
         """Learns latents and functions.

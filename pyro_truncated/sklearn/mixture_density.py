@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import numbers
 import warnings
@@ -32,6 +33,7 @@ _FAMILIES = ("gaussian", "poisson", "categorical")
 _COVARIANCE_TYPES = ("full", "diag", "spherical", "tied")
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class TruncatedMixture(DensityMixin, BaseEstimator):
     r"""Mixture with posteriors truncated to the ``n_states`` most probable components.
 
@@ -80,28 +82,16 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         ValueError: for a parameter out of range, more components than data points, or data outside of what the family allows.
     """
 
-    def __init__(
-        self,
-        n_components: int = 8,
-        *,
-        family: str = "gaussian",
-        covariance_type: str = "full",
-        n_states: int = 64,
-        max_iter: int = 100,
-        n_init: int | None = None,
-        tol: float = 1e-6,
-        verbose: bool = False,
-        random_state: Any = None,
-    ) -> None:
-        self.n_components = n_components
-        self.family = family
-        self.covariance_type = covariance_type
-        self.n_states = n_states
-        self.max_iter = max_iter
-        self.n_init = n_init
-        self.tol = tol
-        self.verbose = verbose
-        self.random_state = random_state
+    n_components: int = 8
+    _: dataclasses.KW_ONLY
+    family: str = "gaussian"
+    covariance_type: str = "full"
+    n_states: int = 64
+    max_iter: int = 100
+    n_init: int | None = None
+    tol: float = 1e-6
+    verbose: bool = False
+    random_state: Any = None
 
     def fit(self, X: Any, y: Any = None) -> Self:
         """Learns the components.

@@ -130,6 +130,7 @@ class LinearModels:
 _PRIORS = ("zellner", "independent")
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class SpikeSlabRegressor(RegressorMixin, BaseEstimator):
     r"""Linear regression with a spike-and-slab prior: a posterior over which predictors matter.
 
@@ -174,22 +175,13 @@ class SpikeSlabRegressor(RegressorMixin, BaseEstimator):
         ValueError: for a parameter out of range.
     """
 
-    def __init__(
-        self,
-        *,
-        prior: str = "zellner",
-        g: float | None = None,
-        expected_model_size: float | None = None,
-        n_models: int = 200,
-        max_iter: int = 50,
-        random_state: Any = None,
-    ) -> None:
-        self.prior = prior
-        self.g = g
-        self.expected_model_size = expected_model_size
-        self.n_models = n_models
-        self.max_iter = max_iter
-        self.random_state = random_state
+    _: dataclasses.KW_ONLY
+    prior: str = "zellner"
+    g: float | None = None
+    expected_model_size: float | None = None
+    n_models: int = 200
+    max_iter: int = 50
+    random_state: Any = None
 
     def fit(self, X: Any, y: Any) -> Self:
         """Finds the most probable sets of predictors.
