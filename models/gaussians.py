@@ -95,14 +95,12 @@ class Gaussians:
 
     def log_prior(self, prior: Prior) -> Tensor:
         """Log densities ``(K,)`` of the covariances."""
-        each: Tensor = prior.log_prob(self.kind, self.spreads)
-        return each.expand(len(self))
+        return prior.log_prob(self.kind, self.spreads).expand(len(self))
 
     def log_joint(self, x: Tensor, z: Tensor) -> Tensor:
         """Log joints ``(N, S)`` of data ``(N, D)`` and components ``(N, S)``."""
         spreads = {name: value.to(x) for name, value in self.spreads.items()}
-        log_density: Tensor = self.kind.likelihood(z.mT, self.loc.to(x), spreads).log_prob(x)
-        return log_density.mT + self.weights.log().to(x)[z]
+        return self.kind.likelihood(z.mT, self.loc.to(x), spreads).log_prob(x).mT + self.weights.log().to(x)[z]
 
     def best(self, statistics: Statistics, prior: Prior) -> Gaussians:
         """The components that maximise the expected log joint; those without data stay."""

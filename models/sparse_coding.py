@@ -85,8 +85,7 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
 
     def _keep_shared_part(self, weight: Tensor, rows: Tensor) -> Tensor:
         """Reduces elements to the part that data points share."""
-        part: Tensor = shared_part(weight, rows, float(first_prior(self.num_latents, is_shared=True)))
-        return weight * part
+        return weight * shared_part(weight, rows, float(first_prior(self.num_latents, is_shared=True)))
 
     def _statistics(self, population: Population, y: Tensor, temperature: float) -> dict[str, Tensor]:
         """Those of :meth:`.LinearSuperposition.statistics`, with an offset above the ``center``."""

@@ -339,8 +339,7 @@ def _hidden_pixels(path: Path, *, is_inverted: bool) -> np.ndarray:
         )
     distance = (values - white) * np.sign(other - white)
     # Up to four deviations of a scan's paper are no ink.
-    hidden: np.ndarray = ~(distance <= max(least * abs(other - white), 4.0 * spread))
-    return hidden
+    return ~(distance <= max(least * abs(other - white), 4.0 * spread))
 
 
 def _with_holes(pixels: Tensor, path: Path, *, is_inverted: bool) -> Tensor:

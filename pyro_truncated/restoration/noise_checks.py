@@ -170,8 +170,7 @@ def _brightness_classes(image: Tensor, num_dims: int) -> list[Tensor] | None:
 def _principal_noise(windows: Tensor) -> Tensor:
     """Returns the root mean of the lower quarter of principal variances."""
     points = windows.flatten(1)
-    noise: Tensor = torch.linalg.eigvalsh(points.mT.cov())[: points.shape[1] // 4].mean().clamp(min=0.0).sqrt()
-    return noise
+    return torch.linalg.eigvalsh(points.mT.cov())[: points.shape[1] // 4].mean().clamp(min=0.0).sqrt()
 
 
 def _is_poisson_noise(image: Tensor, num_dims: int) -> bool:

@@ -316,8 +316,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
 
 def _codes(model: Any, rows: Tensor, population: Population) -> Tensor:
     is_spike_slab = isinstance(model, SpikeSlabSparseCoding)
-    codes: Tensor = model.likelihood().coefficients(population, rows) if is_spike_slab else population.marginals()
-    return codes
+    return model.likelihood().coefficients(population, rows) if is_spike_slab else population.marginals()
 
 
 def _data(model: Any, codes: Tensor) -> Tensor:

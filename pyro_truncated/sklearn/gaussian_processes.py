@@ -85,7 +85,7 @@ class SubsetGPRegressor(RegressorMixin, BaseEstimator):
     @renames(polish="free_inputs")
     def set_params(self, **params: Any) -> Self:
         """Sets parameters by name, as all estimators do."""
-        return super().set_params(**params)  # type: ignore[no-any-return]
+        return super().set_params(**params)
 
     def fit(self, X: Any, y: Any) -> Self:
         """Learns kernel, noise and inducing inputs.

@@ -419,8 +419,7 @@ def trace_guide(call: Call, guide: Any) -> poutine.Trace:
     is_effect = isinstance(effect, Messenger)
     if is_effect:
         guide(*call.args, **call.kwargs)
-    trace: poutine.Trace = effect.get_traces()[1] if is_effect else poutine.trace(call.with_program(guide)).get_trace()
-    return trace
+    return effect.get_traces()[1] if is_effect else poutine.trace(call.with_program(guide)).get_trace()
 
 
 class _Program:

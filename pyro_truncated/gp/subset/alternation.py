@@ -116,8 +116,7 @@ class ExactPosterior:
         return cross @ self.weights, self.basis.kernel.among(new).double() - explained.mT @ explained
 
     def _explain(self, cross: Tensor) -> Tensor:
-        basis: Tensor = torch.linalg.solve_triangular(self.covariance.cholesky, cross.mT, upper=False)
-        return basis
+        return torch.linalg.solve_triangular(self.covariance.cholesky, cross.mT, upper=False)
 
     @torch.no_grad()
     def leave_one_out(self) -> tuple[Tensor, Tensor]:

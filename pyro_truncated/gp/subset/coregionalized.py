@@ -68,8 +68,7 @@ class ObservedEntries:
         identity = torch.eye(place.shape[1], dtype=inverse.dtype, device=inverse.device)
         blocks = torch.where(is_observed[:, :, None] & is_observed[:, None, :], within, identity)
         weights = torch.where(is_observed, (inverse @ self.value)[place], 0.0)
-        residual: Tensor = torch.linalg.solve(blocks, weights)
-        return self.value - residual[group, self.output]
+        return self.value - torch.linalg.solve(blocks, weights)[group, self.output]
 
 
 # Share of their variance that outputs have of their own at the start.

@@ -415,8 +415,7 @@ class LeaveOneOutRegression:
         missing = (k(inputs, diag=True) - factor.square().sum(-1)).clamp(min=0.0)
         if self.fitc:
             return LowRankCovariance(factor, noise + missing).log_likelihood(targets, outputs)
-        penalty: Tensor = 0.5 * outputs * missing.sum() / noise
-        return LowRankCovariance(factor, noise).log_likelihood(targets, outputs) - penalty
+        return LowRankCovariance(factor, noise).log_likelihood(targets, outputs) - 0.5 * outputs * missing.sum() / noise
 
     def _check(self, targets: Tensor) -> Tensor:
         values = in_double("targets", targets).detach()

@@ -511,8 +511,7 @@ class SubsetGPRegression(SavedRegression):
             root = stable_cholesky(spread + own * torch.eye(len(spread)).to(spread), level)
             return dist.MultivariateNormal(mean, scale_tril=scale.unsqueeze(-1) * root)
         # A variance of zero is no normal distribution: what rounding may have left of it.
-        distribution: TorchDistribution = dist.Normal(mean, scale * (spread + own).clamp(min=1e-14).sqrt()).to_event(1)
-        return distribution
+        return dist.Normal(mean, scale * (spread + own).clamp(min=1e-14).sqrt()).to_event(1)
 
     @leaves_inference_mode
     def _given_targets(self) -> SparsePosterior | ExactPosterior:

@@ -360,8 +360,7 @@ def _gain(problem: SubsetProblem, variance: Tensor, square_norm: Tensor, form: T
     r""":math:`\frac12 [ |\ell^\top a|^2 / (1 + w) - H \log(1 + w) + H |\ell|^2 / \sigma^2 ]`, all per unit of residual variance."""
     w = (form / variance).clamp(min=0.0)
     data = alignment.square().sum(1) / (variance * (1 + w))
-    gain: Tensor = 0.5 * (data - problem.num_outputs * torch.log1p(w) + problem.trace_weight * square_norm / variance)
-    return gain
+    return 0.5 * (data - problem.num_outputs * torch.log1p(w) + problem.trace_weight * square_norm / variance)
 
 
 def _deflate(gram: Tensor, projection: Tensor, coefficients: Tensor, square_norm: Tensor) -> Tensor:
@@ -416,8 +415,7 @@ def removal_costs(factors: ExchangeFactors) -> Tensor:
     m, q = inverse.square().sum(0), half.square().sum(0)
     explained = (R.mT @ inverse).square().sum(0) - noise * m
     data = beta.square().sum(1) / (noise * q)
-    costs: Tensor = 0.5 * (data + H * (noise * q / m).log() + factors.problem.trace_weight * explained / m)
-    return costs
+    return 0.5 * (data + H * (noise * q / m).log() + factors.problem.trace_weight * explained / m)
 
 
 # An exchange has to pay more than rounding errors do.

@@ -347,8 +347,7 @@ class SASDecoder(UniqueModule):
         return rows[0], rows[1] if self.bayesian else None
 
     def _sample_latents(self, loc: Tensor, scale: Tensor | None, split: Split) -> Tensor:
-        z: Tensor = pyro.sample("z", dist.Delta(loc, event_dim=1) if scale is None else split.normal(loc, scale))
-        return z
+        return pyro.sample("z", dist.Delta(loc, event_dim=1) if scale is None else split.normal(loc, scale))
 
     def _encode(self, x: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None]:
         assert self.encoder is not None
@@ -369,8 +368,7 @@ class SASDecoder(UniqueModule):
         """A copy of the training data's latents (or means) ``(N, Q)``."""
         with torch.no_grad():
             if self.encoder is None:
-                latents: Tensor = self.z_loc if self.portion is not None else own_rows(self.z_loc, x)
-                return latents.detach().clone()
+                return (self.z_loc if self.portion is not None else own_rows(self.z_loc, x)).detach().clone()
             return self._encode(x, self._examples(x))[0]
 
     def _examples(self, x: Tensor) -> Tensor:

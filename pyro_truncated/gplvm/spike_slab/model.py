@@ -156,8 +156,7 @@ class TimePrior(UniqueModule):
         """The prior of all latents."""
         covariance = self.covariance()
         zeros, root = covariance.new_zeros(covariance.shape[:-1]), stable_cholesky(covariance)
-        prior: dist.TorchDistribution = dist.MultivariateNormal(zeros, scale_tril=root).to_event(1)
-        return prior
+        return dist.MultivariateNormal(zeros, scale_tril=root).to_event(1)
 
     def distribution(self, is_used: Tensor) -> dist.TorchDistribution:
         """The latents' posterior in used dimensions ``(*, Q)``, elsewhere the prior."""
@@ -167,15 +166,13 @@ class TimePrior(UniqueModule):
         is_used = is_used.unsqueeze(-1)
         loc = torch.where(is_used, (prior @ weights).squeeze(-1), 0.0)
         roots = torch.where(is_used.unsqueeze(-1), root, own)
-        distribution: dist.TorchDistribution = dist.MultivariateNormal(loc, scale_tril=roots).to_event(1)
-        return distribution
+        return dist.MultivariateNormal(loc, scale_tril=roots).to_event(1)
 
     def draws(self, is_used: Tensor, noise: Tensor) -> Tensor:
         """Draws ``(*, N, Q)`` from that distribution by standard normal noise."""
         base = self.distribution(is_used.to(self.times.device)).base_dist
         deviation = (base.scale_tril @ noise.mT.unsqueeze(-1).to(base.loc)).squeeze(-1)
-        draws: Tensor = base.loc + deviation
-        return draws.mT.cpu()
+        return (base.loc + deviation).mT.cpu()
 
     def _solve(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Prior, noise, factor and whitened values of the pseudo-observations."""
@@ -433,8 +430,7 @@ class SpikeSlabMRD(UniqueModule):
 
     def usage(self) -> Tensor:
         r"""Probability :math:`\rho_q = 1 - \prod_c (1 - \gamma_{cq})` that some view has a dimension switched on, ``(Q,)``."""
-        unused: Tensor = (1 - self.probability).prod(0)
-        return 1 - unused
+        return 1 - (1 - self.probability).prod(0)
 
     used = Renamed("usage")
 
@@ -455,8 +451,7 @@ class SpikeSlabMRD(UniqueModule):
         gamma = self.probability
         cross = gamma * self.prior.log() + (1 - gamma) * (-self.prior).log1p()
         if self._fixed_probability is not None:
-            divergence: Tensor = -torch.special.entr(gamma) - torch.special.entr(1 - gamma) - cross
-            return divergence.sum()
+            return (-torch.special.entr(gamma) - torch.special.entr(1 - gamma) - cross).sum()
         # From the log odds, whose gradient stays finite where the probability rounds to zero or one.
         return (gamma * self.logits - torch.nn.functional.softplus(self.logits) - cross).sum()
 
