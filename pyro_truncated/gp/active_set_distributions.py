@@ -69,7 +69,7 @@ def _warn(text: str) -> None:
 
 
 class _Look(Messenger):
-    """Keeps a message with what other handlers have left in it, scale and plates."""
+    """Keeps a message, with scale and plates of other handlers."""
 
     def _postprocess_message(self, msg: Any) -> None:
         self.message = msg

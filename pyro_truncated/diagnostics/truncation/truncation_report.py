@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,6 @@ from pyro_truncated.guide.product_posterior import ProductPosterior
 from pyro_truncated.guide.set_search import NodeScores, ScoredSets
 from pyro_truncated.guide.truncated_posterior import TruncatedPosterior
 from pyro_truncated.program.call import Call
-from pyro_truncated.program.layout import Layout
 from pyro_truncated.search import AutomaticSearch, Search
 from pyro_truncated.search.conditional import Moves
 from pyro_truncated.sequences import BlockSearch, ChainPosterior
@@ -149,7 +148,7 @@ def check_product(
         cliques = [math.prod(size[member] for member in (node, *others)) for node, others in enumerate(product.graph.separators)]
         largest = max(*size.values(), *cliques)
         exact = plain(batch.evidence(full_sets(batch))) if largest <= trust.ENUMERATED_LIMIT else None
-        cut = _layout_findings(part.layout, ProductPosterior([batch]).marginals())
+        cut = [Finding(*problem) for problem in part.layout.find_problems(ProductPosterior([batch]).marginals())]
     report = ProductReport(plain(free_energy), plain(certified), plain(searched), plain(doubled), exact, nodes, cut)
     return _add_findings(report, part.num_states, warn)
 
@@ -241,15 +240,9 @@ def _node_findings(report: ProductReport, num_states: int) -> list[Finding]:
     findings = []
     if report.exact is not None:
         findings += trust.judge_gap((report.exact - report.free_energy).numpy(), "the exact log evidence")
-    if by_search.mean() > trust.GROWTH_LIMIT:
-        problem = f"More search gains {by_search.mean():.2f} nats per data point: the search has not converged."
-        findings.append(Finding(problem, "Search more: more steps, search_steps, or a search with more variety."))
-    if by_size.mean() > trust.GROWTH_LIMIT:
-        problem = f"Sets twice the size gain {by_size.mean():.2f} nats per data point: the sets are too small."
-        findings.append(Finding(problem, f"Larger sets: num_states={2 * num_states}, until the gain is small."))
-    if report.covered_mass.mean() < trust.COVERED_LIMIT:
-        problem = f"The sets cover at most {float(report.covered_mass.mean()):.0%} of the posterior mass."
-        findings.append(Finding(problem, "Search more, or keep larger sets."))
+    findings += trust.judge_growth(by_search, by_size, num_states)
+    # Effective states are counted for each node, below.
+    findings += trust.judge_coverage(report.covered_mass.numpy(), np.zeros(1), num_states)
     broad = [node for node in report.nodes if not node.is_exact and float(node.effective_states.mean()) > node.num_states / 4]
     if broad and findings:
         problem = f"The posteriors of {', '.join(broad[0].sites[:3])} are spread over {float(broad[0].effective_states.mean()):.3g} states."
@@ -424,16 +417,12 @@ def check_truncation(
         evidence=trust.silently(lambda: estimate_evidence(guide, *args, num_samples=num_samples, **kwargs)) if num_samples else None,
         exact=compare_with_enumeration(guide, *args, **kwargs) if population.space.size <= trust.ENUMERATED_LIMIT else None,
     )
-    cut = _layout_findings(log_joint.layout, TruncatedPosterior(population, log_joint.layout, log_joint.sizes).marginals())
+    marginals = TruncatedPosterior(population, log_joint.layout, log_joint.sizes).marginals()
+    cut = [Finding(*problem) for problem in log_joint.layout.find_problems(marginals)]
     report = dataclasses.replace(report, findings=(*cut, *_findings(report, population.space.size)))
     if warn:
         warn_findings(report.findings)
     return report
-
-
-def _layout_findings(layout: Layout, marginals: Mapping[str, Tensor]) -> tuple[Finding, ...]:
-    """Findings that hold whatever the states."""
-    return tuple(Finding(problem, advice) for problem, advice in layout.find_problems(marginals))
 
 
 def _findings(report: TruncationReport, space_size: int) -> list[Finding]:
