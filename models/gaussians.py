@@ -255,12 +255,10 @@ class Agglomeration:
 
 
 def _products(blocks: Iterable[Tensor]) -> Tensor:
-    """The sum of products of rows, ``(D, D)``."""
     return sum((rows.mT @ rows for rows in blocks), torch.zeros(()))
 
 
 def _squares(blocks: Iterable[Tensor]) -> Tensor:
-    """The sum of squares of rows, ``(D,)``."""
     return sum((rows.square().sum(0) for rows in blocks), torch.zeros(()))
 
 

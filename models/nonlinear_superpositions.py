@@ -81,7 +81,6 @@ class MaximalCauses(SparseCoding):
         rows, weights = population.select_rows(y), population.weights(temperature)
 
         def expected_errors(weight: Tensor, dimensions: Tensor | slice) -> Tensor:
-            """Expected squared residuals under other entries of the dictionary."""
             other = MaximumSuperposition(likelihood.states, weight, scale, validate_args=False)
             wins = other.wins(population.words, weights, rows[:, dimensions])
             return other.square_error({**wins, "squares": statistics["squares"][dimensions]})
@@ -290,7 +289,6 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
             return lost - won
 
         def expected_errors(means: Tensor, dimensions: Tensor | slice) -> Tensor:
-            """Expected losses under other means."""
             return expected_losses(means, make_likelihood(means).wins(population.words, weights, rows[:, dimensions])).sum(1)
 
         likelihood, raised = make_likelihood(means), means_above_background(means)

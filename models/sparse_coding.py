@@ -84,7 +84,6 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
         return self._keep_shared_part(weight, above), deviation
 
     def _keep_shared_part(self, weight: Tensor, rows: Tensor) -> Tensor:
-        """Reduces elements to the part that data points share."""
         return weight * shared_part(weight, rows, float(first_prior(self.num_latents, is_shared=True)))
 
     def _statistics(self, population: Population, y: Tensor, temperature: float) -> dict[str, Tensor]:

@@ -120,7 +120,6 @@ class CorrelatedSlabs:
         covariances = _floor_covariances(covariances, means.square() + prior.diagonal())
 
         def best(means: Tensor, covariances: Tensor, population: Population) -> Tensor:
-            """Which gain most, ``(1,)``."""
             gains = total([likelihood.expected_log_slab_prior(population, y, means, covariances, temperature)])[0]
             return gains.nan_to_num(-torch.inf).argmax(0, keepdim=True)
 
@@ -631,7 +630,6 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         likelihood, scale = self.likelihood(), self.scale
 
         def expected_errors(weight: Tensor, dimensions: Tensor | slice) -> Tensor:
-            """Expected squared residuals under other entries of the dictionary."""
             other = MaximumSuperposition(likelihood.states, weight, scale, validate_args=False)
             return other.draw_statistics(draws.selected, draws.coefficients, rows[:, dimensions])["errors"]
 

@@ -69,7 +69,6 @@ def covariance_at(kernel: kernels.Kernel, parameters: Mapping[str, Tensor]) -> C
     """The kernel as a function of inputs at other unconstrained parameters."""
 
     def covariances(X: Tensor, Z: Tensor | None = None, diag: bool = False) -> Tensor:
-        """Covariances of inputs, or their diagonal, at the parameters given."""
         with outside_programs():
             matrix: Tensor = torch.func.functional_call(kernel, dict(parameters), (X, Z), {"diag": diag})
         return matrix

@@ -320,7 +320,6 @@ def _(kernel: kernels.RBF, inputs: SpikeSlabInputs, inducing: Tensor, per_datum:
 
 
 def _value(kernel: kernels.Kernel, name: str) -> Tensor:
-    """A parameter as the tensor that it is to a reader."""
     return getattr(kernel, name)
 
 

@@ -343,7 +343,6 @@ def _hidden_pixels(path: Path, *, is_inverted: bool) -> np.ndarray:
 
 
 def _with_holes(pixels: Tensor, path: Path, *, is_inverted: bool) -> Tensor:
-    """Returns the pixels, NaN where a mask hides them."""
     is_hidden = torch.from_numpy(_hidden_pixels(path, is_inverted=is_inverted))
     for hides, what in ((~is_hidden.any(), "nothing"), (is_hidden.all(), "all")):
         if hides:
@@ -377,7 +376,6 @@ def _check_output(path: Path, mode: str, height: int, width: int) -> None:
 
 
 def _picture_size(buffer: io.BytesIO) -> str | None:
-    """Returns a picture's width and height, ``None`` where Pillow cannot read it."""
     try:
         with Image.open(buffer) as picture:
             return f"{picture.width}x{picture.height}"

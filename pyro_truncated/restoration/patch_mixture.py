@@ -356,7 +356,6 @@ def find_consensus(image: Tensor, fits: Sequence[MixtureFit], weights: Tensor | 
 
 
 def _apply_mixture(image: Tensor, fit: MixtureFit, mixture: PatchMixture) -> Tensor:
-    """Applies a mixture to another array, with its most probable components."""
     y, places = fit.patches.extract(image), fit.patches.places().to(image)
     population = _guide(mixture, fit.guide.population().states(torch.int64)[..., 0]).refresh_(y, y, places)
     return _assemble(mixture, *mixture.posterior_means(population, y), y, fit.patches)

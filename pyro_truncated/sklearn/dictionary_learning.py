@@ -229,7 +229,6 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         return rows
 
     def _map_posteriors(self, X: Any, reader: Any) -> Any:
-        """Reads posteriors of all data points, in the data's type."""
         check_is_fitted(self)
         rows = self._rows(X, reset=False)
         own = self._units.standardise(rows.to(self.model_.weight.dtype))

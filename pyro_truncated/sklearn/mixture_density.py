@@ -319,7 +319,6 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         return free_energy, steps
 
     def _map_posteriors(self, X: Any, reader: Any) -> Any:
-        """What is read of the posteriors of all data points."""
         check_is_fitted(self)
         rows = self._rows(X, reset=False).to(self.model_.weights.dtype)
         with isolated_state(), torch.no_grad():
@@ -345,7 +344,6 @@ def _make_encoder(data: Any, dtypes: list[Any]) -> OrdinalEncoder:
 
 
 def _warn_if_singular(model: GaussianMixture, rows: Tensor) -> None:
-    """Warns of components that have no variance in some direction."""
     low, high = rows.aminmax(dim=0)
     if model.covariance != "spherical" and (constant := (low == high).nonzero().flatten().tolist()):
         which, advice = f"columns {constant} of X do not vary", "Leave them out."
@@ -371,7 +369,6 @@ def _warn_if_singular(model: GaussianMixture, rows: Tensor) -> None:
 
 
 def _warn_if_many(numbers_of_values: list[int], num_rows: int) -> None:
-    """Warns of a column with more values than categories have."""
     most = max(numbers_of_values)
     # More values than ten, and than half of the rows, are hardly categories.
     if most > max(10, 0.5 * num_rows):

@@ -244,7 +244,6 @@ class SpikeSlabRegressor(RegressorMixin, BaseEstimator):
         return LinearModels(X, y, g, self.prior == "zellner", float(size))
 
     def _program(self) -> None:
-        """The posterior over sets of predictors, as a Pyro program."""
         num = self._models.X.shape[1]
         s = pyro.sample("s", dist.Bernoulli(torch.full((num,), 0.5, dtype=torch.float64)).to_event(1))
         pyro.factor("log joint", self._models.log_joint(s) + num * math.log(2.0))

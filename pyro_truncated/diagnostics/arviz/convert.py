@@ -144,7 +144,6 @@ def without_labels(call: Call, guide: Any) -> tuple[Call, tuple[LabelledTensor, 
 
 
 def _runs(call: Call) -> bool:
-    """Whether a model runs with its arguments, and observes tensors."""
     with contextlib.suppress(Exception), torch.no_grad(), spare_random_numbers():
         call.run({})
         return True
@@ -572,7 +571,6 @@ class _Settings:
 
 
 def _counts(num_samples: int, num_chains: int | None, num_predictive: int | None, several: bool) -> tuple[int, int]:
-    """Numbers of chains and of predictive draws per chain, checked."""
     check_count("num_samples", num_samples)
     predictive = num_samples if num_predictive is None else check_count("num_predictive", num_predictive, 0)
     if num_chains is not None and check_count("num_chains", num_chains) != 1 and several:
@@ -581,7 +579,6 @@ def _counts(num_samples: int, num_chains: int | None, num_predictive: int | None
 
 
 def _convert(model: Any, guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: _Settings) -> Any:
-    """What :func:`to_arviz` returns of data that one process holds."""
     owner, data = (model, (guide, *args)) if find_converter(model) else (getattr(guide, "__self__", None), args)
     if converter := find_converter(owner):
         if settings_without_use := [
@@ -720,7 +717,6 @@ def _predictive(call: Call, draws: Draws, writer: Writer, settings: _Settings) -
 
 
 def _arguments(call: Call) -> dict[str, Any]:
-    """The model's arguments by name."""
     program = call.model.forward if isinstance(call.model, torch.nn.Module) else call.model
     try:
         return dict(inspect.signature(program).bind(*call.args, **call.kwargs).arguments)

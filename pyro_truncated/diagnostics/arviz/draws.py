@@ -141,7 +141,6 @@ class Enumeration:
         marked_call = poutine.infer_config(self.call, lambda site: marks[site["name"] in names])
 
         def program() -> Any:
-            """The model, called with its own arguments."""
             with Assign(other_values), _Silence(self.silent):
                 return marked_call()
 
@@ -500,7 +499,6 @@ class _Program:
         return {joint_name(self.nodes, self.inside): marginal, **others}
 
     def result(self) -> Draws:
-        """All draws stacked."""
         plates, summed_out = {}, frozenset[str]()
         if self.enumeration is not None:
             plates, summed_out = self.enumeration.plates, self.enumeration.local
@@ -646,7 +644,6 @@ class _Accumulator:
         return free_energy
 
     def result(self) -> Draws:
-        """Stacks the draws and averages probabilities and free energies."""
         # Log joints that give back both means.
         population = self.part.rescore(self.log_joint)
         population = dataclasses.replace(population, log_joint=self.weights.log() + self.free_energy.unsqueeze(-1))

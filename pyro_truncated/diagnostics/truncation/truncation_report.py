@@ -161,7 +161,6 @@ def _add_findings(report: ProductReport, num_states: int, warn: bool) -> Product
 
 
 def _check_chains(batch: ChainBatch, steps: int) -> ProductReport:
-    """Checks sets of all steps of binary chains."""
     posterior = batch.posterior()
     size, space = posterior.num_states, posterior.space
     free_energy = posterior.free_energy()

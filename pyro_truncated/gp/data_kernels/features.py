@@ -148,7 +148,6 @@ class FunctionKernel(FixedKernel):
 
 
 def _number(function: Callable[[Any, Any], Any], first: Any, second: Any) -> float:
-    """What a function returns for two objects."""
     try:
         value = function(first, second)
     except Exception as error:

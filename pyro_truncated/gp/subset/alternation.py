@@ -232,7 +232,6 @@ class Alternation:
         return ExchangeFactors(problem, len(index), index).value()
 
     def _full_objective(self, index: Tensor) -> float:
-        """The objective of all data."""
         if self.objective != "fitc":
             return self._subset_value(index)
         value = backward(Basis(self.kernel, index), self.targets, self.log_noise, "fitc")
@@ -292,11 +291,9 @@ def fit_with_restart(
     some, settings = RestrictedKernel(kernel, rows, borrowed=True), FitSettings(SCOUTING_ITERATIONS, record.budget(0.5))
 
     def fit_some() -> float:
-        """An exact regression on the rows."""
         return fit_exactly(some, targets[rows], log_noise, parameters, settings, FitRecord([]))
 
     def scout() -> float:
-        """The same, from little noise."""
         if log_noise.requires_grad:
             log_noise.data.fill_(math.log(SCOUTING_NOISE))
         scouted = fit_some()

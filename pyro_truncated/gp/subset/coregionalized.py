@@ -210,7 +210,6 @@ class CoregionalizedGPRegression(SavedRegression):
         start, is_first = snapshot(self._trainable_parameters), math.isnan(self.objective_value) and max_iterations > 0
 
         def attempt() -> Tensor:
-            """Fits to all entries; predicts each input from all others."""
             settings = FitSettings(max_iterations, record.remaining_seconds, tolerance)
             self.objective_value = self._fit_to(everything, settings, record)
             return self._predict_left_out(everything)
@@ -238,7 +237,6 @@ class CoregionalizedGPRegression(SavedRegression):
         return [p for p in self.parameters() if p.requires_grad]
 
     def _fit_to(self, entries: ObservedEntries, settings: FitSettings, record: FitRecord) -> float:
-        """The objective of some entries after learning from them."""
         return learn_exactly(lambda weight: self.backward(weight, entries), len(entries), self._trainable_parameters, settings, record)
 
     def _scout(self, start: list[Tensor], settings: FitSettings) -> list[Tensor] | None:
@@ -246,7 +244,6 @@ class CoregionalizedGPRegression(SavedRegression):
         some = self._entries.subsample(SCOUTED, self.generator)
 
         def scout() -> float:
-            """A fit to these entries."""
             value = self._fit_to(some, settings, FitRecord([]))
             explained = explained_share(some.value[:, None], self._predict_left_out(some)[:, None])[0]
             return value if explained >= LEAST_EXPLAINED else math.inf
@@ -257,7 +254,6 @@ class CoregionalizedGPRegression(SavedRegression):
 
     @torch.no_grad()
     def _predict_left_out(self, entries: ObservedEntries) -> Tensor:
-        """Predictions of the entries of each input from those of all others."""
         return entries.predict_left_out(torch.cholesky_inverse(stable_cholesky(self.covariance(entries))))
 
     def backward(self, weight: float = 1.0, entries: ObservedEntries | None = None) -> float:

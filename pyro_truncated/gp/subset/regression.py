@@ -414,14 +414,12 @@ class SubsetGPRegression(SavedRegression):
         return self.objective_value
 
     def _learn(self, settings: FitSettings, record: FitRecord, share: float) -> float:
-        """Hyper-parameters, and the subset where there is one."""
         size, *larger = self._sizes()
         targets = self._learned_targets()
         # Where the number grows, a finer tolerance than that of the growth would take most of the time.
         tolerance = max(settings.tolerance, MIN_GAIN_NATS) if larger else settings.tolerance
 
         def attempt(gives_up: bool, size: int, start: Tensor, tries_all: bool) -> float:
-            """From where the parameters are, and a known subset."""
             if self.is_exact:
                 return fit_exactly(self.kernel, targets, self.log_noise, hyper_parameters(self.kernel, self.log_noise), settings, record)
             turns = Alternation(self.kernel, targets, self.log_noise, self.objective, self.search, size, self.generator)

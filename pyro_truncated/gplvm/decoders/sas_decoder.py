@@ -226,7 +226,6 @@ class SASDecoder(UniqueModule):
 
     @staticmethod
     def _check_places(latents: Tensor) -> None:
-        """Refuses latents that are no finite real numbers."""
         if not latents.is_floating_point():
             raise TypeError(f"latents must be floating point; got {latents.dtype}")
         if not bool(latents.isfinite().all()):

@@ -425,7 +425,6 @@ def _nearly_linear(model: SpikeSlabMRD) -> Iterator[None]:
 
     @torch.no_grad()
     def stretch(factor: float) -> None:
-        """Multiplies length-scales, and variances by its square."""
         for kernel in (view.kernel for view in model.views if isinstance(view.kernel, Isotropy)):
             lengthscale, variance = torch.as_tensor(kernel.lengthscale), torch.as_tensor(kernel.variance)
             kernel.lengthscale, kernel.variance = factor * lengthscale, factor**2 * variance  # type: ignore[assignment]

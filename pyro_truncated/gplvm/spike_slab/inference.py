@@ -117,7 +117,6 @@ class Posterior:
         return Prediction(mean, torch.cat([part.variance for part in parts]), noise, covariance)
 
     def _check_view(self, view: int) -> int:
-        """The view, if there is one of this number from zero."""
         if check_count("view", view, least=0) >= self.model.num_views:
             raise ValueError(f"view must lie in 0 .. {self.model.num_views - 1}; got {view}")
         return view
