@@ -137,9 +137,6 @@ class GatedDecoder(UniqueModule):
             y: images ``(N, D)``, which play no role but for their shape.
             generator: source of randomness. Default: torch's global one.
 
-        Returns:
-            The model itself.
-
         Raises:
             TypeError: if the images are complex.
             ValueError: if they are of another shape.

@@ -146,9 +146,6 @@ class GaussianMixture(LinearMixture):
             y: data ``(N, D)``.
             generator: source of randomness.
 
-        Returns:
-            The model itself.
-
         Raises:
             ValueError: for data that training refuses, in its words.
         """

@@ -361,9 +361,6 @@ class OcclusiveComponents(UniqueModule):
             generator: source of randomness.
             scale: standard deviation to start from, as a share of the root mean square of the data.
 
-        Returns:
-            The model itself.
-
         Raises:
             TypeError: if the images are complex.
             ValueError: if they are not finite or of another shape, or ``scale`` is not positive.

@@ -350,10 +350,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         self.slab_scale = self._slabs.first_scale(self.num_latents).to(self.slab_scale)
 
     def with_latents(self, index: Tensor) -> Self:
-        """Returns a copy with the latents of an index ``(H',)``.
-
-        See :meth:`SparseCoding.with_latents`.
-        """
+        """See :meth:`SparseCoding.with_latents`."""
         other: Self = super().with_latents(index)
         scale = self._slabs.select_latents(self.slab_scale.detach(), index)
         other.slab_scale = PyroParam(scale, self._slabs.constraint)  # type: ignore[assignment]

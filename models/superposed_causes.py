@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import ClassVar, Self
@@ -23,7 +24,6 @@ from pyro_truncated.models.data_model import (
     check_data,
     count_data,
     first_prior,
-    with_latents,
 )
 from pyro_truncated.models.dictionary import best_scale, first_dictionary, warn_about_background
 
@@ -117,9 +117,18 @@ class SuperposedCauses(DataModel):
     def _maximize_prior(self, statistics: dict[str, Tensor]) -> None:
         self.prior = best_prior(statistics["states"], statistics["num_data"], self.shared_prior).to(self.prior)
 
+    @torch.no_grad()
     def with_latents(self, index: Tensor) -> Self:
         """Returns a new model whose latent ``i`` copies latent ``index[i]``."""
-        return with_latents(self, index)
+        other = copy.deepcopy(self)
+        for name in self.latent_parameters:
+            value = getattr(other, f"{name}_unconstrained")
+            if value.dim():
+                setattr(other, f"{name}_unconstrained", torch.nn.Parameter(value[..., index.to(value.device)].clone()))
+        if self.prior.dim() == 0:
+            other.prior = (self.prior * self.num_latents / len(index)).clamp(max=0.5)
+        other.num_latents = len(index)
+        return other
 
 
 class SparseCoding(SuperposedCauses):

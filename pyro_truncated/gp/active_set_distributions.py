@@ -336,10 +336,7 @@ class ActiveSetPosterior(ActiveSetGaussianProcess):
         self.targets, self.width = targets, torch.as_tensor(width, dtype=latents.dtype, device=latents.device).reshape(())
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> ActiveSetPosterior:
-        """Returns the same distribution with another batch shape.
-
-        See :meth:`ActiveSetGaussianProcess.expand`.
-        """
+        """See :meth:`ActiveSetGaussianProcess.expand`."""
         prior = super().expand(batch_shape)
         if prior is self:
             return self

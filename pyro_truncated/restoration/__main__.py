@@ -363,7 +363,9 @@ def _check_output(path: Path, mode: str, height: int, width: int) -> None:
         raise ValueError(
             f"--output must end with the name of a format that Pillow writes pictures of size {size} in, such as .png; got {path}"
         ) from error
-    written_size = _picture_size(written)
+    written_size = None  # where Pillow cannot read what it writes
+    with contextlib.suppress(UnidentifiedImageError), Image.open(written) as picture:
+        written_size = f"{picture.width}x{picture.height}"
     # Icons have certain sizes, and Pillow makes others fit without a word.
     if written_size not in (size, None):
         raise ValueError(
@@ -373,14 +375,6 @@ def _check_output(path: Path, mode: str, height: int, width: int) -> None:
         raise ValueError(f"--output must be a file that can be written; got {path}, {'a folder' if path.is_dir() else 'which cannot'}")
     if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
         raise ValueError(f"--output must lie in a folder that exists and can be written; {path.parent} does not")
-
-
-def _picture_size(buffer: io.BytesIO) -> str | None:
-    try:
-        with Image.open(buffer) as picture:
-            return f"{picture.width}x{picture.height}"
-    except UnidentifiedImageError:
-        return None
 
 
 if __name__ == "__main__":

@@ -362,10 +362,7 @@ def _apply_mixture(image: Tensor, fit: MixtureFit, mixture: PatchMixture) -> Ten
 
 
 def _run_em(mixture: PatchMixture, nearest: Tensor, data: tuple[Tensor, Tensor, Tensor], bar: ProgressBar) -> AutoTruncated:
-    """Runs EM on patches without noise, at first with the nearest clusters.
-
-    Then each patch has 12 candidates.
-    """
+    """Runs EM on patches without noise, at first with the nearest clusters."""
     space = StateSpace([mixture.num_components])
     population = Population(space, space.pack(nearest[:, :1, None]), torch.zeros_like(nearest[:, :1], dtype=data[0].dtype))
     guide = _guide(mixture, nearest)
@@ -374,6 +371,7 @@ def _run_em(mixture: PatchMixture, nearest: Tensor, data: tuple[Tensor, Tensor, 
         with spare_random_numbers():
             population = guide.refresh_(*data)
         if number == 0:
+            # The most probable components are each patch's candidates from then on.
             guide = _guide(mixture, most_probable(population, 12).states(torch.int64)[..., 0])
         bar.update(data[1].numel())
     return guide

@@ -239,10 +239,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
     # --- model ---
 
     def _column_units(self, rows: Tensor) -> ColumnUnits:
-        """Returns the units of columns; probabilities have none.
-
-        Means are taken off where a background is learned.
-        """
+        """The units of columns; probabilities have none."""
         if self.family == "bernoulli":
             return ColumnUnits.none(rows)
         return ColumnUnits.from_rows(rows, is_centred=bool(self.offset))

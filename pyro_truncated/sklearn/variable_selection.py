@@ -263,10 +263,7 @@ class SpikeSlabRegressor(RegressorMixin, BaseEstimator):
     # --- predicting ---
 
     def _deviation(self, X: Tensor, mean: Tensor) -> Any:
-        r"""Returns mean and deviation of the mixture of Student's t distributions.
-
-        Each model has one, with :math:`n - 1` degrees of freedom.
-        """
+        """The deviation of a mixture of Student's t distributions."""
         n = len(self._models.y)
         if n <= 3:
             return np.full(len(X), math.inf)

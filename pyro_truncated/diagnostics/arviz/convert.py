@@ -91,11 +91,6 @@ def level_type(bounds: Sequence[int]) -> torch.dtype:
     return next(dtype for dtype in (torch.int8, torch.int16, torch.int32, torch.int64) if max(bounds) - 1 <= torch.iinfo(dtype).max)
 
 
-def value_type(site: DiscreteSite) -> torch.dtype:
-    """Smallest type for the values of a discrete site."""
-    return level_type([site.low + max(site.cardinalities)]) if site.kind != "one_hot" else torch.int8
-
-
 def training_dataset(records: Mapping[str, Any]) -> xr.Dataset:
     """Training records, ``(steps,)`` or ``(restarts, steps)``, as a dataset."""
     arrays = {name: np.atleast_2d(as_array(v) if torch.is_tensor(v) else np.asarray(v, dtype=float)) for name, v in records.items()}
@@ -317,7 +312,8 @@ class Writer:
         values = layout.split(layout.space.unpack(words, level_type(layout.space.cardinalities)))[name]
         plates = {frame.dim: self.dimension(frame.name) for frame in site.frames}
         names = (*(plates[dim] for dim, _ in site.plates), *self._event_names(name, values.dim() - 2 - len(site.plates)))
-        return self._per_datum(states, values.to(value_type(site)), names, start=1)
+        dtype = torch.int8 if site.kind == "one_hot" else level_type([site.low + max(site.cardinalities)])
+        return self._per_datum(states, values.to(dtype), names, start=1)
 
     def sample_stats(self) -> xr.Dataset:
         """Log densities of each draw."""

@@ -422,10 +422,7 @@ def trace_guide(call: Call, guide: Any) -> poutine.Trace:
 
 
 class _Program:
-    """A model whose latents come from guide, enumeration, or the model.
-
-    A part of the guide may have sets of states.
-    """
+    """A model whose latents come from guide, enumeration, or the model."""
 
     def __init__(self, call: Call, guide_trace: poutine.Trace, part: AutoTruncated | None) -> None:
         self.call = call
@@ -571,10 +568,7 @@ def _likelihood_name(log_joint: LogJoint) -> str:
 
 
 class _Accumulator:
-    """States and other latents, with populations scored for each draw.
-
-    Probabilities and free energies are averaged.
-    """
+    """States and other latents, with populations averaged over draws."""
 
     def __init__(self, call: Call, part: AutoTruncated, log_joint: LogJoint, num_draws: int) -> None:
         self.part, self.log_joint, self.num_draws = part, log_joint, num_draws

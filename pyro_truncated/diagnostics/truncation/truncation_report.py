@@ -211,10 +211,7 @@ def _node_report(batch: ProductBatch, sets: list[Tensor], number: int) -> NodeRe
 
 
 def _certify(batch: ProductBatch, free_energy: Tensor, nodes: Sequence[NodeReport]) -> Tensor:
-    """The bound that states outside of a set add to.
-
-    States of one node at a time count, for each member of the plates that all share.
-    """
+    """The bound that states outside of one set at a time add to."""
     scorer, product = batch.scorer, batch.scorer.product
     total = free_energy.new_zeros(scorer.sizes)
     for number, report in enumerate(nodes):

@@ -555,11 +555,7 @@ class SubsetGPRegression(SavedRegression):
         }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Takes what :meth:`get_extra_state` gave.
-
-        Raises:
-            ValueError: if it is of other data: other targets, or covariances that the kernel here does not have.
-        """
+        """See :meth:`SavedRegression.set_extra_state`."""
         super().set_extra_state(state)
         inputs = state["inducing_inputs"]
         self.inducing_inputs = None if inputs is None else torch.nn.Parameter(inputs.to(self.index.device, copy=True))

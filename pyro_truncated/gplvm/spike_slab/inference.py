@@ -427,9 +427,6 @@ def plot_latents(
         labels: classes of the data points, for their colours.
         dims: the dimensions. Default: the view's two most relevant ones.
         resolution: points of the background per side; the other dimensions are at zero.
-
-    Returns:
-        The axes.
     """
     model = posterior.model
     if dims is None:
@@ -476,9 +473,6 @@ def plot_relevance(model: SpikeSlabMRD, ax: Any, *, view: int = 0) -> Any:
         model: the trained model.
         ax: matplotlib axes.
         view: the view.
-
-    Returns:
-        The axes.
     """
     gamma = model.probability[view].detach()
     with model.fix_switches(1.0):
@@ -511,9 +505,6 @@ def plot_switches(model: SpikeSlabMRD, ax: Any, *, names: Sequence[str] | None =
         model: the trained model.
         ax: matplotlib axes.
         names: names of the views. Default: "view 1", "view 2", ...
-
-    Returns:
-        The axes.
 
     Raises:
         ValueError: if the number of names is not that of the views.
