@@ -211,7 +211,7 @@ def _node_report(batch: ProductBatch, sets: list[Tensor], number: int) -> NodeRe
 
 
 def _certify(batch: ProductBatch, free_energy: Tensor, nodes: Sequence[NodeReport]) -> Tensor:
-    """The bound that states outside of one set at a time add to."""
+    """The bound that states outside of single sets add to."""
     scorer, product = batch.scorer, batch.scorer.product
     total = free_energy.new_zeros(scorer.sizes)
     for number, report in enumerate(nodes):
