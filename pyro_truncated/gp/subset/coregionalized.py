@@ -110,6 +110,10 @@ class CoregionalizedGPRegression(SavedRegression):
         ValueError: if a shape or a number is not as above, an output is never observed, or there are too many entries.
     """
 
+    _row: Tensor
+    _output: Tensor
+    _values: Tensor
+
     @names_arguments
     def __init__(
         self, X: Any, y: Tensor, kernel: Any = None, *, rank: int = 1, noise: float = 0.5, generator: torch.Generator | None = None
@@ -132,12 +136,12 @@ class CoregionalizedGPRegression(SavedRegression):
         check_data_kernel(self.kernel)
         matrix = targets.detach().double()
         mean, spread = matrix.nanmean(0), (matrix - matrix.nanmean(0)).square().nanmean(0).sqrt()
-        self.target_mean = torch.nn.Buffer(mean)
-        self.target_scale = torch.nn.Buffer(torch.where(spread > 0, spread, torch.ones_like(spread)))
+        self.register_buffer("target_mean", mean)
+        self.register_buffer("target_scale", torch.where(spread > 0, spread, torch.ones_like(spread)))
         standard = (matrix - self.target_mean) / self.target_scale
-        entry, output = is_observed.nonzero().unbind(1)
-        self._row, self._output = (torch.nn.Buffer(position, persistent=False) for position in (entry, output))
-        self._values = torch.nn.Buffer(standard[is_observed], persistent=False)
+        row, output = is_observed.nonzero().unbind(1)
+        for name, part in {"_row": row, "_output": output, "_values": standard[is_observed]}.items():
+            self.register_buffer(name, part, persistent=False)
         self.mixing = torch.nn.Parameter(_leading_correlations(standard, rank))
         self.log_own = torch.nn.Parameter(torch.full_like(mean, _OWN_SHARE).log())
         self.log_noise = torch.nn.Parameter(torch.full_like(mean, noise - NOISE_FLOOR).log())
