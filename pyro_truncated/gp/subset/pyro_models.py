@@ -81,10 +81,8 @@ class SubsetModel(UniqueModule, Parameterized):
         if not y.is_floating_point():
             # Noise and predictions take the type of the targets.
             y = y.to(getattr(module_number(self.kernel), "dtype", torch.get_default_dtype()))
-        num_inducing = check_count("num_inducing", num_inducing)
+        num_inducing = check_count("num_inducing", num_inducing, most=n)
         check_kinds(SubsetModel.__init__, jitter=jitter)
-        if num_inducing > n:
-            raise ValueError(f"num_inducing must lie in 1 .. {n}, the number of inputs; got {num_inducing}")
         index = torch.randperm(n)[:num_inducing].to(y.device) if index is None else check_index(index, n)
         if len(index) != num_inducing:
             raise ValueError(f"index must hold num_inducing={num_inducing} positions; got {len(index)}")

@@ -292,10 +292,8 @@ class SubsetGPRegression(SavedRegression):
             raise ValueError(f"y, the targets, must be finite and of shape ({n},) or ({n}, H); got shape {tuple(targets.shape)}")
         check_kinds(SubsetGPRegression.__init__, noise=noise, generator=generator)
         self._grows = num_inducing is None and n > EXACT_UP_TO
-        num_inducing = default_size(n) if num_inducing is None else check_count("num_inducing", num_inducing)
+        num_inducing = default_size(n) if num_inducing is None else check_count("num_inducing", num_inducing, most=n)
         self.is_exact = num_inducing == n <= EXACT_UP_TO
-        if num_inducing > n:
-            raise ValueError(f"num_inducing must lie in 1 .. {n}, the number of inputs; got {num_inducing}")
         if not NOISE_FLOOR < noise < math.inf:
             raise ValueError(f"noise must be a variance above {NOISE_FLOOR}; got {noise}")
         if objective not in (*OBJECTIVES, "fitc"):

@@ -623,10 +623,7 @@ class InducingSubset:
         check_kinds(InducingSubset.__init__, noise=noise, generator=generator)
         self.problem = SubsetProblem(self.kernel, matrix, float(noise), objective)
         check_data_kernel(self.kernel)
-        num_inducing = check_count("num_inducing", num_inducing)
-        if num_inducing > self.problem.num_data:
-            raise ValueError(f"num_inducing must lie in 1 .. {self.problem.num_data}, the number of inputs; got {num_inducing}")
-        self.num_inducing = num_inducing
+        self.num_inducing = num_inducing = check_count("num_inducing", num_inducing, most=self.problem.num_data)
         self.search = make_search(algorithm)
         self.generator = generator
         self.history: list[tuple[float, int, float]] = []
