@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from pyro_truncated.sklearn.estimators import ColumnUnits, isolated_state, valid
 from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, renames
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class SubsetGPRegressor(RegressorMixin, BaseEstimator):
     r"""Gaussian process regression with inducing inputs from the training inputs.
 
@@ -62,25 +63,14 @@ class SubsetGPRegressor(RegressorMixin, BaseEstimator):
         ValueError: for a parameter out of range.
     """
 
-    polish = Renamed("free_inputs")
-
-    @renames(polish="free_inputs")
-    def __init__(
-        self,
-        kernel: str | Callable[[Any], Any] = "rbf",
-        *,
-        n_inducing: int | None = None,
-        objective: str = "vfe",
-        free_inputs: bool = False,
-        max_epochs: int = 100,
-        random_state: Any = None,
-    ) -> None:
-        self.kernel = kernel
-        self.n_inducing = n_inducing
-        self.objective = objective
-        self.free_inputs = free_inputs
-        self.max_epochs = max_epochs
-        self.random_state = random_state
+    kernel: str | Callable[[Any], Any] = "rbf"
+    _: dataclasses.KW_ONLY
+    n_inducing: int | None = None
+    objective: str = "vfe"
+    free_inputs: bool = False
+    max_epochs: int = 100
+    random_state: Any = None
+    polish: ClassVar[Renamed] = Renamed("free_inputs")
 
     @renames(polish="free_inputs")
     def set_params(self, **params: Any) -> Self:
@@ -131,6 +121,9 @@ class SubsetGPRegressor(RegressorMixin, BaseEstimator):
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = True
         return tags
+
+
+SubsetGPRegressor.__init__ = renames(polish="free_inputs")(SubsetGPRegressor.__init__)  # type: ignore[method-assign]
 
 
 class _LatentSpace(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):

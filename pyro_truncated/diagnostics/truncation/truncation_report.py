@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -402,15 +403,17 @@ def check_truncation(
     if set_up_part(guide, args, kwargs).product is not None:
         return check_product(guide, args, kwargs, search=search, steps=steps, warn=warn)
     _, log_joint, population = score_populations(guide, args, kwargs)
+    growth = population_growth(guide, *args, search=search, steps=steps, **kwargs)
+    with warnings.catch_warnings(action="ignore", category=trust.TruncationWarning):  # it is one of the findings
+        evidence = estimate_evidence(guide, *args, num_samples=num_samples, **kwargs) if num_samples else None
     report = TruncationReport(
         num_states=population.num_states,
         space=population.space.readable_size,
         free_energy=plain(population.free_energy()),
         covered_mass=plain(certificate(log_joint, population, num_parents)),
         effective_states=plain(population.effective_states().double()),
-        growth=population_growth(guide, *args, search=search, steps=steps, **kwargs),
-        # Its warning is one of the findings.
-        evidence=trust.silently(lambda: estimate_evidence(guide, *args, num_samples=num_samples, **kwargs)) if num_samples else None,
+        growth=growth,
+        evidence=evidence,
         exact=compare_with_enumeration(guide, *args, **kwargs) if population.space.size <= trust.ENUMERATED_LIMIT else None,
     )
     marginals = TruncatedPosterior(population, log_joint.layout, log_joint.sizes).marginals()
