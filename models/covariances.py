@@ -353,7 +353,6 @@ class LowRank(Full):
     def without_noise(self, population: Population, y: Tensor, loc: Tensor, parameters: Parameters) -> Tensor:
         """Posterior means of what lies in the directions."""
         blocks = []
-        # Numbers that are held at a time.
         for block in population.split(max(1, 2**22 // (population.num_states * loc.shape[1]))):
             rows = block.select_rows(y).to(loc).unsqueeze(1)
             means, *_ = self.likelihood(block.states(torch.int64)[..., 0], loc, parameters).without_noise(rows)

@@ -226,7 +226,6 @@ class GatedDecoder(UniqueModule):
         proposal = dist.Normal(torch.where(present, loc, 0.0), torch.where(present, scale, 1.0)).to_event(2)
         total, most = torch.zeros(*switches.shape[:2], self.num_outputs).to(rows), torch.full(switches.shape[:2], -torch.inf).to(rows)
         weights = torch.zeros_like(most)
-        # Densities that are held at a time.
         at_a_time = max(1, 2**22 // max(1, total.numel()))
         for first in range(0, num_draws, at_a_time):
             poses = proposal.sample((min(at_a_time, num_draws - first),))

@@ -492,7 +492,6 @@ class MoveSearch:
         blocks = list(zip(x.split(_MAX_ROWS_PER_BLOCK), torch.stack([2 * owner, 2 * owner + 1], 1).split(_MAX_ROWS_PER_BLOCK), strict=True))
         halves = self.components.select(torch.arange(2 * number, device=owner.device) // 2)
         log_joints = _sides(x, owner, number, generator).split(_MAX_ROWS_PER_BLOCK)
-        # Eight EM steps of the halves.
         for _ in range(8):
             populations = (
                 Population(space, space.pack(z.unsqueeze(-1)), log_joint) for (_, z), log_joint in zip(blocks, log_joints, strict=True)

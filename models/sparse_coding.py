@@ -122,8 +122,6 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
         often = driver.statistics["states"]
         # Data points that new elements are drawn from, at most.
         rows = some_rows(check_data(y, self.num_observed), 1000, generator).to(self.weight)
-        # Elements that are on less often than this part of what they are on average are hardly
-        # used.
         unused = (often < 0.02 * often.mean()).nonzero().squeeze(1)[: len(rows)]
         if len(unused):
             guide = AutoTruncated(self, num_states=16).infer(rows, CombinedFlips(), steps=5)

@@ -435,7 +435,6 @@ def least_variance(kernel: Kernel, latents: Tensor, size: int, noise: Tensor | f
         which = torch.arange(0, len(points), -(-len(points) // num_targets), device=points.device)
         prior = covariance(kernel, points[which], points).double()
         spread = prior_variance(kernel, points).double()
-        # By default a hundredth of the prior variance.
         noise = 1e-2 * spread.mean() if noise is None else noise
         spread = spread + noise
         # E is never formed: it is the prior less the outer products of these rows, and the sums of squares are updated with it.

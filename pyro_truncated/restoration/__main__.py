@@ -24,7 +24,6 @@ from pyro_truncated.restoration.restore import Restored, denoise, inpaint
 from pyro_truncated.utils.arguments import describe
 from pyro_truncated.utils.console import progress_bar
 
-# Pixels that tiles have in common.
 _OVERLAP_PIXELS = 32
 
 

@@ -198,7 +198,6 @@ def most_probable(population: Population, number: int) -> Population:
 
 def _shares(population: Population, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """The components that a patch counts for, and their probabilities, ``(N, S)`` both."""
-    # A patch counts for its most probable components.
     probable = most_probable(population, 3)
     return probable.states(torch.int64)[..., 0], probable.weights(temperature)
 

@@ -698,7 +698,6 @@ def _predictive(call: Call, draws: Draws, writer: Writer, settings: _Settings) -
     largest = max((torch.as_tensor(node["value"]).numel() for node in draws.nodes.values()), default=1)
     affordable = min(num_predictive * chains, settings.memory_budget // (4 * max(1, largest)))
     count = max(1, affordable // chains)
-    # The first draws of each chain.
     positions = [chain * settings.num_samples + position for chain in range(chains) for position in range(count)]
     latents, observed = prior_draws(call, len(positions))
     results = {

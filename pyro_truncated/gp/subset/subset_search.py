@@ -456,7 +456,6 @@ class ExchangeSearch(SubsetSearch):
         self, problem: SubsetProblem, num_inducing: int, index: Tensor | None, budget: Budget, generator: torch.Generator | None = None
     ) -> Tensor:
         """Exchanges members until nothing helps or the budget is spent; see :class:`SubsetSearch`."""
-        # Most inputs exchanged at once: an eighth of the subset, at most 16.
         block = min(16, max(1, num_inducing // 8))
         capacity = min(problem.num_data, num_inducing + block)
         start = None if index is None else check_index(index, problem.num_data).to(problem.targets.device)[:num_inducing]

@@ -421,12 +421,10 @@ class SASDecoder(UniqueModule):
             self.initialize(x)
             if self.portion is not None:
                 synchronize_generator(generator)
-            # Adam's rate falls to a twentieth.
             rates, decay = self.learning_rates(learning_rate, 2 * learning_rate), 0.05 ** (1 / (epochs * self._batches))
             options: Any = lambda name: rates(name) | {"lrd": decay, "clip_norm": math.inf}  # noqa: E731
             elbo = SummedELBO(TraceMeanField_ELBO() if self.bayesian else Trace_ELBO())
             svi = SVI(self.model, self.guide, AllReduced(ClippedAdam(options)), elbo)
-            # At most twenty jumps.
             every = max(2, round(_RELOCATION_SHARE * epochs / 20))
             with progress_bar(progress and collectives.rank() == 0, total=epochs, unit="epoch") as bar:
                 for epoch in range(epochs):
@@ -440,7 +438,6 @@ class SASDecoder(UniqueModule):
     @property
     def default_epochs(self) -> int:
         """Default passes of :meth:`fit`: 60, or more for 400 minibatches."""
-        # At least sixty epochs, and four hundred steps.
         return max(60, -(-400 // self._batches))
 
     @property
@@ -486,7 +483,6 @@ class SASDecoder(UniqueModule):
             outputs, latents = self._outputs(rows_at(x, active)), rows_at(as_shard_like(z, x), active)
             posterior = ActiveSet(latents, outputs, self.kernel, self._output_noise)
             count = torch.zeros((), dtype=torch.int64)
-            # Data points at once.
             for rows in own_positions(others, self.portion).split(5000):
                 there = self._best_candidates(posterior, x[rows], 1)[0]
                 better = self._log_joint(posterior, x[rows], there) > self._log_joint(posterior, x[rows], z[rows])

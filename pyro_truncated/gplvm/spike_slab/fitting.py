@@ -625,7 +625,6 @@ def fit_minibatches(
         parameters = [p for name, p in model.named_parameters() if p.requires_grad and not any(part in name for part in _INDUCING)]
         optimizer = torch.optim.Adam(parameters, lr=learning_rate)
         for step in range(steps):
-            # In the second half the learning rate falls to a tenth.
             decay = 0.1 ** max(0.0, 2 * step / steps - 1)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * decay
