@@ -265,5 +265,4 @@ class GatedDecoder(UniqueModule):
         """The mean image of each part alone, ``(N, H, D)``."""
         alone = switches.unsqueeze(-2) * torch.eye(self.num_parts).to(switches)
         with torch.no_grad():
-            mean: Tensor = self.active_set().predict(self.inputs(alone, poses.unsqueeze(-3)))[0]
-        return mean
+            return self.active_set().predict(self.inputs(alone, poses.unsqueeze(-3)))[0]

@@ -70,8 +70,7 @@ def covariance_at(kernel: kernels.Kernel, parameters: Mapping[str, Tensor]) -> C
 
     def covariances(X: Tensor, Z: Tensor | None = None, diag: bool = False) -> Tensor:
         with outside_programs():
-            matrix: Tensor = torch.func.functional_call(kernel, dict(parameters), (X, Z), {"diag": diag})
-        return matrix
+            return torch.func.functional_call(kernel, dict(parameters), (X, Z), {"diag": diag})
 
     return covariances
 

@@ -139,8 +139,7 @@ class SASFunctionDecoder(SASDecoder):
     def sample(self, num: int) -> Tensor:
         """Draws new data points ``(num, ...)``: latents, functions, then observations."""
         with torch.no_grad():
-            draws: Tensor = self.observe(super().sample(num)).sample()
-        return draws
+            return self.observe(super().sample(num)).sample()
 
     def _outputs(self, x: Tensor) -> Tensor:
         return self.sites(x)

@@ -706,8 +706,7 @@ class Analytic_ELBO(ELBO):
         owner = _owner(model, guide)
         # Within the module's context reading a parameter announces it to SVI.
         with owner._pyro_context:
-            loss: Tensor = -owner.bound(*args, **kwargs)
-        return loss
+            return -owner.bound(*args, **kwargs)
 
     def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Minus the bound as a number."""
