@@ -99,9 +99,6 @@ class BinaryVAE(UniqueModule):
         Args:
             y: data ``(N, D)``, NaN where missing; a dimension that is never observed gets the mean of the others.
 
-        Returns:
-            The model itself.
-
         Raises:
             ValueError: for data that training refuses, in its words: those outside the likelihood's support, by name and data point.
         """
@@ -132,9 +129,6 @@ class BinaryVAE(UniqueModule):
         Args:
             y: data ``(N, D)``, NaN where missing.
             generator: source of randomness. Default: torch's global one.
-
-        Returns:
-            The model itself.
 
         Raises:
             ValueError: as :meth:`initialize`.

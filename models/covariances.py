@@ -286,8 +286,7 @@ class Tied(Full):
     def offset(self, x: Tensor, parameters: Parameters) -> Tensor | None:
         r""":math:`-\frac12 x^\top \Sigma^{-1} x`."""
         white = torch.linalg.solve_triangular(parameters["scale"].to(x), x.mT, upper=False)
-        squares: Tensor = white.square().sum(0)
-        return -0.5 * squares
+        return -0.5 * white.square().sum(0)
 
     def summed_features(self, statistics: dict[str, Tensor]) -> Tensor:
         """None."""
@@ -354,7 +353,6 @@ class LowRank(Full):
     def without_noise(self, population: Population, y: Tensor, loc: Tensor, parameters: Parameters) -> Tensor:
         """Posterior means of what lies in the directions."""
         blocks = []
-        # Numbers that are held at a time.
         for block in population.split(max(1, 2**22 // (population.num_states * loc.shape[1]))):
             rows = block.select_rows(y).to(loc).unsqueeze(1)
             means, *_ = self.likelihood(block.states(torch.int64)[..., 0], loc, parameters).without_noise(rows)
@@ -507,5 +505,4 @@ def prior_buffers(kind: Covariances, number: float, rows: Tensor, floor: Tensor)
 def half_log_det(kind: Covariances, covariance: Tensor) -> Tensor:
     r"""Returns :math:`\frac12 \log |S|` under the covariance type."""
     kind = Full() if kind.is_dense else kind
-    sizes: Tensor = kind.log_det_and_trace(kind.start(covariance, 1), covariance)[0]
-    return sizes[0]
+    return kind.log_det_and_trace(kind.start(covariance, 1), covariance)[0][0]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import abc
-import copy
-from typing import Any, Self, TypeVar
+from typing import Self
 
 import numpy as np
 import pyro.distributions as dist
@@ -26,7 +25,6 @@ MIN_COUNT, MIN_COMPONENT_COUNT = 1e-10, 1e-8
 MOST_ROWS = 20_000
 # Data points of mixtures that are worked on at a time; where most components are not looked at, or few numbers are held, more of them.
 ROWS_PER_BLOCK, MAX_ROWS_PER_BLOCK = 2**14, 2**16
-Model = TypeVar("Model", bound=Any)
 
 
 def first_rows(y: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -120,17 +118,3 @@ def best_prior(active: Tensor, num_data: Tensor, is_shared: bool) -> Tensor:
     frequency = active / num_data
     frequency = frequency.mean() if is_shared else frequency
     return frequency.clamp(FLOOR, 1 - FLOOR)
-
-
-@torch.no_grad()
-def with_latents(model: Model, index: Tensor) -> Model:
-    r"""Copies a model of exchangeable causes by an index."""
-    other = copy.deepcopy(model)
-    for name in other.latent_parameters:
-        value = getattr(other, f"{name}_unconstrained")
-        if value.dim():
-            setattr(other, f"{name}_unconstrained", torch.nn.Parameter(value[..., index.to(value.device)].clone()))
-    if other.prior.dim() == 0:
-        other.prior = (other.prior * other.num_latents / len(index)).clamp(max=0.5)
-    other.num_latents = len(index)
-    return other

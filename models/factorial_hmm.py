@@ -80,7 +80,6 @@ def _draw(power: Tensor, number: int, generator: torch.Generator | None) -> Tens
 def _pursuit(rows: Tensor, weight: Tensor, cost: Tensor) -> tuple[Tensor, Tensor]:
     """A greedy ternary code ``(R, M)`` and what it leaves over."""
     code, residual = rows.new_zeros(len(rows), weight.shape[1]), rows
-    # Changes of a step that are explained at most.
     for _ in range(4):
         product = residual @ weight
         gain = (2 * product.abs() - weight.square().sum(0) - cost).masked_fill(code != 0, -torch.inf)
@@ -295,9 +294,8 @@ class FactorialHMM(UniqueModule):
 
     def _set(self, weight: Tensor, bias: Tensor, scale: Tensor, initial: Tensor, transition: Tensor) -> None:
         self.weight, self.bias, self.scale = weight.to(self.weight), bias.to(self.bias), scale.to(self.scale)
-        floor = FLOOR
-        self.initial = initial.clamp(floor, 1 - floor).to(self.initial)
-        transition = transition.clamp(min=floor)
+        self.initial = initial.clamp(FLOOR, 1 - FLOOR).to(self.initial)
+        transition = transition.clamp(min=FLOOR)
         self.transition = (transition / transition.sum(-1, keepdim=True)).to(self.transition).contiguous()
 
     def _check(self, y: Tensor) -> Tensor:

@@ -137,9 +137,6 @@ class GatedDecoder(UniqueModule):
             y: images ``(N, D)``, which play no role but for their shape.
             generator: source of randomness. Default: torch's global one.
 
-        Returns:
-            The model itself.
-
         Raises:
             TypeError: if the images are complex.
             ValueError: if they are of another shape.
@@ -229,7 +226,6 @@ class GatedDecoder(UniqueModule):
         proposal = dist.Normal(torch.where(present, loc, 0.0), torch.where(present, scale, 1.0)).to_event(2)
         total, most = torch.zeros(*switches.shape[:2], self.num_outputs).to(rows), torch.full(switches.shape[:2], -torch.inf).to(rows)
         weights = torch.zeros_like(most)
-        # Densities that are held at a time.
         at_a_time = max(1, 2**22 // max(1, total.numel()))
         for first in range(0, num_draws, at_a_time):
             poses = proposal.sample((min(at_a_time, num_draws - first),))
@@ -269,5 +265,4 @@ class GatedDecoder(UniqueModule):
         """The mean image of each part alone, ``(N, H, D)``."""
         alone = switches.unsqueeze(-2) * torch.eye(self.num_parts).to(switches)
         with torch.no_grad():
-            mean: Tensor = self.active_set().predict(self.inputs(alone, poses.unsqueeze(-3)))[0]
-        return mean
+            return self.active_set().predict(self.inputs(alone, poses.unsqueeze(-3)))[0]

@@ -146,14 +146,10 @@ class GaussianMixture(LinearMixture):
             y: data ``(N, D)``.
             generator: source of randomness.
 
-        Returns:
-            The model itself.
-
         Raises:
             ValueError: for data that training refuses, in its words.
         """
         check_observable(self, check_data(y, self.num_observed), constraints.real)
-        # At least fifty rows for each component.
         rows = some_rows(y, max(MOST_ROWS, 50 * self.num_components), generator).double()
         self.center = rows.mean(0)
         above = rows - self.center

@@ -95,14 +95,12 @@ class Gaussians:
 
     def log_prior(self, prior: Prior) -> Tensor:
         """Log densities ``(K,)`` of the covariances."""
-        each: Tensor = prior.log_prob(self.kind, self.spreads)
-        return each.expand(len(self))
+        return prior.log_prob(self.kind, self.spreads).expand(len(self))
 
     def log_joint(self, x: Tensor, z: Tensor) -> Tensor:
         """Log joints ``(N, S)`` of data ``(N, D)`` and components ``(N, S)``."""
         spreads = {name: value.to(x) for name, value in self.spreads.items()}
-        log_density: Tensor = self.kind.likelihood(z.mT, self.loc.to(x), spreads).log_prob(x)
-        return log_density.mT + self.weights.log().to(x)[z]
+        return self.kind.likelihood(z.mT, self.loc.to(x), spreads).log_prob(x).mT + self.weights.log().to(x)[z]
 
     def best(self, statistics: Statistics, prior: Prior) -> Gaussians:
         """The components that maximise the expected log joint; those without data stay."""
@@ -257,12 +255,10 @@ class Agglomeration:
 
 
 def _products(blocks: Iterable[Tensor]) -> Tensor:
-    """The sum of products of rows, ``(D, D)``."""
     return sum((rows.mT @ rows for rows in blocks), torch.zeros(()))
 
 
 def _squares(blocks: Iterable[Tensor]) -> Tensor:
-    """The sum of squares of rows, ``(D,)``."""
     return sum((rows.square().sum(0) for rows in blocks), torch.zeros(()))
 
 
@@ -496,7 +492,6 @@ class MoveSearch:
         blocks = list(zip(x.split(_MAX_ROWS_PER_BLOCK), torch.stack([2 * owner, 2 * owner + 1], 1).split(_MAX_ROWS_PER_BLOCK), strict=True))
         halves = self.components.select(torch.arange(2 * number, device=owner.device) // 2)
         log_joints = _sides(x, owner, number, generator).split(_MAX_ROWS_PER_BLOCK)
-        # Eight EM steps of the halves.
         for _ in range(8):
             populations = (
                 Population(space, space.pack(z.unsqueeze(-1)), log_joint) for (_, z), log_joint in zip(blocks, log_joints, strict=True)

@@ -491,7 +491,6 @@ class CategoricalMixture(MixtureOfMeans):
 
 
 def _indicators(y: Tensor, num_values: int) -> Tensor:
-    """Returns which values data points have, ``(N, D L)``."""
     return F.one_hot(y.long(), num_values).flatten(1).double()
 
 

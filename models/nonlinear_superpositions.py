@@ -20,7 +20,6 @@ from pyro_truncated.distributions import (
     MaximumSuperposition,
     NoisyOrSuperposition,
     PoissonMaximum,
-    or_missing,
 )
 from pyro_truncated.extend import generator_device, names_arguments, shard_sum
 from pyro_truncated.models.data_model import FLOOR, MIN_COUNT, random_rows
@@ -65,10 +64,6 @@ class MaximalCauses(SparseCoding):
     superposition = MaximumSuperposition
     is_positive = True
 
-    @names_arguments
-    def __init__(self, num_observed: int, num_latents: int, *, shared_prior: bool = True, dtype: torch.dtype | None = None) -> None:
-        super().__init__(num_observed, num_latents, shared_prior=shared_prior, dtype=dtype)
-
     def _statistics(self, population: Population, y: Tensor, temperature: float) -> dict[str, Tensor]:
         r"""Those of :meth:`.MaximumSuperposition.statistics`, with ``claims`` in the place of ``won``.
 
@@ -81,7 +76,6 @@ class MaximalCauses(SparseCoding):
         rows, weights = population.select_rows(y), population.weights(temperature)
 
         def expected_errors(weight: Tensor, dimensions: Tensor | slice) -> Tensor:
-            """Expected squared residuals under other entries of the dictionary."""
             other = MaximumSuperposition(likelihood.states, weight, scale, validate_args=False)
             wins = other.wins(population.words, weights, rows[:, dimensions])
             return other.square_error({**wins, "squares": statistics["squares"][dimensions]})
@@ -108,8 +102,7 @@ _Total = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 def means_above_background(means: Tensor) -> Tensor:
     """Means ``(D, H + 1)`` with hidden ones slightly above the background."""
     background = means[:, -1:]
-    # Above what means are rounded to before they are compared, and far below what a free energy
-    # shows.
+    # Above what means are rounded to before they are compared, and far below what a free energy shows.
     return torch.cat([means[:, :-1].maximum(background * (1 + 1e-9)), background], -1)
 
 
@@ -171,12 +164,6 @@ _FAMILIES: dict[str, type[FamilyMaximum]] = {
     "exponential": ExponentialMaximum,
     "gamma": GammaMaximum,
 }
-_SUPPORTS = {
-    "poisson": constraints.nonnegative_integer,
-    "bernoulli": constraints.boolean,
-    "exponential": constraints.nonnegative,
-    "gamma": constraints.positive,
-}
 
 
 class ExponentialFamilyMaximalCauses(SuperposedCauses):
@@ -219,9 +206,7 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
         Observables", JMLR 2023. The background and the concentration of gamma distributions are learned here, and steps are shortened.
     """
 
-    # Who wins is decided under the parameters at the time.
     statistics_depend_on_parameters = True
-    # The step is chosen where the data are at hand, for all of a batch at once.
     statistics_are_additive = False
     statistics_span_processes = True
 
@@ -247,11 +232,6 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
         self.background = PyroParam(torch.full((num_observed,), 0.2, dtype=dtype), self_constraint)  # type: ignore[assignment]
         if family == "gamma":
             self.concentration = PyroParam(torch.ones((), dtype=dtype), constraints.positive)  # type: ignore[assignment]
-
-    @property
-    def data_support(self) -> constraints.Constraint:
-        """What the family can observe, or NaN."""
-        return or_missing(_SUPPORTS[self.family])
 
     def _likelihood_parameters(self) -> tuple[Tensor | None, ...]:
         return (self.background, self.concentration) if self.family == "gamma" else (self.background,)
@@ -290,7 +270,6 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
             return lost - won
 
         def expected_errors(means: Tensor, dimensions: Tensor | slice) -> Tensor:
-            """Expected losses under other means."""
             return expected_losses(means, make_likelihood(means).wins(population.words, weights, rows[:, dimensions])).sum(1)
 
         likelihood, raised = make_likelihood(means), means_above_background(means)
@@ -395,7 +374,6 @@ class NoisyOr(SuperposedCauses):
     statistics_depend_on_parameters = True
 
     superposition = NoisyOrSuperposition
-    data_support = or_missing(constraints.boolean)
 
     weight: Tensor
     prior: Tensor

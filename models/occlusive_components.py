@@ -73,7 +73,6 @@ def estimate_background(pixels: Tensor, generator: torch.Generator | None, steps
 
     It is the narrow part of a mixture of two normal distributions, fitted by EM.
     """
-    # Pixels that are looked at, at most.
     some = random_rows(pixels, min(len(pixels), 20_000), generator)
     least = (1e-6 * some.square().mean()).clamp(min=1e-12)
     colour, (mean, wide) = some.median(0).values, _moments(some, torch.ones_like(some[:, 0]))
@@ -105,7 +104,6 @@ def isolated_windows(images: Tensor, noise: Tensor, canvas: Canvas, num_objects:
     # What noise alone would show does not stand out.
     stands_out = energy > 4 * noise * math.sqrt(2 * canvas.num_entries * num_channels)
     alone = torch.where(stands_out, alone / energy.clamp(min=1e-12), -torch.inf).flatten()
-    # At most sixty windows for each object.
     number = min(60 * num_objects, 2000, max(1, int(alone.isfinite().sum())))
     best = alone.topk(number).indices
     row, place = best // place.shape[1], place.flatten()[best]
@@ -360,9 +358,6 @@ class OcclusiveComponents(UniqueModule):
             y: images ``(N, height, width, F)``.
             generator: source of randomness.
             scale: standard deviation to start from, as a share of the root mean square of the data.
-
-        Returns:
-            The model itself.
 
         Raises:
             TypeError: if the images are complex.

@@ -114,7 +114,6 @@ def _best_first(points: Tensor, distance: Tensor, power: Tensor, draws: Tensor, 
 
 
 def _parts(cell: Tensor, number: int) -> tuple[Tensor, ...]:
-    """The positions of what belongs to every cell."""
     return cell.argsort(stable=True).split(torch.bincount(cell, minlength=number).tolist())
 
 

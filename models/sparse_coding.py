@@ -84,9 +84,7 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
         return self._keep_shared_part(weight, above), deviation
 
     def _keep_shared_part(self, weight: Tensor, rows: Tensor) -> Tensor:
-        """Reduces elements to the part that data points share."""
-        part: Tensor = shared_part(weight, rows, float(first_prior(self.num_latents, is_shared=True)))
-        return weight * part
+        return weight * shared_part(weight, rows, float(first_prior(self.num_latents, is_shared=True)))
 
     def _statistics(self, population: Population, y: Tensor, temperature: float) -> dict[str, Tensor]:
         """Those of :meth:`.LinearSuperposition.statistics`, with an offset above the ``center``."""
@@ -124,8 +122,6 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
         often = driver.statistics["states"]
         # Data points that new elements are drawn from, at most.
         rows = some_rows(check_data(y, self.num_observed), 1000, generator).to(self.weight)
-        # Elements that are on less often than this part of what they are on average are hardly
-        # used.
         unused = (often < 0.02 * often.mean()).nonzero().squeeze(1)[: len(rows)]
         if len(unused):
             guide = AutoTruncated(self, num_states=16).infer(rows, CombinedFlips(), steps=5)

@@ -120,7 +120,6 @@ class CorrelatedSlabs:
         covariances = _floor_covariances(covariances, means.square() + prior.diagonal())
 
         def best(means: Tensor, covariances: Tensor, population: Population) -> Tensor:
-            """Which gain most, ``(1,)``."""
             gains = total([likelihood.expected_log_slab_prior(population, y, means, covariances, temperature)])[0]
             return gains.nan_to_num(-torch.inf).argmax(0, keepdim=True)
 
@@ -351,10 +350,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         self.slab_scale = self._slabs.first_scale(self.num_latents).to(self.slab_scale)
 
     def with_latents(self, index: Tensor) -> Self:
-        """Returns a copy with the latents of an index ``(H',)``.
-
-        See :meth:`SparseCoding.with_latents`.
-        """
+        """See :meth:`SparseCoding.with_latents`."""
         other: Self = super().with_latents(index)
         scale = self._slabs.select_latents(self.slab_scale.detach(), index)
         other.slab_scale = PyroParam(scale, self._slabs.constraint)  # type: ignore[assignment]
@@ -631,7 +627,6 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         likelihood, scale = self.likelihood(), self.scale
 
         def expected_errors(weight: Tensor, dimensions: Tensor | slice) -> Tensor:
-            """Expected squared residuals under other entries of the dictionary."""
             other = MaximumSuperposition(likelihood.states, weight, scale, validate_args=False)
             return other.draw_statistics(draws.selected, draws.coefficients, rows[:, dimensions])["errors"]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import pyro
 import torch
@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import Population
-from pyro_truncated.distributions import Superposition, or_missing
-from pyro_truncated.extend import check_counts, selected_rows, takes_arrays
+from pyro_truncated.distributions import Superposition
+from pyro_truncated.extend import check_counts, names_arguments, selected_rows, takes_arrays
 from pyro_truncated.models.data_model import (
     DataModel,
     activation,
@@ -23,7 +23,6 @@ from pyro_truncated.models.data_model import (
     check_data,
     count_data,
     first_prior,
-    with_latents,
 )
 from pyro_truncated.models.dictionary import best_scale, first_dictionary, warn_about_background
 
@@ -35,7 +34,7 @@ class SuperposedCauses(DataModel):
     probabilities.
     """
 
-    superposition: Callable[..., Superposition]
+    superposition: Any  # class of the likelihood, a Superposition
     latent_parameters: ClassVar[tuple[str, ...]] = ("weight", "prior")
 
     weight: Tensor  # dictionary W, (D, H)
@@ -81,6 +80,11 @@ class SuperposedCauses(DataModel):
             return self.superposition(weight.new_zeros(self.num_latents), weight, *others, validate_args=False)
         return self.superposition(states, weight, *others)
 
+    @property
+    def data_support(self) -> constraints.Constraint:
+        """What the likelihood can observe, entry by entry."""
+        return self.superposition.support.base_constraint
+
     def _likelihood_parameters(self) -> tuple[Tensor | None, ...]:
         """What the likelihood takes after the dictionary."""
         return ()
@@ -117,9 +121,18 @@ class SuperposedCauses(DataModel):
     def _maximize_prior(self, statistics: dict[str, Tensor]) -> None:
         self.prior = best_prior(statistics["states"], statistics["num_data"], self.shared_prior).to(self.prior)
 
+    @torch.no_grad()
     def with_latents(self, index: Tensor) -> Self:
         """Returns a new model whose latent ``i`` copies latent ``index[i]``."""
-        return with_latents(self, index)
+        other = copy.deepcopy(self)
+        for name in self.latent_parameters:
+            value = getattr(other, f"{name}_unconstrained")
+            if value.dim():
+                setattr(other, f"{name}_unconstrained", torch.nn.Parameter(value[..., index.to(value.device)].clone()))
+        if self.prior.dim() == 0:
+            other.prior = (self.prior * self.num_latents / len(index)).clamp(max=0.5)
+        other.num_latents = len(index)
+        return other
 
 
 class SparseCoding(SuperposedCauses):
@@ -147,19 +160,18 @@ class SparseCoding(SuperposedCauses):
         ValueError: if a size is no positive integer.
     """
 
-    data_support = or_missing(constraints.real)
     is_positive: ClassVar[bool] = False
     _has_met_data = False
 
     scale: Tensor
 
-    def __init__(self, num_observed: int, num_latents: int, *, shared_prior: bool, dtype: torch.dtype | None = None) -> None:
+    @names_arguments
+    def __init__(self, num_observed: int, num_latents: int, *, shared_prior: bool = True, dtype: torch.dtype | None = None) -> None:
         support = constraints.positive if self.is_positive else constraints.real
         super().__init__(num_observed, num_latents, shared_prior=shared_prior, weight=support, dtype=dtype)
         self.scale = PyroParam(torch.ones((), dtype=dtype), constraints.positive)  # type: ignore[assignment]
 
     def _likelihood_parameters(self) -> tuple[Tensor | None, ...]:
-        """What the likelihood takes after the dictionary."""
         return (self.scale,)
 
     def _start(self, y: Tensor, generator: torch.Generator | None) -> None:

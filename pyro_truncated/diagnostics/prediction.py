@@ -404,7 +404,7 @@ def cross_validate(idata: Any, *, var_name: str | None = None) -> CrossValidatio
         pointwise = restarts[restarts.sum(1).argmax()]
         error = float(np.sqrt(len(pointwise) * pointwise.var()))
         return CrossValidation(float(pointwise.sum()), error, 0.0, pointwise, np.zeros(len(pointwise)), True, conditional_on, len(values))
-    return CrossValidation(**vars(compat.loo(idata, name)), is_plug_in=is_plug_in, conditional_on=conditional_on)
+    return CrossValidation(*compat.loo(idata, name), is_plug_in, conditional_on)
 
 
 @names_arguments

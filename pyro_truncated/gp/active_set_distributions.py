@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from pyro.contrib.gp.kernels import Kernel
 from pyro.distributions import TorchDistribution
-from pyro.poutine.runtime import apply_stack
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.runtime import effectful
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -42,8 +43,9 @@ def warn_about_scale(num_active: int, batch_size: int, num_data: int | None = No
     A plate that takes ``B`` of ``N`` data points multiplies every log density by ``N / B``, that of the active set, too. What is scaled on
     purpose, by :meth:`Split.weights` for example, differs between data points.
     """
-    message = _message()
-    apply_stack(message)
+    with _Look() as look:
+        effectful(lambda: None, type="active_set_scale")()
+    message = look.message
     frame = next((f for f in message["cond_indep_stack"] if f.vectorized and f.dim == -1), None)
     if num_active == 0 or frame is None or frame.size != batch_size or (frame.full_size or frame.size) == frame.size:
         return
@@ -66,24 +68,11 @@ def _warn(text: str) -> None:
     warnings.warn(text, ActiveSetScaleWarning, stacklevel=4)
 
 
-def _message() -> Any:
-    """A message without a site, in which handlers leave scale and plates."""
-    return {
-        "type": "active_set_scale",
-        "name": "_active_set",
-        "fn": lambda: None,
-        "is_observed": False,
-        "args": (),
-        "kwargs": {},
-        "value": None,
-        "scale": 1.0,
-        "mask": None,
-        "cond_indep_stack": (),
-        "done": False,
-        "stop": False,
-        "continuation": None,
-        "infer": {},
-    }
+class _Look(Messenger):
+    """Keeps a message, with scale and plates of other handlers."""
+
+    def _postprocess_message(self, msg: Any) -> None:
+        self.message = msg
 
 
 class GivenActiveSet(TorchDistribution):
@@ -347,10 +336,7 @@ class ActiveSetPosterior(ActiveSetGaussianProcess):
         self.targets, self.width = targets, torch.as_tensor(width, dtype=latents.dtype, device=latents.device).reshape(())
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> ActiveSetPosterior:
-        """Returns the same distribution with another batch shape.
-
-        See :meth:`ActiveSetGaussianProcess.expand`.
-        """
+        """See :meth:`ActiveSetGaussianProcess.expand`."""
         prior = super().expand(batch_shape)
         if prior is self:
             return self

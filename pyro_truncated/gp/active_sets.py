@@ -402,9 +402,8 @@ class UniformSplits:
 
     @names_arguments
     def __init__(self, num_data: int, batch_size: int, num_active: Schedule, generator: torch.Generator | None = None) -> None:
-        num_data, batch_size = check_counts(num_data=num_data, batch_size=batch_size)
-        if batch_size > num_data:
-            raise ValueError(f"batch_size must lie in 1 .. {num_data}; got {batch_size}")
+        num_data = check_count("num_data", num_data)
+        batch_size = check_count("batch_size", batch_size, most=num_data)
         self.num_data, self.batch_size, self.num_active, self.generator = num_data, batch_size, num_active, generator
         self._size(0)
 
@@ -436,7 +435,6 @@ def least_variance(kernel: Kernel, latents: Tensor, size: int, noise: Tensor | f
         which = torch.arange(0, len(points), -(-len(points) // num_targets), device=points.device)
         prior = covariance(kernel, points[which], points).double()
         spread = prior_variance(kernel, points).double()
-        # By default a hundredth of the prior variance.
         noise = 1e-2 * spread.mean() if noise is None else noise
         spread = spread + noise
         # E is never formed: it is the prior less the outer products of these rows, and the sums of squares are updated with it.

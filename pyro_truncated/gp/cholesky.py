@@ -178,8 +178,7 @@ class PivotedCholesky:
             ``(M, Q)``; inner products of these with rows of :attr:`factor` are the approximate covariances.
         """
         triangle = self.factor[self.pivots]
-        features: Tensor = torch.linalg.solve_triangular(triangle, cross.mT, upper=False).mT
-        return features
+        return torch.linalg.solve_triangular(triangle, cross.mT, upper=False).mT
 
 
 @names_arguments

@@ -62,18 +62,15 @@ def evaluate(kernel: Any, *points: Tensor, diag: bool = False) -> Tensor:
             if not variance.dim() and lengthscale.dim() < 2:
                 first, second = (kernel._slice_input(some) for some in points)
                 return squared_exponential(first, second, lengthscale, variance)
-        matrix: Tensor = kernel(*points, diag=diag)
-        return matrix
+        return kernel(*points, diag=diag)
 
 
 def covariance_at(kernel: kernels.Kernel, parameters: Mapping[str, Tensor]) -> Covariance:
     """The kernel as a function of inputs at other unconstrained parameters."""
 
     def covariances(X: Tensor, Z: Tensor | None = None, diag: bool = False) -> Tensor:
-        """Covariances of inputs, or their diagonal, at the parameters given."""
         with outside_programs():
-            matrix: Tensor = torch.func.functional_call(kernel, dict(parameters), (X, Z), {"diag": diag})
-        return matrix
+            return torch.func.functional_call(kernel, dict(parameters), (X, Z), {"diag": diag})
 
     return covariances
 
@@ -109,9 +106,7 @@ def covariance(kernel: kernels.Kernel, X: Tensor, Z: Tensor) -> Tensor:
     profile = _PROFILES.get(type(kernel))
     if profile is not None:
         dims = list(kernel.active_dims)
-        scaled: Tensor = profile(squared_distances(X[..., dims] / kernel.lengthscale, Z[..., dims] / kernel.lengthscale))
-        matrix: Tensor = kernel.variance * scaled
-        return matrix
+        return kernel.variance * profile(squared_distances(X[..., dims] / kernel.lengthscale, Z[..., dims] / kernel.lengthscale))
     if X.dim() == 2 and Z.dim() == 2:
         return evaluate(kernel, X, Z)
     batch = torch.broadcast_shapes(X.shape[:-2], Z.shape[:-2])
@@ -123,8 +118,7 @@ def covariance(kernel: kernels.Kernel, X: Tensor, Z: Tensor) -> Tensor:
 def prior_variance(kernel: kernels.Kernel, X: Tensor) -> Tensor:
     """Prior variances ``(*batch, N)`` of the function at latents ``(*batch, N, Q)``."""
     if type(kernel) in _PROFILES:
-        constant: Tensor = kernel.variance
-        return constant.expand(X.shape[:-1])
+        return kernel.variance.expand(X.shape[:-1])
     return evaluate(kernel, X.reshape(-1, X.shape[-1]), diag=True).reshape(X.shape[:-1])
 
 

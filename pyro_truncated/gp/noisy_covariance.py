@@ -142,8 +142,7 @@ class DenseCovariance(NoisyCovariance):
 
     def quadratic(self, targets: Tensor) -> Tensor:
         r""":math:`\operatorname{tr}(R^\top C^{-1} R)`, without the inverse."""
-        whitened: Tensor = torch.linalg.solve_triangular(self.cholesky, targets, upper=False)
-        return whitened.square().sum()
+        return torch.linalg.solve_triangular(self.cholesky, targets, upper=False).square().sum()
 
 
 class LowRankCovariance(NoisyCovariance):
@@ -185,8 +184,7 @@ class LowRankCovariance(NoisyCovariance):
     @property
     def inverse_diagonal(self) -> Tensor:
         """Diagonal of the inverse, :math:`(C^{-1})_{nn}`, ``(N,)``."""
-        share: Tensor = 1 - self.basis.square().sum(0)
-        return share.clamp(min=SMALLEST_SHARE) / self.noise
+        return (1 - self.basis.square().sum(0)).clamp(min=SMALLEST_SHARE) / self.noise
 
     def solve(self, targets: Tensor, rows: Tensor | None = None) -> Tensor:
         r""":math:`C^{-1} R`, ``(N, P)``, or only the given rows of it."""
@@ -194,23 +192,20 @@ class LowRankCovariance(NoisyCovariance):
         index = slice(None) if rows is None else rows
         scale = self.noise.sqrt().unsqueeze(-1)
         scaled = targets / scale
-        solution: Tensor = (scaled[index] - self.basis[:, index].mT @ (self.basis @ scaled)) / scale[index]
-        return solution
+        return (scaled[index] - self.basis[:, index].mT @ (self.basis @ scaled)) / scale[index]
 
     def quadratic(self, targets: Tensor) -> Tensor:
         r"""Returns :math:`\operatorname{tr}(R^\top C^{-1} R)` of targets ``(N, D)``, a scalar."""
         self._check(targets)
         scaled = targets / self.noise.sqrt().unsqueeze(-1)
-        explained: Tensor = (self.basis @ scaled).square().sum()
-        return scaled.square().sum() - explained
+        return scaled.square().sum() - (self.basis @ scaled).square().sum()
 
 
 def compress(targets: Tensor) -> Tensor:
     r"""A matrix with the same :math:`R R^\top` as targets, and ``N`` columns."""
     if targets.shape[1] <= targets.shape[0]:
         return targets
-    triangle: Tensor = torch.linalg.qr(targets.mT, mode="r").R
-    return triangle.mT
+    return torch.linalg.qr(targets.mT, mode="r").R.mT
 
 
 def varying_columns(targets: Tensor) -> Tensor:

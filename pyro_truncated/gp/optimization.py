@@ -32,11 +32,9 @@ class _LBFGS(torch.optim.LBFGS):
     """L-BFGS without torch's compiler, which takes seconds to import."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch has it, but for what keeps its compiler away."""
         inspect.unwrap(torch.optim.LBFGS.add_param_group)(self, param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The same."""
         inspect.unwrap(torch.optim.LBFGS.zero_grad)(self, set_to_none)
 
 

@@ -320,9 +320,7 @@ def _(kernel: kernels.RBF, inputs: SpikeSlabInputs, inducing: Tensor, per_datum:
 
 
 def _value(kernel: kernels.Kernel, name: str) -> Tensor:
-    """A parameter as the tensor that it is to a reader."""
-    value: Tensor = getattr(kernel, name)
-    return value
+    return getattr(kernel, name)
 
 
 def _bumps(inputs: SpikeSlabInputs, point: Tensor, half_norm: Tensor, decay: Tensor, square: Tensor, order: int, sum_rows: bool) -> Tensor:

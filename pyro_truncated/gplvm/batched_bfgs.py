@@ -30,7 +30,6 @@ class _Runs:
 
     @classmethod
     def start(cls, functions: Functions, rows: Tensor, points: Tensor, length: float) -> Self:
-        """Returns gradient steps of the given length, without a curvature."""
         values, gradients = _with_gradients(functions, points, rows)
         identity = torch.eye(points.shape[1], dtype=points.dtype, device=points.device).expand(len(points), -1, -1).clone()
         steps = length * gradients / gradients.norm(dim=1, keepdim=True).clamp(min=torch.finfo(points.dtype).tiny)
@@ -43,7 +42,6 @@ class _Runs:
         return values.argmax(0) * num + torch.arange(num, device=values.device)
 
     def select(self, index: Tensor) -> _Runs:
-        """Only some of the climbs."""
         return _Runs(*(getattr(self, field.name)[index] for field in dataclasses.fields(self)))
 
     def advance_(self, functions: Functions, tolerance: float) -> None:

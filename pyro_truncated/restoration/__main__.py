@@ -24,7 +24,6 @@ from pyro_truncated.restoration.restore import Restored, denoise, inpaint
 from pyro_truncated.utils.arguments import describe
 from pyro_truncated.utils.console import progress_bar
 
-# Pixels that tiles have in common.
 _OVERLAP_PIXELS = 32
 
 
@@ -339,12 +338,10 @@ def _hidden_pixels(path: Path, *, is_inverted: bool) -> np.ndarray:
         )
     distance = (values - white) * np.sign(other - white)
     # Up to four deviations of a scan's paper are no ink.
-    hidden: np.ndarray = ~(distance <= max(least * abs(other - white), 4.0 * spread))
-    return hidden
+    return ~(distance <= max(least * abs(other - white), 4.0 * spread))
 
 
 def _with_holes(pixels: Tensor, path: Path, *, is_inverted: bool) -> Tensor:
-    """Returns the pixels, NaN where a mask hides them."""
     is_hidden = torch.from_numpy(_hidden_pixels(path, is_inverted=is_inverted))
     for hides, what in ((~is_hidden.any(), "nothing"), (is_hidden.all(), "all")):
         if hides:
@@ -365,7 +362,9 @@ def _check_output(path: Path, mode: str, height: int, width: int) -> None:
         raise ValueError(
             f"--output must end with the name of a format that Pillow writes pictures of size {size} in, such as .png; got {path}"
         ) from error
-    written_size = _picture_size(written)
+    written_size = None  # where Pillow cannot read what it writes
+    with contextlib.suppress(UnidentifiedImageError), Image.open(written) as picture:
+        written_size = f"{picture.width}x{picture.height}"
     # Icons have certain sizes, and Pillow makes others fit without a word.
     if written_size not in (size, None):
         raise ValueError(
@@ -375,15 +374,6 @@ def _check_output(path: Path, mode: str, height: int, width: int) -> None:
         raise ValueError(f"--output must be a file that can be written; got {path}, {'a folder' if path.is_dir() else 'which cannot'}")
     if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
         raise ValueError(f"--output must lie in a folder that exists and can be written; {path.parent} does not")
-
-
-def _picture_size(buffer: io.BytesIO) -> str | None:
-    """Returns a picture's width and height, ``None`` where Pillow cannot read it."""
-    try:
-        with Image.open(buffer) as picture:
-            return f"{picture.width}x{picture.height}"
-    except UnidentifiedImageError:
-        return None
 
 
 if __name__ == "__main__":

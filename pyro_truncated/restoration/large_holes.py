@@ -54,7 +54,6 @@ def fill_large_holes(image: Tensor, estimate: Tensor, restore: Callable[[Tensor]
 
 
 def _candidates(image: Tensor, estimate: Tensor, share: Tensor) -> Tensor:
-    """Returns the restored image, and with both surfaces in large holes."""
     restored = torch.where(image.isnan(), estimate, image)
     cut = torch.where(_over(share > 0, image), torch.nan, restored)
     planes = image.reshape(*share.shape, -1).unbind(-1)
@@ -153,7 +152,6 @@ def _minimize(image: Tensor, operator: sparse.csc_array) -> Tensor:
 
 
 def _gradient(image: Tensor) -> sparse.csc_array:
-    """Returns differences of neighbours along both dimensions, of flat images."""
     pixels = np.arange(image.numel()).reshape(image.shape)
     return sparse.vstack(
         [_differences(pixels[:-1], pixels[1:], pixels.size), _differences(pixels[:, :-1], pixels[:, 1:], pixels.size)]

@@ -92,8 +92,7 @@ def whole_windows(image: Tensor, num_dims: int) -> Tensor:
 
 def _side(num_dims: int) -> int:
     """Of a window of about 36 entries."""
-    side: int = round(36 ** (1 / num_dims))
-    return side
+    return round(36 ** (1 / num_dims))
 
 
 def _without_constant_windows(image: Tensor, num_dims: int) -> Tensor:

@@ -115,7 +115,6 @@ def _warn_if_noise_varies(image: Tensor, num_dims: int, levels: float | Tensor) 
 
 
 def _warn_if_places_differ(image: Tensor, num_dims: int, levels: float | Tensor) -> None:
-    """Warns if some part is much noisier than another."""
     spans = [[(size * i // NUM_PARTS, size * (i + 1) // NUM_PARTS) for i in range(NUM_PARTS)] for size in image.shape[:num_dims]]
     noise, white = {}, image / levels
     for place in itertools.product(*spans):
@@ -168,10 +167,8 @@ def _brightness_classes(image: Tensor, num_dims: int) -> list[Tensor] | None:
 
 
 def _principal_noise(windows: Tensor) -> Tensor:
-    """Returns the root mean of the lower quarter of principal variances."""
     points = windows.flatten(1)
-    noise: Tensor = torch.linalg.eigvalsh(points.mT.cov())[: points.shape[1] // 4].mean().clamp(min=0.0).sqrt()
-    return noise
+    return torch.linalg.eigvalsh(points.mT.cov())[: points.shape[1] // 4].mean().clamp(min=0.0).sqrt()
 
 
 def _is_poisson_noise(image: Tensor, num_dims: int) -> bool:

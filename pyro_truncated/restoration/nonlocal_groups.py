@@ -47,7 +47,6 @@ def denoise_groups(image: Tensor, estimate: Tensor, noise: float, *, channels: i
     y, x = windows.extract(image), windows.extract(estimate)
     total, expected, share = torch.zeros_like(y), y.new_zeros(len(y), 1), y.new_zeros(len(y), 1)
     centres = Patches(shape, side, min(3, side), channels=channels).places().to(y.device)
-    # Windows whose groups are looked for at once.
     for block in centres.split(4096):
         members = similar(x, block, [size - side + 1 for size in shape])
         groups = y[members]

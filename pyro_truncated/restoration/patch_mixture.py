@@ -198,7 +198,6 @@ def most_probable(population: Population, number: int) -> Population:
 
 def _shares(population: Population, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """The components that a patch counts for, and their probabilities, ``(N, S)`` both."""
-    # A patch counts for its most probable components.
     probable = most_probable(population, 3)
     return probable.states(torch.int64)[..., 0], probable.weights(temperature)
 
@@ -356,17 +355,13 @@ def find_consensus(image: Tensor, fits: Sequence[MixtureFit], weights: Tensor | 
 
 
 def _apply_mixture(image: Tensor, fit: MixtureFit, mixture: PatchMixture) -> Tensor:
-    """Applies a mixture to another array, with its most probable components."""
     y, places = fit.patches.extract(image), fit.patches.places().to(image)
     population = _guide(mixture, fit.guide.population().states(torch.int64)[..., 0]).refresh_(y, y, places)
     return _assemble(mixture, *mixture.posterior_means(population, y), y, fit.patches)
 
 
 def _run_em(mixture: PatchMixture, nearest: Tensor, data: tuple[Tensor, Tensor, Tensor], bar: ProgressBar) -> AutoTruncated:
-    """Runs EM on patches without noise, at first with the nearest clusters.
-
-    Then each patch has 12 candidates.
-    """
+    """Runs EM on patches without noise, at first with the nearest clusters."""
     space = StateSpace([mixture.num_components])
     population = Population(space, space.pack(nearest[:, :1, None]), torch.zeros_like(nearest[:, :1], dtype=data[0].dtype))
     guide = _guide(mixture, nearest)
@@ -375,6 +370,7 @@ def _run_em(mixture: PatchMixture, nearest: Tensor, data: tuple[Tensor, Tensor, 
         with spare_random_numbers():
             population = guide.refresh_(*data)
         if number == 0:
+            # The most probable components are each patch's candidates from then on.
             guide = _guide(mixture, most_probable(population, 12).states(torch.int64)[..., 0])
         bar.update(data[1].numel())
     return guide

@@ -201,8 +201,7 @@ def side_for_model(image: Tensor, noise: float, shape: torch.Size) -> int:
     if len(shape) == 1:
         return min(64, len(image))
     ratio = _ratio(image, noise) if len(shape) == 2 else 0.0
-    smallest: int = min(8 if ratio <= 0.4 else 12 if ratio <= 0.8 else 16, *shape)
-    return smallest
+    return min(8 if ratio <= 0.4 else 12 if ratio <= 0.8 else 16, *shape)
 
 
 def _ratio(image: Tensor, noise: float) -> float:

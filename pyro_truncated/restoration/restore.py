@@ -191,7 +191,6 @@ def denoise(
 
 
 def _without_axes_of_one(image: Tensor, channels: Channels) -> Tensor:
-    """Returns one picture of a batch, as networks have it, alone."""
     return torch.atleast_1d(image.squeeze()) if channels is None and image.dim() > 3 else image
 
 
@@ -246,7 +245,6 @@ def _restore_counts(image: Tensor, noise: str, settings: _Settings, *, has_chann
 
 
 def _restore_at_level(image: Tensor, level: float, channels: int | None, settings: _Settings, *, is_noise_known: bool) -> Restored:
-    """Restores an array whose noise has one level."""
     shape, model, side = image.shape if channels is None else image.shape[:-1], settings.model, settings.side
     options: dict[str, Any] = {"stride": settings.stride, "channels": channels}
     if model is None:
@@ -305,7 +303,6 @@ def _by_model(model: Any, image: Tensor, level: float, patches: Patches, setting
 
 
 def _per_channel_mean(image: Tensor, patches: Patches) -> Tensor:
-    """Returns the mean of what is seen, of each channel."""
     return image.nanmean() if patches.channels is None else image.flatten(0, -2).nanmean(0)
 
 
@@ -327,7 +324,6 @@ def _check_mask(mask: Any) -> Tensor:
 
 
 def _broadcast_mask(mask: Tensor, image: Tensor) -> Tensor:
-    """Returns a mask of pixels in the shape of the array."""
     array, seen = image.squeeze(), mask.squeeze()
     axes = [axis for axis in (-1, 0, 1)[: max(0, array.dim() - 1)] if array.select(axis, 0).shape == seen.shape]
     if seen.shape != array.shape and not axes:

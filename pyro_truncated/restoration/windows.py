@@ -132,8 +132,7 @@ class Patches:
             entry: Any = (*inner, *offset)
             total[place] += values[entry]
             share[place] += weight[entry]
-        array: Tensor = (total / share).to(patches.dtype)
-        return array
+        return (total / share).to(patches.dtype)
 
     @staticmethod
     def _grid(starts: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from typing import Any, Self
@@ -27,6 +28,7 @@ from pyro_truncated.utils.arguments import check_count, check_counts, check_kind
 _FAMILIES = ("spike_slab", "gaussian", "bernoulli")
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     r"""Sparse coding with a posterior over the active dictionary elements.
 
@@ -79,30 +81,17 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         ValueError: for a parameter out of range, or data outside of what the family allows.
     """
 
-    def __init__(
-        self,
-        n_components: int | None = None,
-        *,
-        family: str = "spike_slab",
-        offset: bool = True,
-        binarize: float | None = None,
-        ridge: float | None = None,
-        n_states: int = 64,
-        max_iter: int = 100,
-        n_init: int | None = None,
-        verbose: bool = False,
-        random_state: Any = None,
-    ) -> None:
-        self.n_components = n_components
-        self.family = family
-        self.offset = offset
-        self.binarize = binarize
-        self.ridge = ridge
-        self.n_states = n_states
-        self.max_iter = max_iter
-        self.n_init = n_init
-        self.verbose = verbose
-        self.random_state = random_state
+    n_components: int | None = None
+    _: dataclasses.KW_ONLY
+    family: str = "spike_slab"
+    offset: bool = True
+    binarize: float | None = None
+    ridge: float | None = None
+    n_states: int = 64
+    max_iter: int = 100
+    n_init: int | None = None
+    verbose: bool = False
+    random_state: Any = None
 
     def fit(self, X: Any, y: Any = None) -> Self:
         """Learns the dictionary.
@@ -240,7 +229,6 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         return rows
 
     def _map_posteriors(self, X: Any, reader: Any) -> Any:
-        """Reads posteriors of all data points, in the data's type."""
         check_is_fitted(self)
         rows = self._rows(X, reset=False)
         own = self._units.standardise(rows.to(self.model_.weight.dtype))
@@ -251,10 +239,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
     # --- model ---
 
     def _column_units(self, rows: Tensor) -> ColumnUnits:
-        """Returns the units of columns; probabilities have none.
-
-        Means are taken off where a background is learned.
-        """
+        """The units of columns; probabilities have none."""
         if self.family == "bernoulli":
             return ColumnUnits.none(rows)
         return ColumnUnits.from_rows(rows, is_centred=bool(self.offset))
@@ -327,8 +312,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
 
 def _codes(model: Any, rows: Tensor, population: Population) -> Tensor:
     is_spike_slab = isinstance(model, SpikeSlabSparseCoding)
-    codes: Tensor = model.likelihood().coefficients(population, rows) if is_spike_slab else population.marginals()
-    return codes
+    return model.likelihood().coefficients(population, rows) if is_spike_slab else population.marginals()
 
 
 def _data(model: Any, codes: Tensor) -> Tensor:

@@ -157,14 +157,12 @@ class ColumnUnits:
 
 
 def _check_observed(rows: Tensor) -> None:
-    """Refuses columns without any observed entry."""
     unseen = rows.isnan().all(0).nonzero().flatten().tolist()
     if unseen:
         raise ValueError(f"columns {unseen} of X have no observed entry, only NaN; leave them out")
 
 
 def _warn_of_outliers(rows: Tensor, deviation: Tensor) -> None:
-    """Warns if deviations ``(D,)`` are those of few outliers."""
     low, high = rows[:: -(-len(rows) // 1000)].nanquantile(rows.new_tensor([0.25, 0.75]), 0)
     ratio = torch.where(high > low, deviation / (high - low), 0.0)
     # Deviations above a hundred extents of the middle half are those of outliers.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from pyro_truncated.sklearn.estimators import ColumnUnits, isolated_state, valid
 from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, renames
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class SubsetGPRegressor(RegressorMixin, BaseEstimator):
     r"""Gaussian process regression with inducing inputs from the training inputs.
 
@@ -61,30 +63,19 @@ class SubsetGPRegressor(RegressorMixin, BaseEstimator):
         ValueError: for a parameter out of range.
     """
 
-    polish = Renamed("free_inputs")
-
-    @renames(polish="free_inputs")
-    def __init__(
-        self,
-        kernel: str | Callable[[Any], Any] = "rbf",
-        *,
-        n_inducing: int | None = None,
-        objective: str = "vfe",
-        free_inputs: bool = False,
-        max_epochs: int = 100,
-        random_state: Any = None,
-    ) -> None:
-        self.kernel = kernel
-        self.n_inducing = n_inducing
-        self.objective = objective
-        self.free_inputs = free_inputs
-        self.max_epochs = max_epochs
-        self.random_state = random_state
+    kernel: str | Callable[[Any], Any] = "rbf"
+    _: dataclasses.KW_ONLY
+    n_inducing: int | None = None
+    objective: str = "vfe"
+    free_inputs: bool = False
+    max_epochs: int = 100
+    random_state: Any = None
+    polish: ClassVar[Renamed] = Renamed("free_inputs")
 
     @renames(polish="free_inputs")
     def set_params(self, **params: Any) -> Self:
         """Sets parameters by name, as all estimators do."""
-        return super().set_params(**params)  # type: ignore[no-any-return]
+        return super().set_params(**params)
 
     def fit(self, X: Any, y: Any) -> Self:
         """Learns kernel, noise and inducing inputs.
@@ -132,6 +123,9 @@ class SubsetGPRegressor(RegressorMixin, BaseEstimator):
         return tags
 
 
+SubsetGPRegressor.__init__ = renames(polish="free_inputs")(SubsetGPRegressor.__init__)  # type: ignore[method-assign]
+
+
 class _LatentSpace(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     """What transformers to a latent space have in common.
 
@@ -161,6 +155,7 @@ class _LatentSpace(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         return torch.from_numpy(np.array(validated_codes(self, X, dtype=np.float64)))
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class SpikeSlabGPLVMTransformer(_LatentSpace):
     r"""Gaussian process latent variable model that learns the number of dimensions.
 
@@ -201,24 +196,14 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
         ValueError: for a parameter out of range, or data that do not vary.
     """
 
-    def __init__(
-        self,
-        n_components: int = 5,
-        *,
-        kernel: Any = "rbf",
-        n_inducing: int | None = None,
-        prior: float = 0.1,
-        max_iter: int = 200,
-        n_init: int = 1,
-        random_state: Any = None,
-    ) -> None:
-        self.n_components = n_components
-        self.kernel = kernel
-        self.n_inducing = n_inducing
-        self.prior = prior
-        self.max_iter = max_iter
-        self.n_init = n_init
-        self.random_state = random_state
+    n_components: int = 5
+    _: dataclasses.KW_ONLY
+    kernel: Any = "rbf"
+    n_inducing: int | None = None
+    prior: float = 0.1
+    max_iter: int = 200
+    n_init: int = 1
+    random_state: Any = None
 
     def fit(self, X: Any, y: Any = None) -> Self:
         """Learns latents, switches and functions.
@@ -288,6 +273,7 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
         return torch.where(torch.from_numpy(self.relevance_) > 0.5, loc.double(), 0.0)
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class ActiveSetGPLVM(_LatentSpace):
     r"""Gaussian process latent variable model for many data.
 
@@ -328,24 +314,14 @@ class ActiveSetGPLVM(_LatentSpace):
         Moreno-Muñoz, Feldager and Hauberg, "Revisiting Active Sets for Gaussian Process Decoders", 2022.
     """
 
-    def __init__(
-        self,
-        n_components: int = 2,
-        *,
-        n_active: int | None = None,
-        batch_size: int = 1000,
-        max_iter: int | None = None,
-        learning_rate: float = 0.03,
-        verbose: bool = False,
-        random_state: Any = None,
-    ) -> None:
-        self.n_components = n_components
-        self.n_active = n_active
-        self.batch_size = batch_size
-        self.max_iter = max_iter
-        self.learning_rate = learning_rate
-        self.verbose = verbose
-        self.random_state = random_state
+    n_components: int = 2
+    _: dataclasses.KW_ONLY
+    n_active: int | None = None
+    batch_size: int = 1000
+    max_iter: int | None = None
+    learning_rate: float = 0.03
+    verbose: bool = False
+    random_state: Any = None
 
     def fit(self, X: Any, y: Any = None) -> Self:
         """Learns latents and functions.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import numbers
 import warnings
@@ -32,6 +33,7 @@ _FAMILIES = ("gaussian", "poisson", "categorical")
 _COVARIANCE_TYPES = ("full", "diag", "spherical", "tied")
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class TruncatedMixture(DensityMixin, BaseEstimator):
     r"""Mixture with posteriors truncated to the ``n_states`` most probable components.
 
@@ -80,28 +82,16 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         ValueError: for a parameter out of range, more components than data points, or data outside of what the family allows.
     """
 
-    def __init__(
-        self,
-        n_components: int = 8,
-        *,
-        family: str = "gaussian",
-        covariance_type: str = "full",
-        n_states: int = 64,
-        max_iter: int = 100,
-        n_init: int | None = None,
-        tol: float = 1e-6,
-        verbose: bool = False,
-        random_state: Any = None,
-    ) -> None:
-        self.n_components = n_components
-        self.family = family
-        self.covariance_type = covariance_type
-        self.n_states = n_states
-        self.max_iter = max_iter
-        self.n_init = n_init
-        self.tol = tol
-        self.verbose = verbose
-        self.random_state = random_state
+    n_components: int = 8
+    _: dataclasses.KW_ONLY
+    family: str = "gaussian"
+    covariance_type: str = "full"
+    n_states: int = 64
+    max_iter: int = 100
+    n_init: int | None = None
+    tol: float = 1e-6
+    verbose: bool = False
+    random_state: Any = None
 
     def fit(self, X: Any, y: Any = None) -> Self:
         """Learns the components.
@@ -329,7 +319,6 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         return free_energy, steps
 
     def _map_posteriors(self, X: Any, reader: Any) -> Any:
-        """What is read of the posteriors of all data points."""
         check_is_fitted(self)
         rows = self._rows(X, reset=False).to(self.model_.weights.dtype)
         with isolated_state(), torch.no_grad():
@@ -355,7 +344,6 @@ def _make_encoder(data: Any, dtypes: list[Any]) -> OrdinalEncoder:
 
 
 def _warn_if_singular(model: GaussianMixture, rows: Tensor) -> None:
-    """Warns of components that have no variance in some direction."""
     low, high = rows.aminmax(dim=0)
     if model.covariance != "spherical" and (constant := (low == high).nonzero().flatten().tolist()):
         which, advice = f"columns {constant} of X do not vary", "Leave them out."
@@ -381,7 +369,6 @@ def _warn_if_singular(model: GaussianMixture, rows: Tensor) -> None:
 
 
 def _warn_if_many(numbers_of_values: list[int], num_rows: int) -> None:
-    """Warns of a column with more values than categories have."""
     most = max(numbers_of_values)
     # More values than ten, and than half of the rows, are hardly categories.
     if most > max(10, 0.5 * num_rows):

@@ -130,6 +130,7 @@ class LinearModels:
 _PRIORS = ("zellner", "independent")
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class SpikeSlabRegressor(RegressorMixin, BaseEstimator):
     r"""Linear regression with a spike-and-slab prior: a posterior over which predictors matter.
 
@@ -174,22 +175,13 @@ class SpikeSlabRegressor(RegressorMixin, BaseEstimator):
         ValueError: for a parameter out of range.
     """
 
-    def __init__(
-        self,
-        *,
-        prior: str = "zellner",
-        g: float | None = None,
-        expected_model_size: float | None = None,
-        n_models: int = 200,
-        max_iter: int = 50,
-        random_state: Any = None,
-    ) -> None:
-        self.prior = prior
-        self.g = g
-        self.expected_model_size = expected_model_size
-        self.n_models = n_models
-        self.max_iter = max_iter
-        self.random_state = random_state
+    _: dataclasses.KW_ONLY
+    prior: str = "zellner"
+    g: float | None = None
+    expected_model_size: float | None = None
+    n_models: int = 200
+    max_iter: int = 50
+    random_state: Any = None
 
     def fit(self, X: Any, y: Any) -> Self:
         """Finds the most probable sets of predictors.
@@ -252,7 +244,6 @@ class SpikeSlabRegressor(RegressorMixin, BaseEstimator):
         return LinearModels(X, y, g, self.prior == "zellner", float(size))
 
     def _program(self) -> None:
-        """The posterior over sets of predictors, as a Pyro program."""
         num = self._models.X.shape[1]
         s = pyro.sample("s", dist.Bernoulli(torch.full((num,), 0.5, dtype=torch.float64)).to_event(1))
         pyro.factor("log joint", self._models.log_joint(s) + num * math.log(2.0))
@@ -272,10 +263,7 @@ class SpikeSlabRegressor(RegressorMixin, BaseEstimator):
     # --- predicting ---
 
     def _deviation(self, X: Tensor, mean: Tensor) -> Any:
-        r"""Returns mean and deviation of the mixture of Student's t distributions.
-
-        Each model has one, with :math:`n - 1` degrees of freedom.
-        """
+        """The deviation of a mixture of Student's t distributions."""
         n = len(self._models.y)
         if n <= 3:
             return np.full(len(X), math.inf)

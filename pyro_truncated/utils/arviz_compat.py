@@ -13,7 +13,6 @@ The version is read from the package's metadata, since merely naming ``arviz.Inf
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import warnings
@@ -105,31 +104,12 @@ def _smooth_rows(ratios: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return weights, shapes
 
 
-@dataclasses.dataclass(frozen=True)
-class LooResult:
-    """Leave-one-out cross-validation by Pareto-smoothed importance sampling.
-
-    Attributes:
-        elpd: expected log predictive density of all observations.
-        se: its standard error.
-        p_loo: effective number of parameters.
-        pointwise: the terms, one per observation.
-        pareto_k: tail indices of them.
-    """
-
-    elpd: float
-    se: float
-    p_loo: float
-    pointwise: np.ndarray
-    pareto_k: np.ndarray
-
-
-def loo(idata: Any, var_name: str) -> LooResult:
-    """ArviZ's ``loo`` of independent draws, pointwise."""
+def loo(idata: Any, var_name: str) -> tuple[float, float, float, np.ndarray, np.ndarray]:
+    """ArviZ's ``loo``: density, its error, effective parameters, terms, tail indices."""
     result = _loo(idata, var_name)
     names = ("elpd", "p", "elpd_i") if ARVIZ_V1 else ("elpd_loo", "p_loo", "loo_i")
     elpd, p_loo, pointwise = (getattr(result, name) for name in names)
-    return LooResult(float(elpd), float(result.se), float(p_loo), np.asarray(pointwise).ravel(), np.asarray(result.pareto_k).ravel())
+    return float(elpd), float(result.se), float(p_loo), np.asarray(pointwise).ravel(), np.asarray(result.pareto_k).ravel()
 
 
 def compare(idatas: Mapping[str, Any], var_names: Mapping[str, str]) -> Any:

@@ -91,11 +91,6 @@ def level_type(bounds: Sequence[int]) -> torch.dtype:
     return next(dtype for dtype in (torch.int8, torch.int16, torch.int32, torch.int64) if max(bounds) - 1 <= torch.iinfo(dtype).max)
 
 
-def value_type(site: DiscreteSite) -> torch.dtype:
-    """Smallest type for the values of a discrete site."""
-    return level_type([site.low + max(site.cardinalities)]) if site.kind != "one_hot" else torch.int8
-
-
 def training_dataset(records: Mapping[str, Any]) -> xr.Dataset:
     """Training records, ``(steps,)`` or ``(restarts, steps)``, as a dataset."""
     arrays = {name: np.atleast_2d(as_array(v) if torch.is_tensor(v) else np.asarray(v, dtype=float)) for name, v in records.items()}
@@ -144,7 +139,6 @@ def without_labels(call: Call, guide: Any) -> tuple[Call, tuple[LabelledTensor, 
 
 
 def _runs(call: Call) -> bool:
-    """Whether a model runs with its arguments, and observes tensors."""
     with contextlib.suppress(Exception), torch.no_grad(), spare_random_numbers():
         call.run({})
         return True
@@ -318,7 +312,8 @@ class Writer:
         values = layout.split(layout.space.unpack(words, level_type(layout.space.cardinalities)))[name]
         plates = {frame.dim: self.dimension(frame.name) for frame in site.frames}
         names = (*(plates[dim] for dim, _ in site.plates), *self._event_names(name, values.dim() - 2 - len(site.plates)))
-        return self._per_datum(states, values.to(value_type(site)), names, start=1)
+        dtype = torch.int8 if site.kind == "one_hot" else level_type([site.low + max(site.cardinalities)])
+        return self._per_datum(states, values.to(dtype), names, start=1)
 
     def sample_stats(self) -> xr.Dataset:
         """Log densities of each draw."""
@@ -572,7 +567,6 @@ class _Settings:
 
 
 def _counts(num_samples: int, num_chains: int | None, num_predictive: int | None, several: bool) -> tuple[int, int]:
-    """Numbers of chains and of predictive draws per chain, checked."""
     check_count("num_samples", num_samples)
     predictive = num_samples if num_predictive is None else check_count("num_predictive", num_predictive, 0)
     if num_chains is not None and check_count("num_chains", num_chains) != 1 and several:
@@ -581,7 +575,6 @@ def _counts(num_samples: int, num_chains: int | None, num_predictive: int | None
 
 
 def _convert(model: Any, guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: _Settings) -> Any:
-    """What :func:`to_arviz` returns of data that one process holds."""
     owner, data = (model, (guide, *args)) if find_converter(model) else (getattr(guide, "__self__", None), args)
     if converter := find_converter(owner):
         if settings_without_use := [
@@ -705,7 +698,6 @@ def _predictive(call: Call, draws: Draws, writer: Writer, settings: _Settings) -
     largest = max((torch.as_tensor(node["value"]).numel() for node in draws.nodes.values()), default=1)
     affordable = min(num_predictive * chains, settings.memory_budget // (4 * max(1, largest)))
     count = max(1, affordable // chains)
-    # The first draws of each chain.
     positions = [chain * settings.num_samples + position for chain in range(chains) for position in range(count)]
     latents, observed = prior_draws(call, len(positions))
     results = {
@@ -720,7 +712,6 @@ def _predictive(call: Call, draws: Draws, writer: Writer, settings: _Settings) -
 
 
 def _arguments(call: Call) -> dict[str, Any]:
-    """The model's arguments by name."""
     program = call.model.forward if isinstance(call.model, torch.nn.Module) else call.model
     try:
         return dict(inspect.signature(program).bind(*call.args, **call.kwargs).arguments)

@@ -141,7 +141,6 @@ class Enumeration:
         marked_call = poutine.infer_config(self.call, lambda site: marks[site["name"] in names])
 
         def program() -> Any:
-            """The model, called with its own arguments."""
             with Assign(other_values), _Silence(self.silent):
                 return marked_call()
 
@@ -419,15 +418,11 @@ def trace_guide(call: Call, guide: Any) -> poutine.Trace:
     is_effect = isinstance(effect, Messenger)
     if is_effect:
         guide(*call.args, **call.kwargs)
-    trace: poutine.Trace = effect.get_traces()[1] if is_effect else poutine.trace(call.with_program(guide)).get_trace()
-    return trace
+    return effect.get_traces()[1] if is_effect else poutine.trace(call.with_program(guide)).get_trace()
 
 
 class _Program:
-    """A model whose latents come from guide, enumeration, or the model.
-
-    A part of the guide may have sets of states.
-    """
+    """A model whose latents come from guide, enumeration, or the model."""
 
     def __init__(self, call: Call, guide_trace: poutine.Trace, part: AutoTruncated | None) -> None:
         self.call = call
@@ -501,7 +496,6 @@ class _Program:
         return {joint_name(self.nodes, self.inside): marginal, **others}
 
     def result(self) -> Draws:
-        """All draws stacked."""
         plates, summed_out = {}, frozenset[str]()
         if self.enumeration is not None:
             plates, summed_out = self.enumeration.plates, self.enumeration.local
@@ -574,10 +568,7 @@ def _likelihood_name(log_joint: LogJoint) -> str:
 
 
 class _Accumulator:
-    """States and other latents, with populations scored for each draw.
-
-    Probabilities and free energies are averaged.
-    """
+    """States and other latents, with populations averaged over draws."""
 
     def __init__(self, call: Call, part: AutoTruncated, log_joint: LogJoint, num_draws: int) -> None:
         self.part, self.log_joint, self.num_draws = part, log_joint, num_draws
@@ -647,7 +638,6 @@ class _Accumulator:
         return free_energy
 
     def result(self) -> Draws:
-        """Stacks the draws and averages probabilities and free energies."""
         # Log joints that give back both means.
         population = self.part.rescore(self.log_joint)
         population = dataclasses.replace(population, log_joint=self.weights.log() + self.free_energy.unsqueeze(-1))

@@ -34,13 +34,6 @@ def plot_restarts(idata: Any, ax: Axes) -> Axes:
     Example::
 
         ax = plot_restarts(idata, Figure().subplots())
-
-    Args:
-        idata: results of :func:`~pyro_truncated.to_arviz`.
-        ax: axes to draw on.
-
-    Returns:
-        The axes.
     """
     curves = get_dataset(idata, "training")["free_energy"].values
     ends = np.array([next(iter(curve[np.isfinite(curve)][::-1]), -np.inf) for curve in curves])
@@ -72,9 +65,6 @@ def plot_covered_mass(idata: Any, ax: Axes, *, worst: int = 5) -> Axes:
         idata: results of :func:`~pyro_truncated.to_arviz`.
         ax: axes to draw on.
         worst: number of data points that are named.
-
-    Returns:
-        The axes.
     """
     worst = check_count("worst", worst, 0)
     bound = get_dataset(idata, "truncated_posterior")["support_mass_bound"]
@@ -96,13 +86,6 @@ def plot_effective_states(idata: Any, ax: Axes) -> Axes:
     Example::
 
         ax = plot_effective_states(idata, Figure().subplots())
-
-    Args:
-        idata: results of :func:`~pyro_truncated.to_arviz`.
-        ax: axes to draw on.
-
-    Returns:
-        The axes.
     """
     data = get_dataset(idata, "truncated_posterior")
     num_states = data.sizes["state"]
@@ -151,13 +134,6 @@ def plot_activations(idata: Any, ax: Axes) -> Axes:
     Example::
 
         ax = plot_activations(idata, Figure().subplots())
-
-    Args:
-        idata: results of :func:`~pyro_truncated.to_arviz`.
-        ax: axes to draw on.
-
-    Returns:
-        The axes.
     """
     values = get_dataset(idata, "truncated_posterior")["activation_prob"].values
     return plots.plot_activations(torch.from_numpy(values.reshape(-1, values.shape[-1])), ax)
@@ -174,9 +150,6 @@ def plot_marginals(idata: Any, ax: Axes, *, rows: int = 40) -> Axes:
         idata: results of :func:`~pyro_truncated.to_arviz`.
         ax: axes to draw on.
         rows: number of data points shown.
-
-    Returns:
-        The axes.
     """
     rows = check_count("rows", rows)
     values = get_dataset(idata, "truncated_posterior")["activation_prob"].values
@@ -252,9 +225,6 @@ def plot_pareto_k(idata: Any, ax: Axes, *, var_name: str | None = None) -> Axes:
         idata: results of :func:`~pyro_truncated.to_arviz`.
         ax: axes to draw on.
         var_name: the observed site. Default: the only one.
-
-    Returns:
-        The axes.
     """
     shapes = cross_validate(idata, var_name=var_name).pareto_k
     ax.plot(np.arange(len(shapes)), shapes, "+", color="C0")
@@ -282,9 +252,6 @@ def plot_loo_pit(idata: Any, ax: Axes, *, name: str | None = None, features: Seq
         name: the observed site. Default: the only one.
         features: which features are drawn. Default: all.
         level: probability that a curve leaves the band by chance.
-
-    Returns:
-        The axes.
     """
     check_kinds(plot_loo_pit, level=level)
     if not 0 < level < 1:
@@ -366,13 +333,6 @@ def plot_comparison(table: Any, ax: Axes) -> Axes:
 
         table = compare_models({"six": idata, "three": other})
         ax = plot_comparison(table, Figure().subplots())
-
-    Args:
-        table: results of :func:`~pyro_truncated.diagnostics.compare_models`.
-        ax: axes to draw on.
-
-    Returns:
-        The axes.
     """
     # ArviZ 0.2x calls it otherwise.
     elpd = table["elpd_loo" if "elpd_loo" in table else "elpd"].astype(float)

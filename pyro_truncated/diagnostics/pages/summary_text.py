@@ -286,7 +286,6 @@ def _remarks_on_predictions(idata: Any, groups: set[str]) -> list[str]:
         if group not in groups or len(get_dataset(idata, group).data_vars) != 1:
             continue
         p_values = predictive_p_values(idata, group=group)
-        # Two-sided, at a level of 1 %.
         extreme = [f"{name} (p = {p:.3f})" for name, p in p_values.items() if min(p, 1 - p) < 0.005]
         sizes = get_dataset(idata, group).sizes
         number = sizes.get("chain", 1) * sizes.get("draw", 1)

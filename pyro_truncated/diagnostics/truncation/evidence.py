@@ -505,7 +505,6 @@ def mean_interval(shares: Tensor, confidence: float) -> tuple[Tensor, Tensor]:
     slope = torch.where(slope == 0, 1e-6, slope)
 
     def statistic(target: Tensor) -> Tensor:
-        """The t-statistic whose transform is the target."""
         cube = 1 + slope * (target - slope / 6)
         return 3 / slope * (cube.sign() * cube.abs() ** (1 / 3) - 1)
 

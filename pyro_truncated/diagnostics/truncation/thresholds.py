@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -17,8 +16,6 @@ PARETO_LIMIT = 0.7  # tail index of importance weights
 RELEVANT_NATS = 0.01  # mass outside a population, or variation of weights, below which no tail index matters
 ENUMERATED_LIMIT = 2**12  # states of a space that is enumerated unasked
 MAX_SHARE_BEYOND = 0.1  # share of the data points that may be beyond a limit
-
-Result = TypeVar("Result")
 
 
 class TruncationWarning(UserWarning):
@@ -65,13 +62,6 @@ def warn_findings(findings: Sequence[Finding], stacklevel: int = 3, subject: str
     if findings:
         lines = " ".join(str(finding) for finding in findings)
         warnings.warn(f"do not trust this {subject} as it is. {lines}", TruncationWarning, stacklevel=stacklevel)
-
-
-def silently(call: Callable[[], Result]) -> Result:
-    """A call's result without its :class:`TruncationWarning`."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", TruncationWarning)
-        return call()
 
 
 def judge_guide(shape: float, log_weights: np.ndarray) -> list[Finding]:

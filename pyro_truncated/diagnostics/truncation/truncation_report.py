@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,6 @@ from pyro_truncated.guide.product_posterior import ProductPosterior
 from pyro_truncated.guide.set_search import NodeScores, ScoredSets
 from pyro_truncated.guide.truncated_posterior import TruncatedPosterior
 from pyro_truncated.program.call import Call
-from pyro_truncated.program.layout import Layout
 from pyro_truncated.search import AutomaticSearch, Search
 from pyro_truncated.search.conditional import Moves
 from pyro_truncated.sequences import BlockSearch, ChainPosterior
@@ -149,7 +149,7 @@ def check_product(
         cliques = [math.prod(size[member] for member in (node, *others)) for node, others in enumerate(product.graph.separators)]
         largest = max(*size.values(), *cliques)
         exact = plain(batch.evidence(full_sets(batch))) if largest <= trust.ENUMERATED_LIMIT else None
-        cut = _layout_findings(part.layout, ProductPosterior([batch]).marginals())
+        cut = [Finding(*problem) for problem in part.layout.find_problems(ProductPosterior([batch]).marginals())]
     report = ProductReport(plain(free_energy), plain(certified), plain(searched), plain(doubled), exact, nodes, cut)
     return _add_findings(report, part.num_states, warn)
 
@@ -162,7 +162,6 @@ def _add_findings(report: ProductReport, num_states: int, warn: bool) -> Product
 
 
 def _check_chains(batch: ChainBatch, steps: int) -> ProductReport:
-    """Checks sets of all steps of binary chains."""
     posterior = batch.posterior()
     size, space = posterior.num_states, posterior.space
     free_energy = posterior.free_energy()
@@ -213,10 +212,7 @@ def _node_report(batch: ProductBatch, sets: list[Tensor], number: int) -> NodeRe
 
 
 def _certify(batch: ProductBatch, free_energy: Tensor, nodes: Sequence[NodeReport]) -> Tensor:
-    """The bound that states outside of a set add to.
-
-    States of one node at a time count, for each member of the plates that all share.
-    """
+    """The bound that states outside of single sets add to."""
     scorer, product = batch.scorer, batch.scorer.product
     total = free_energy.new_zeros(scorer.sizes)
     for number, report in enumerate(nodes):
@@ -241,15 +237,9 @@ def _node_findings(report: ProductReport, num_states: int) -> list[Finding]:
     findings = []
     if report.exact is not None:
         findings += trust.judge_gap((report.exact - report.free_energy).numpy(), "the exact log evidence")
-    if by_search.mean() > trust.GROWTH_LIMIT:
-        problem = f"More search gains {by_search.mean():.2f} nats per data point: the search has not converged."
-        findings.append(Finding(problem, "Search more: more steps, search_steps, or a search with more variety."))
-    if by_size.mean() > trust.GROWTH_LIMIT:
-        problem = f"Sets twice the size gain {by_size.mean():.2f} nats per data point: the sets are too small."
-        findings.append(Finding(problem, f"Larger sets: num_states={2 * num_states}, until the gain is small."))
-    if report.covered_mass.mean() < trust.COVERED_LIMIT:
-        problem = f"The sets cover at most {float(report.covered_mass.mean()):.0%} of the posterior mass."
-        findings.append(Finding(problem, "Search more, or keep larger sets."))
+    findings += trust.judge_growth(by_search, by_size, num_states)
+    # Effective states are counted for each node, below.
+    findings += trust.judge_coverage(report.covered_mass.numpy(), np.zeros(1), num_states)
     broad = [node for node in report.nodes if not node.is_exact and float(node.effective_states.mean()) > node.num_states / 4]
     if broad and findings:
         problem = f"The posteriors of {', '.join(broad[0].sites[:3])} are spread over {float(broad[0].effective_states.mean()):.3g} states."
@@ -413,27 +403,25 @@ def check_truncation(
     if set_up_part(guide, args, kwargs).product is not None:
         return check_product(guide, args, kwargs, search=search, steps=steps, warn=warn)
     _, log_joint, population = score_populations(guide, args, kwargs)
+    growth = population_growth(guide, *args, search=search, steps=steps, **kwargs)
+    with warnings.catch_warnings(action="ignore", category=trust.TruncationWarning):  # it is one of the findings
+        evidence = estimate_evidence(guide, *args, num_samples=num_samples, **kwargs) if num_samples else None
     report = TruncationReport(
         num_states=population.num_states,
         space=population.space.readable_size,
         free_energy=plain(population.free_energy()),
         covered_mass=plain(certificate(log_joint, population, num_parents)),
         effective_states=plain(population.effective_states().double()),
-        growth=population_growth(guide, *args, search=search, steps=steps, **kwargs),
-        # Its warning is one of the findings.
-        evidence=trust.silently(lambda: estimate_evidence(guide, *args, num_samples=num_samples, **kwargs)) if num_samples else None,
+        growth=growth,
+        evidence=evidence,
         exact=compare_with_enumeration(guide, *args, **kwargs) if population.space.size <= trust.ENUMERATED_LIMIT else None,
     )
-    cut = _layout_findings(log_joint.layout, TruncatedPosterior(population, log_joint.layout, log_joint.sizes).marginals())
+    marginals = TruncatedPosterior(population, log_joint.layout, log_joint.sizes).marginals()
+    cut = [Finding(*problem) for problem in log_joint.layout.find_problems(marginals)]
     report = dataclasses.replace(report, findings=(*cut, *_findings(report, population.space.size)))
     if warn:
         warn_findings(report.findings)
     return report
-
-
-def _layout_findings(layout: Layout, marginals: Mapping[str, Tensor]) -> tuple[Finding, ...]:
-    """Findings that hold whatever the states."""
-    return tuple(Finding(problem, advice) for problem, advice in layout.find_problems(marginals))
 
 
 def _findings(report: TruncationReport, space_size: int) -> list[Finding]:

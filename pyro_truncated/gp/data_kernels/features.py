@@ -148,7 +148,6 @@ class FunctionKernel(FixedKernel):
 
 
 def _number(function: Callable[[Any, Any], Any], first: Any, second: Any) -> float:
-    """What a function returns for two objects."""
     try:
         value = function(first, second)
     except Exception as error:
@@ -214,14 +213,10 @@ class HashedCounts:
             counts: weight of each occurrence, ``(E,)``. Default: one.
         """
         counts = torch.ones(len(rows), dtype=torch.float64, device=rows.device) if counts is None else counts.double()
-        order = keys.argsort(stable=True)
-        order = order[rows[order].argsort(stable=True)]
-        rows, keys, counts = rows[order], keys[order], counts[order]
-        first = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
-        first[1:] = (rows[1:] != rows[:-1]) | (keys[1:] != keys[:-1])
-        group = first.cumsum(0) - 1
-        total = counts.new_zeros(int(first.sum())).index_add_(0, group, counts)
-        return HashedCounts(num, rows[first], keys[first], total)
+        vocabulary, column = keys.unique(return_inverse=True)
+        places, group = (rows * len(vocabulary) + column).unique(return_inverse=True)
+        total = counts.new_zeros(len(places)).index_add_(0, group, counts)
+        return HashedCounts(num, places // len(vocabulary), vocabulary[places % len(vocabulary)], total)
 
     of = Renamed("from_occurrences")
 

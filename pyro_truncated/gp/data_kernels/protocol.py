@@ -119,8 +119,7 @@ class ProtocolKernel(DataKernel):
         variances = getattr(self.source, "diag_new", None)
         if variances is None:
             raise TypeError(f"{type(self.source).__name__} needs a method diag_new(new) -> (n_new,) to predict variances at new inputs")
-        values: Tensor = self.variance * self._there(variances(new))
-        return values
+        return self.variance * self._there(variances(new))
 
     def among(self, new: Any) -> Tensor:
         """Covariances ``(n_new, n_new)`` of new inputs with each other."""
@@ -405,8 +404,7 @@ class SumKernel(DataKernel):
     def relevance(self) -> Tensor:
         """The mean variance ``(P,)`` of each part, without :class:`IdentityKernel`'s."""
         with torch.no_grad():
-            means: Tensor = self._scale * torch.stack([part.diag().mean() for part in self._kernels])
-            return means
+            return self._scale * torch.stack([part.diag().mean() for part in self._kernels])
 
     @property
     def _kernels(self) -> list[DataKernel]:
@@ -592,13 +590,11 @@ class GPyTorchKernel(InputKernel):
 
     def between(self, first: Tensor, second: Tensor) -> Tensor:
         """Covariances ``(a, b)`` of points ``(a, D)`` and ``(b, D)``, differentiable in both."""
-        block: Tensor = self.kernel(first, second).to_dense()
-        return block
+        return self.kernel(first, second).to_dense()
 
     def variances(self, points: Tensor) -> Tensor:
         """Variances ``(a,)`` of points ``(a, D)``."""
-        variances: Tensor = self.kernel(points, diag=True)
-        return variances
+        return self.kernel(points, diag=True)
 
 
 @names_arguments

@@ -116,8 +116,7 @@ class ExactPosterior:
         return cross @ self.weights, self.basis.kernel.among(new).double() - explained.mT @ explained
 
     def _explain(self, cross: Tensor) -> Tensor:
-        basis: Tensor = torch.linalg.solve_triangular(self.covariance.cholesky, cross.mT, upper=False)
-        return basis
+        return torch.linalg.solve_triangular(self.covariance.cholesky, cross.mT, upper=False)
 
     @torch.no_grad()
     def leave_one_out(self) -> tuple[Tensor, Tensor]:
@@ -233,7 +232,6 @@ class Alternation:
         return ExchangeFactors(problem, len(index), index).value()
 
     def _full_objective(self, index: Tensor) -> float:
-        """The objective of all data."""
         if self.objective != "fitc":
             return self._subset_value(index)
         value = backward(Basis(self.kernel, index), self.targets, self.log_noise, "fitc")
@@ -293,11 +291,9 @@ def fit_with_restart(
     some, settings = RestrictedKernel(kernel, rows, borrowed=True), FitSettings(SCOUTING_ITERATIONS, record.budget(0.5))
 
     def fit_some() -> float:
-        """An exact regression on the rows."""
         return fit_exactly(some, targets[rows], log_noise, parameters, settings, FitRecord([]))
 
     def scout() -> float:
-        """The same, from little noise."""
         if log_noise.requires_grad:
             log_noise.data.fill_(math.log(SCOUTING_NOISE))
         scouted = fit_some()

@@ -68,8 +68,7 @@ class ObservedEntries:
         identity = torch.eye(place.shape[1], dtype=inverse.dtype, device=inverse.device)
         blocks = torch.where(is_observed[:, :, None] & is_observed[:, None, :], within, identity)
         weights = torch.where(is_observed, (inverse @ self.value)[place], 0.0)
-        residual: Tensor = torch.linalg.solve(blocks, weights)
-        return self.value - residual[group, self.output]
+        return self.value - torch.linalg.solve(blocks, weights)[group, self.output]
 
 
 # Share of their variance that outputs have of their own at the start.
@@ -111,6 +110,10 @@ class CoregionalizedGPRegression(SavedRegression):
         ValueError: if a shape or a number is not as above, an output is never observed, or there are too many entries.
     """
 
+    _row: Tensor
+    _output: Tensor
+    _values: Tensor
+
     @names_arguments
     def __init__(
         self, X: Any, y: Tensor, kernel: Any = None, *, rank: int = 1, noise: float = 0.5, generator: torch.Generator | None = None
@@ -133,12 +136,12 @@ class CoregionalizedGPRegression(SavedRegression):
         check_data_kernel(self.kernel)
         matrix = targets.detach().double()
         mean, spread = matrix.nanmean(0), (matrix - matrix.nanmean(0)).square().nanmean(0).sqrt()
-        self.target_mean = torch.nn.Buffer(mean)
-        self.target_scale = torch.nn.Buffer(torch.where(spread > 0, spread, torch.ones_like(spread)))
+        self.register_buffer("target_mean", mean)
+        self.register_buffer("target_scale", torch.where(spread > 0, spread, torch.ones_like(spread)))
         standard = (matrix - self.target_mean) / self.target_scale
-        entry, output = is_observed.nonzero().unbind(1)
-        self._row, self._output = (torch.nn.Buffer(position, persistent=False) for position in (entry, output))
-        self._values = torch.nn.Buffer(standard[is_observed], persistent=False)
+        row, output = is_observed.nonzero().unbind(1)
+        for name, part in {"_row": row, "_output": output, "_values": standard[is_observed]}.items():
+            self.register_buffer(name, part, persistent=False)
         self.mixing = torch.nn.Parameter(_leading_correlations(standard, rank))
         self.log_own = torch.nn.Parameter(torch.full_like(mean, _OWN_SHARE).log())
         self.log_noise = torch.nn.Parameter(torch.full_like(mean, noise - NOISE_FLOOR).log())
@@ -211,7 +214,6 @@ class CoregionalizedGPRegression(SavedRegression):
         start, is_first = snapshot(self._trainable_parameters), math.isnan(self.objective_value) and max_iterations > 0
 
         def attempt() -> Tensor:
-            """Fits to all entries; predicts each input from all others."""
             settings = FitSettings(max_iterations, record.remaining_seconds, tolerance)
             self.objective_value = self._fit_to(everything, settings, record)
             return self._predict_left_out(everything)
@@ -239,7 +241,6 @@ class CoregionalizedGPRegression(SavedRegression):
         return [p for p in self.parameters() if p.requires_grad]
 
     def _fit_to(self, entries: ObservedEntries, settings: FitSettings, record: FitRecord) -> float:
-        """The objective of some entries after learning from them."""
         return learn_exactly(lambda weight: self.backward(weight, entries), len(entries), self._trainable_parameters, settings, record)
 
     def _scout(self, start: list[Tensor], settings: FitSettings) -> list[Tensor] | None:
@@ -247,7 +248,6 @@ class CoregionalizedGPRegression(SavedRegression):
         some = self._entries.subsample(SCOUTED, self.generator)
 
         def scout() -> float:
-            """A fit to these entries."""
             value = self._fit_to(some, settings, FitRecord([]))
             explained = explained_share(some.value[:, None], self._predict_left_out(some)[:, None])[0]
             return value if explained >= LEAST_EXPLAINED else math.inf
@@ -258,7 +258,6 @@ class CoregionalizedGPRegression(SavedRegression):
 
     @torch.no_grad()
     def _predict_left_out(self, entries: ObservedEntries) -> Tensor:
-        """Predictions of the entries of each input from those of all others."""
         return entries.predict_left_out(torch.cholesky_inverse(stable_cholesky(self.covariance(entries))))
 
     def backward(self, weight: float = 1.0, entries: ObservedEntries | None = None) -> float:

@@ -377,7 +377,6 @@ class LeaveOneOutRegression:
 
     @torch.no_grad()
     def _choose_pivots(self, targets: Tensor) -> None:
-        """Continues from the pivots chosen before, at the current parameters."""
         assert self.rank is not None
         kernel = self._covariance(self.parameters)
         self._pivots = pivots_for(kernel, self.inputs, targets, float(self.noise), self.rank, self._pivots, self.generator)
@@ -385,7 +384,6 @@ class LeaveOneOutRegression:
 
     @torch.no_grad()
     def _set_parameters(self, parameters: Parameters) -> None:
-        """Takes new parameters; what was factorised at the old ones is forgotten."""
         self.parameters = parameters
         for name, value in self.kernel.named_parameters():
             value.copy_(parameters[name])
@@ -415,8 +413,7 @@ class LeaveOneOutRegression:
         missing = (k(inputs, diag=True) - factor.square().sum(-1)).clamp(min=0.0)
         if self.fitc:
             return LowRankCovariance(factor, noise + missing).log_likelihood(targets, outputs)
-        penalty: Tensor = 0.5 * outputs * missing.sum() / noise
-        return LowRankCovariance(factor, noise).log_likelihood(targets, outputs) - penalty
+        return LowRankCovariance(factor, noise).log_likelihood(targets, outputs) - 0.5 * outputs * missing.sum() / noise
 
     def _check(self, targets: Tensor) -> Tensor:
         values = in_double("targets", targets).detach()

@@ -342,7 +342,6 @@ def calibrate_share(prediction: LeaveOneOutPrediction, targets: Tensor) -> float
     error = (targets - prediction.mean).square().mean(1)
 
     def best(shares: Tensor) -> int:
-        """Position of the share of the highest density."""
         densities = [-(v.log() + error / v).sum() for v in (prediction.variance + share * prediction.residual_variance for share in shares)]
         return int(torch.stack(densities).argmax())
 

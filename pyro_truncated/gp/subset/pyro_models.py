@@ -49,12 +49,8 @@ class StudentT(Likelihood):
         super().__init__()  # type: ignore[no-untyped-call]
         if not df > 1:
             raise ValueError(f"df must be more than 1 degree of freedom; got {df}")
-        if not scale > 0:
-            raise ValueError(f"scale must be positive; got {scale}")
-        freedom: Any = PyroParam(torch.tensor(df, dtype=dtype), constraints.greater_than(1.0))
-        self.df: Tensor = freedom
-        spread: Any = PyroParam(torch.tensor(scale, dtype=dtype), constraints.positive)
-        self.scale: Tensor = spread
+        self.df: Tensor = PyroParam(torch.tensor(df, dtype=dtype), constraints.greater_than(1.0))  # type: ignore[assignment]
+        self.scale: Tensor = positive_parameter(scale, torch.empty(0, dtype=dtype), "scale")
 
     def forward(self, f_loc: Tensor, f_var: Tensor, y: Tensor | None = None) -> Tensor:
         """Draws ``y`` given means and variances of the latent function."""
@@ -62,8 +58,7 @@ class StudentT(Likelihood):
         density = dist.StudentT(self.df, f, self.scale)
         if y is not None:
             density = density.expand_by(y.shape[: -f.dim()]).to_event(y.dim())
-        sample: Tensor = pyro.sample(self._pyro_get_fullname("y"), density, obs=y)
-        return sample
+        return pyro.sample(self._pyro_get_fullname("y"), density, obs=y)
 
 
 class SubsetModel(UniqueModule, Parameterized):
@@ -86,10 +81,8 @@ class SubsetModel(UniqueModule, Parameterized):
         if not y.is_floating_point():
             # Noise and predictions take the type of the targets.
             y = y.to(getattr(module_number(self.kernel), "dtype", torch.get_default_dtype()))
-        num_inducing = check_count("num_inducing", num_inducing)
+        num_inducing = check_count("num_inducing", num_inducing, most=n)
         check_kinds(SubsetModel.__init__, jitter=jitter)
-        if num_inducing > n:
-            raise ValueError(f"num_inducing must lie in 1 .. {n}, the number of inputs; got {num_inducing}")
         index = torch.randperm(n)[:num_inducing].to(y.device) if index is None else check_index(index, n)
         if len(index) != num_inducing:
             raise ValueError(f"index must hold num_inducing={num_inducing} positions; got {len(index)}")
@@ -227,9 +220,8 @@ def _derivatives(likelihood: Likelihood, f: Tensor, y: Tensor) -> tuple[Tensor, 
     """Returns first and second derivatives of the log likelihood in f."""
     with torch.enable_grad(), empty_store(), pyro.validation_enabled(False):
         # Pyro's likelihoods draw f themselves: with next to no variance, around where it is wanted.
-        trace = poutine.trace(likelihood).get_trace(f, torch.full_like(f, 1e-20), y)
-        total: Any = trace.log_prob_sum()
-        (first,) = torch.autograd.grad(total, f, create_graph=True)
+        trace: Any = poutine.trace(likelihood).get_trace(f, torch.full_like(f, 1e-20), y)
+        (first,) = torch.autograd.grad(trace.log_prob_sum(), f, create_graph=True)
         # Data points are independent; so are the functions of one data point, but for classes, whose cross terms are left out.
         second = torch.zeros_like(f)
         for place in range(f.reshape(-1, f.shape[-1]).shape[0]):
@@ -379,8 +371,7 @@ class SubsetVariationalGP(SubsetModel):
         m = num_inducing
         self.u_loc: Tensor = torch.nn.Parameter(like.new_zeros(*self.latent_shape, m))
         identity = torch.eye(m, dtype=like.dtype, device=like.device).repeat(*self.latent_shape, 1, 1)
-        scale_tril: Any = PyroParam(identity, constraints.lower_cholesky)
-        self.u_scale_tril: Tensor = scale_tril
+        self.u_scale_tril: Tensor = PyroParam(identity, constraints.lower_cholesky)  # type: ignore[assignment]
 
     @pyro_method
     def model(self) -> None:

@@ -292,10 +292,8 @@ class SubsetGPRegression(SavedRegression):
             raise ValueError(f"y, the targets, must be finite and of shape ({n},) or ({n}, H); got shape {tuple(targets.shape)}")
         check_kinds(SubsetGPRegression.__init__, noise=noise, generator=generator)
         self._grows = num_inducing is None and n > EXACT_UP_TO
-        num_inducing = default_size(n) if num_inducing is None else check_count("num_inducing", num_inducing)
+        num_inducing = default_size(n) if num_inducing is None else check_count("num_inducing", num_inducing, most=n)
         self.is_exact = num_inducing == n <= EXACT_UP_TO
-        if num_inducing > n:
-            raise ValueError(f"num_inducing must lie in 1 .. {n}, the number of inputs; got {num_inducing}")
         if not NOISE_FLOOR < noise < math.inf:
             raise ValueError(f"noise must be a variance above {NOISE_FLOOR}; got {noise}")
         if objective not in (*OBJECTIVES, "fitc"):
@@ -414,14 +412,12 @@ class SubsetGPRegression(SavedRegression):
         return self.objective_value
 
     def _learn(self, settings: FitSettings, record: FitRecord, share: float) -> float:
-        """Hyper-parameters, and the subset where there is one."""
         size, *larger = self._sizes()
         targets = self._learned_targets()
         # Where the number grows, a finer tolerance than that of the growth would take most of the time.
         tolerance = max(settings.tolerance, MIN_GAIN_NATS) if larger else settings.tolerance
 
         def attempt(gives_up: bool, size: int, start: Tensor, tries_all: bool) -> float:
-            """From where the parameters are, and a known subset."""
             if self.is_exact:
                 return fit_exactly(self.kernel, targets, self.log_noise, hyper_parameters(self.kernel, self.log_noise), settings, record)
             turns = Alternation(self.kernel, targets, self.log_noise, self.objective, self.search, size, self.generator)
@@ -511,8 +507,7 @@ class SubsetGPRegression(SavedRegression):
             root = stable_cholesky(spread + own * torch.eye(len(spread)).to(spread), level)
             return dist.MultivariateNormal(mean, scale_tril=scale.unsqueeze(-1) * root)
         # A variance of zero is no normal distribution: what rounding may have left of it.
-        distribution: TorchDistribution = dist.Normal(mean, scale * (spread + own).clamp(min=1e-14).sqrt()).to_event(1)
-        return distribution
+        return dist.Normal(mean, scale * (spread + own).clamp(min=1e-14).sqrt()).to_event(1)
 
     @leaves_inference_mode
     def _given_targets(self) -> SparsePosterior | ExactPosterior:
@@ -558,11 +553,7 @@ class SubsetGPRegression(SavedRegression):
         }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Takes what :meth:`get_extra_state` gave.
-
-        Raises:
-            ValueError: if it is of other data: other targets, or covariances that the kernel here does not have.
-        """
+        """See :meth:`SavedRegression.set_extra_state`."""
         super().set_extra_state(state)
         inputs = state["inducing_inputs"]
         self.inducing_inputs = None if inputs is None else torch.nn.Parameter(inputs.to(self.index.device, copy=True))

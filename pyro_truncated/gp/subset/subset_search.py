@@ -360,8 +360,7 @@ def _gain(problem: SubsetProblem, variance: Tensor, square_norm: Tensor, form: T
     r""":math:`\frac12 [ |\ell^\top a|^2 / (1 + w) - H \log(1 + w) + H |\ell|^2 / \sigma^2 ]`, all per unit of residual variance."""
     w = (form / variance).clamp(min=0.0)
     data = alignment.square().sum(1) / (variance * (1 + w))
-    gain: Tensor = 0.5 * (data - problem.num_outputs * torch.log1p(w) + problem.trace_weight * square_norm / variance)
-    return gain
+    return 0.5 * (data - problem.num_outputs * torch.log1p(w) + problem.trace_weight * square_norm / variance)
 
 
 def _deflate(gram: Tensor, projection: Tensor, coefficients: Tensor, square_norm: Tensor) -> Tensor:
@@ -416,8 +415,7 @@ def removal_costs(factors: ExchangeFactors) -> Tensor:
     m, q = inverse.square().sum(0), half.square().sum(0)
     explained = (R.mT @ inverse).square().sum(0) - noise * m
     data = beta.square().sum(1) / (noise * q)
-    costs: Tensor = 0.5 * (data + H * (noise * q / m).log() + factors.problem.trace_weight * explained / m)
-    return costs
+    return 0.5 * (data + H * (noise * q / m).log() + factors.problem.trace_weight * explained / m)
 
 
 # An exchange has to pay more than rounding errors do.
@@ -458,7 +456,6 @@ class ExchangeSearch(SubsetSearch):
         self, problem: SubsetProblem, num_inducing: int, index: Tensor | None, budget: Budget, generator: torch.Generator | None = None
     ) -> Tensor:
         """Exchanges members until nothing helps or the budget is spent; see :class:`SubsetSearch`."""
-        # Most inputs exchanged at once: an eighth of the subset, at most 16.
         block = min(16, max(1, num_inducing // 8))
         capacity = min(problem.num_data, num_inducing + block)
         start = None if index is None else check_index(index, problem.num_data).to(problem.targets.device)[:num_inducing]
@@ -625,10 +622,7 @@ class InducingSubset:
         check_kinds(InducingSubset.__init__, noise=noise, generator=generator)
         self.problem = SubsetProblem(self.kernel, matrix, float(noise), objective)
         check_data_kernel(self.kernel)
-        num_inducing = check_count("num_inducing", num_inducing)
-        if num_inducing > self.problem.num_data:
-            raise ValueError(f"num_inducing must lie in 1 .. {self.problem.num_data}, the number of inputs; got {num_inducing}")
-        self.num_inducing = num_inducing
+        self.num_inducing = num_inducing = check_count("num_inducing", num_inducing, most=self.problem.num_data)
         self.search = make_search(algorithm)
         self.generator = generator
         self.history: list[tuple[float, int, float]] = []

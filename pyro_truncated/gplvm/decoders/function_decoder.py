@@ -33,8 +33,7 @@ class PointwiseSites(nn.Module):
     @takes_arrays
     def forward(self, x: Tensor) -> Tensor:
         """Targets ``(B, D)`` of data points ``(B, D)``."""
-        targets: Tensor = self.slope * (x - self.centre)
-        return targets
+        return self.slope * (x - self.centre)
 
 
 class SASFunctionDecoder(SASDecoder):
@@ -140,21 +139,17 @@ class SASFunctionDecoder(SASDecoder):
     def sample(self, num: int) -> Tensor:
         """Draws new data points ``(num, ...)``: latents, functions, then observations."""
         with torch.no_grad():
-            draws: Tensor = self.observe(super().sample(num)).sample()
-        return draws
+            return self.observe(super().sample(num)).sample()
 
     def _outputs(self, x: Tensor) -> Tensor:
-        targets: Tensor = self.sites(x)
-        return targets
+        return self.sites(x)
 
     @property
     def _output_noise(self) -> Tensor:
-        noise: Tensor = self.noise_variance + self.width
-        return noise
+        return self.noise_variance + self.width
 
     def _log_joint(self, posterior: Posterior, x: Tensor, latents: Tensor) -> Tensor:
-        log_joint: Tensor = self.observe(posterior.predict(latents)[0]).log_prob(x) - 0.5 * latents.square().sum(-1)
-        return log_joint
+        return self.observe(posterior.predict(latents)[0]).log_prob(x) - 0.5 * latents.square().sum(-1)
 
     def _best_candidates(self, posterior: Posterior, x: Tensor, num: int) -> Tensor:
         candidates = posterior.latents[:: -(-len(posterior.latents) // 200)]

@@ -129,8 +129,7 @@ class OwnLatents:
         precision = is_observed / (self.variance + noise)
         curvature = torch.einsum("mdq,md,mdr->mqr", self.slopes, precision, self.slopes)
         root = torch.linalg.cholesky(curvature + torch.eye(self.latents.shape[1]).to(curvature))
-        whitened: Tensor = torch.linalg.solve_triangular(root, self.slopes.mT, upper=False)
-        return whitened.square().sum(1)
+        return torch.linalg.solve_triangular(root, self.slopes.mT, upper=False).square().sum(1)
 
     def log_joint(self, x: Tensor, noise: Tensor) -> Tensor:
         """Returns log joint densities ``(M,)`` of observed entries and latents."""
@@ -344,8 +343,7 @@ class CandidateLatents:
         return log_joint
 
     def _first_noise(self) -> Tensor:
-        noise: Tensor = self.decoder.noise_variance.detach().double()
-        return noise.expand(self._mean.shape[1])
+        return self.decoder.noise_variance.detach().double().expand(self._mean.shape[1])
 
     def _calibrate(self, x: Tensor, is_hidden: Tensor, own: OwnLatents | None, *, rounds: int = 2) -> tuple[float, Tensor]:
         """Temperature and noise learned from data points that are the first candidates."""

@@ -226,7 +226,6 @@ class SASDecoder(UniqueModule):
 
     @staticmethod
     def _check_places(latents: Tensor) -> None:
-        """Refuses latents that are no finite real numbers."""
         if not latents.is_floating_point():
             raise TypeError(f"latents must be floating point; got {latents.dtype}")
         if not bool(latents.isfinite().all()):
@@ -347,8 +346,7 @@ class SASDecoder(UniqueModule):
         return rows[0], rows[1] if self.bayesian else None
 
     def _sample_latents(self, loc: Tensor, scale: Tensor | None, split: Split) -> Tensor:
-        z: Tensor = pyro.sample("z", dist.Delta(loc, event_dim=1) if scale is None else split.normal(loc, scale))
-        return z
+        return pyro.sample("z", dist.Delta(loc, event_dim=1) if scale is None else split.normal(loc, scale))
 
     def _encode(self, x: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None]:
         assert self.encoder is not None
@@ -369,8 +367,7 @@ class SASDecoder(UniqueModule):
         """A copy of the training data's latents (or means) ``(N, Q)``."""
         with torch.no_grad():
             if self.encoder is None:
-                latents: Tensor = self.z_loc if self.portion is not None else own_rows(self.z_loc, x)
-                return latents.detach().clone()
+                return (self.z_loc if self.portion is not None else own_rows(self.z_loc, x)).detach().clone()
             return self._encode(x, self._examples(x))[0]
 
     def _examples(self, x: Tensor) -> Tensor:
@@ -424,12 +421,10 @@ class SASDecoder(UniqueModule):
             self.initialize(x)
             if self.portion is not None:
                 synchronize_generator(generator)
-            # Adam's rate falls to a twentieth.
             rates, decay = self.learning_rates(learning_rate, 2 * learning_rate), 0.05 ** (1 / (epochs * self._batches))
             options: Any = lambda name: rates(name) | {"lrd": decay, "clip_norm": math.inf}  # noqa: E731
             elbo = SummedELBO(TraceMeanField_ELBO() if self.bayesian else Trace_ELBO())
             svi = SVI(self.model, self.guide, AllReduced(ClippedAdam(options)), elbo)
-            # At most twenty jumps.
             every = max(2, round(_RELOCATION_SHARE * epochs / 20))
             with progress_bar(progress and collectives.rank() == 0, total=epochs, unit="epoch") as bar:
                 for epoch in range(epochs):
@@ -443,7 +438,6 @@ class SASDecoder(UniqueModule):
     @property
     def default_epochs(self) -> int:
         """Default passes of :meth:`fit`: 60, or more for 400 minibatches."""
-        # At least sixty epochs, and four hundred steps.
         return max(60, -(-400 // self._batches))
 
     @property
@@ -489,7 +483,6 @@ class SASDecoder(UniqueModule):
             outputs, latents = self._outputs(rows_at(x, active)), rows_at(as_shard_like(z, x), active)
             posterior = ActiveSet(latents, outputs, self.kernel, self._output_noise)
             count = torch.zeros((), dtype=torch.int64)
-            # Data points at once.
             for rows in own_positions(others, self.portion).split(5000):
                 there = self._best_candidates(posterior, x[rows], 1)[0]
                 better = self._log_joint(posterior, x[rows], there) > self._log_joint(posterior, x[rows], z[rows])

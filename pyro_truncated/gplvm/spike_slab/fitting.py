@@ -425,7 +425,6 @@ def _nearly_linear(model: SpikeSlabMRD) -> Iterator[None]:
 
     @torch.no_grad()
     def stretch(factor: float) -> None:
-        """Multiplies length-scales, and variances by its square."""
         for kernel in (view.kernel for view in model.views if isinstance(view.kernel, Isotropy)):
             lengthscale, variance = torch.as_tensor(kernel.lengthscale), torch.as_tensor(kernel.variance)
             kernel.lengthscale, kernel.variance = factor * lengthscale, factor**2 * variance  # type: ignore[assignment]
@@ -626,7 +625,6 @@ def fit_minibatches(
         parameters = [p for name, p in model.named_parameters() if p.requires_grad and not any(part in name for part in _INDUCING)]
         optimizer = torch.optim.Adam(parameters, lr=learning_rate)
         for step in range(steps):
-            # In the second half the learning rate falls to a tenth.
             decay = 0.1 ** max(0.0, 2 * step / steps - 1)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * decay
@@ -708,8 +706,7 @@ class Analytic_ELBO(ELBO):
         owner = _owner(model, guide)
         # Within the module's context reading a parameter announces it to SVI.
         with owner._pyro_context:
-            loss: Tensor = -owner.bound(*args, **kwargs)
-        return loss
+            return -owner.bound(*args, **kwargs)
 
     def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Minus the bound as a number."""

@@ -81,16 +81,14 @@ class InducingPosterior:
     @functools.cached_property
     def weights(self) -> Tensor:
         r""":math:`\alpha = L^{-\top} m`, ``(M, D)``: the expected function at :math:`x` is :math:`k_u(x)^\top \alpha`."""
-        weights: Tensor = torch.linalg.solve_triangular(self.cholesky.mT, self.mean, upper=True)
-        return weights
+        return torch.linalg.solve_triangular(self.cholesky.mT, self.mean, upper=True)
 
     @functools.cached_property
     def reduction(self) -> Tensor:
         r""":math:`P = L^{-\top} (I - S) L^{-1}`, ``(M, M)`` or ``(D, M, M)``: how much the data reduce the prior variance."""
         eye = torch.eye(len(self.cholesky), dtype=self.cholesky.dtype, device=self.cholesky.device)
         inverse = torch.linalg.solve_triangular(self.cholesky, eye, upper=False)
-        matrix: Tensor = inverse.mT @ (eye - self.covariance) @ inverse
-        return matrix
+        return inverse.mT @ (eye - self.covariance) @ inverse
 
 
 def collapsed_bound(psi: PsiStatistics, cholesky: Tensor, data: Observations, noise: Tensor) -> tuple[Tensor, InducingPosterior]:

@@ -93,7 +93,7 @@ class Posterior:
             scale: standard deviations of the latents, ``(N, Q)``. Default: known exactly.
             full_covariance: whether to return covariances between outputs.
         """
-        view = self._check_view(view)
+        view = check_count("view", view, 0, self.model.num_views - 1)
         loc = as_data("loc", loc, self.model.loc)
         scale = None if scale is None else as_data("scale", scale, self.model.loc)
         variance = torch.zeros_like(loc) if scale is None else scale.square()
@@ -116,12 +116,6 @@ class Posterior:
         covariance = torch.cat([part.covariance for part in parts if part.covariance is not None]) if full_covariance else None
         return Prediction(mean, torch.cat([part.variance for part in parts]), noise, covariance)
 
-    def _check_view(self, view: int) -> int:
-        """The view, if there is one of this number from zero."""
-        if check_count("view", view, least=0) >= self.model.num_views:
-            raise ValueError(f"view must lie in 0 .. {self.model.num_views - 1}; got {view}")
-        return view
-
     @names_arguments
     def view_inputs(self, latents: Latents, view: int) -> SpikeSlabInputs:
         r"""What a view sees of the latents of new data points.
@@ -129,7 +123,7 @@ class Posterior:
         For a view that was observed: a slab where its switch is on. For another: its switch on, and the slab
         if some observed view uses the dimension, :math:`\gamma_{cq}\rho_q`, the prior otherwise, :math:`\gamma_{cq}(1 - \rho_q)`.
         """
-        gamma = self.model.probability[self._check_view(view)].detach()
+        gamma = self.model.probability[check_count("view", view, 0, self.model.num_views - 1)].detach()
         if view in latents.views:
             return SpikeSlabInputs(latents.loc, latents.scale.square(), gamma.to(latents.loc))
         slab = gamma * latents.usage
@@ -428,9 +422,6 @@ def plot_latents(
         labels: classes of the data points, for their colours.
         dims: the dimensions. Default: the view's two most relevant ones.
         resolution: points of the background per side; the other dimensions are at zero.
-
-    Returns:
-        The axes.
     """
     model = posterior.model
     if dims is None:
@@ -477,9 +468,6 @@ def plot_relevance(model: SpikeSlabMRD, ax: Any, *, view: int = 0) -> Any:
         model: the trained model.
         ax: matplotlib axes.
         view: the view.
-
-    Returns:
-        The axes.
     """
     gamma = model.probability[view].detach()
     with model.fix_switches(1.0):
@@ -512,9 +500,6 @@ def plot_switches(model: SpikeSlabMRD, ax: Any, *, names: Sequence[str] | None =
         model: the trained model.
         ax: matplotlib axes.
         names: names of the views. Default: "view 1", "view 2", ...
-
-    Returns:
-        The axes.
 
     Raises:
         ValueError: if the number of names is not that of the views.

@@ -150,15 +150,6 @@ class TimePrior(UniqueModule):
         """Sets pseudo-observations to agree with given means and deviations ``(N, Q)``."""
         self.targets, self.spread = loc.detach().to(self.targets, copy=True), scale.detach().to(self.spread, copy=True)
 
-    # --- distributions over all data points: event (Q, N) ---
-
-    def prior_distribution(self) -> dist.TorchDistribution:
-        """The prior of all latents."""
-        covariance = self.covariance()
-        zeros, root = covariance.new_zeros(covariance.shape[:-1]), stable_cholesky(covariance)
-        prior: dist.TorchDistribution = dist.MultivariateNormal(zeros, scale_tril=root).to_event(1)
-        return prior
-
     def distribution(self, is_used: Tensor) -> dist.TorchDistribution:
         """The latents' posterior in used dimensions ``(*, Q)``, elsewhere the prior."""
         prior, _, factor, weights = self._solve()
@@ -167,15 +158,13 @@ class TimePrior(UniqueModule):
         is_used = is_used.unsqueeze(-1)
         loc = torch.where(is_used, (prior @ weights).squeeze(-1), 0.0)
         roots = torch.where(is_used.unsqueeze(-1), root, own)
-        distribution: dist.TorchDistribution = dist.MultivariateNormal(loc, scale_tril=roots).to_event(1)
-        return distribution
+        return dist.MultivariateNormal(loc, scale_tril=roots).to_event(1)
 
     def draws(self, is_used: Tensor, noise: Tensor) -> Tensor:
         """Draws ``(*, N, Q)`` from that distribution by standard normal noise."""
         base = self.distribution(is_used.to(self.times.device)).base_dist
         deviation = (base.scale_tril @ noise.mT.unsqueeze(-1).to(base.loc)).squeeze(-1)
-        draws: Tensor = base.loc + deviation
-        return draws.mT.cpu()
+        return (base.loc + deviation).mT.cpu()
 
     def _solve(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Prior, noise, factor and whitened values of the pseudo-observations."""
@@ -433,8 +422,7 @@ class SpikeSlabMRD(UniqueModule):
 
     def usage(self) -> Tensor:
         r"""Probability :math:`\rho_q = 1 - \prod_c (1 - \gamma_{cq})` that some view has a dimension switched on, ``(Q,)``."""
-        unused: Tensor = (1 - self.probability).prod(0)
-        return 1 - unused
+        return 1 - (1 - self.probability).prod(0)
 
     used = Renamed("usage")
 
@@ -455,8 +443,7 @@ class SpikeSlabMRD(UniqueModule):
         gamma = self.probability
         cross = gamma * self.prior.log() + (1 - gamma) * (-self.prior).log1p()
         if self._fixed_probability is not None:
-            divergence: Tensor = -torch.special.entr(gamma) - torch.special.entr(1 - gamma) - cross
-            return divergence.sum()
+            return (-torch.special.entr(gamma) - torch.special.entr(1 - gamma) - cross).sum()
         # From the log odds, whose gradient stays finite where the probability rounds to zero or one.
         return (gamma * self.logits - torch.nn.functional.softplus(self.logits) - cross).sum()
 
@@ -490,7 +477,9 @@ class SpikeSlabMRD(UniqueModule):
             for c, view in enumerate(self.views)
         ]
         if self.time_prior is not None:
-            x = pyro.sample("x", self.time_prior.prior_distribution()).mT
+            covariance = self.time_prior.covariance()
+            own = dist.MultivariateNormal(covariance.new_zeros(covariance.shape[:-1]), scale_tril=stable_cholesky(covariance))
+            x = pyro.sample("x", own.to_event(1)).mT
         with pyro.plate("data", self.num_data, subsample_size=batch_size, device=str(self.prior.device)) as index:
             if self.time_prior is None:
                 x = pyro.sample("x", dist.Normal(self.loc.new_zeros(self.num_latents), 1.0).to_event(1))
@@ -567,18 +556,7 @@ class SpikeSlabGPLVM(SpikeSlabMRD):
         fit(model, y)
         model.probability                # of each dimension being in use, (1, Q)
 
-    Args:
-        num_data: number of data points ``N``.
-        num_observed: number of outputs ``D``.
-        num_latents: number of latent dimensions ``Q``.
-        kernel: ``"rbf"``, ``"linear"``, a kernel of :mod:`pyro.contrib.gp.kernels`, or a function that makes one.
-        num_inducing: inducing inputs ``M``. Default: 50, at most ``N``.
-        likelihood: ``"gaussian"``, ``"bernoulli"``, ``"poisson"`` or :class:`~pyro_truncated.gplvm.CategoricalLabels`.
-        prior: prior probability :math:`\pi` of a switch, a number or ``(1, Q)``.
-        collapsed: whether the inducing variables are integrated out at their optimal posterior, which takes all data at every step.
-        expectation: how to take expectations of kernels without closed form.
-        time_prior: Gaussian processes over time for the latents, see :class:`~pyro_truncated.gplvm.TimePrior`.
-        dtype: type of the parameters.
+    Arguments are those of :class:`SpikeSlabMRD`, for the one view.
 
     Reference:
         Dai, Hensman and Lawrence, "Spike and slab Gaussian process latent variable models" (2015), section 3.

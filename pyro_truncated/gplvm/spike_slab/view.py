@@ -131,8 +131,7 @@ class BernoulliLabels(LabelLikelihood):
 
     def distribution(self, functions: Tensor) -> TorchDistribution:
         """The distribution of labels ``(..., F)``."""
-        labels: TorchDistribution = dist.Bernoulli(logits=functions).to_event(1)
-        return labels
+        return dist.Bernoulli(logits=functions).to_event(1)
 
 
 class _CurvatureBound(LabelLikelihood):
@@ -229,8 +228,7 @@ class CategoricalLabels(_CurvatureBound):
 
     def distribution(self, functions: Tensor) -> TorchDistribution:
         """The distribution of class numbers ``(..., 1)``."""
-        labels: TorchDistribution = dist.Categorical(logits=functions.unsqueeze(-2)).to_event(1)
-        return labels
+        return dist.Categorical(logits=functions.unsqueeze(-2)).to_event(1)
 
     def as_numbers(self, y: Tensor) -> Tensor:
         """Returns one-hot labels, NaN where missing."""
@@ -269,8 +267,7 @@ class PoissonCounts(_CurvatureBound):
 
     def distribution(self, functions: Tensor) -> TorchDistribution:
         """The distribution of counts ``(..., F)``."""
-        counts: TorchDistribution = dist.Poisson(_rate(functions)).to_event(1)
-        return counts
+        return dist.Poisson(_rate(functions)).to_event(1)
 
 
 def _range(y: Tensor) -> str:
