@@ -152,7 +152,8 @@ class StopRule:
     def min_restarts(self) -> int:
         """The least number of restarts: more where these easily agree by chance."""
         profile, config = self._profile, self._config
-        is_small = profile.is_mixture and profile.space is not None and profile.y.numel() * profile.space.size <= config.small_mixture
+        may_be_small = profile.is_mixture or (profile.optimizer == "gradients" and not self._pool.is_network)
+        is_small = may_be_small and profile.space is not None and profile.y.numel() * profile.space.size <= config.small_mixture
         return config.min_restarts if is_small or profile.shares_latents or profile.has_companion else 1
 
     @property
@@ -234,7 +235,9 @@ class StopRule:
         # How far apart the best two may be.
         lead = self._profile.tolerance * (len(self._pool.estimates) / 2 if self._profile.is_mixture else 1)
         near = [other for other in others if energies_agree(best, other, lead)]
-        is_reached = any(not must_be_alike or explain_equally(best, other, self._profile.tolerance) for other in near)
+        # A finer tolerance is for means: in one optimum data points differ as much as ever.
+        coarse = max(self._profile.tolerance, self._config.coarse_tolerance)
+        is_reached = any(not must_be_alike or explain_equally(best, other, coarse) for other in near)
         return is_reached and self._pool.best.free_energy <= best.free_energy + lead
 
 

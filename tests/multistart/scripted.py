@@ -37,7 +37,7 @@ class ScriptedMultiStart(MultiStart):
 
 def scripted_restarts(model: Any, y: Tensor, restart: Callable[[Profile], Solution], **options: Any) -> MultiStart:
     """What is made of restarts that are given, with arguments of ``profile_model`` and fields of the configuration."""
-    fields = {name: options.pop(name) for name in ("tolerance", "restart_steps") if name in options}
+    fields = {name: options.pop(name) for name in ("tolerance", "restart_steps", "min_restarts") if name in options}
     found = ScriptedMultiStart(profile_model(model, y, config=LearnConfig(**fields), **options).for_restarts(), restart)
     found.run(progress_bar(False))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pyro
@@ -9,7 +10,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_truncated import GPSelect
+from pyro_truncated import GPSelect, Truncated_ELBO, learn
 from pyro_truncated.datasets import linear_bars, matched_bars
 from pyro_truncated.models import MaxSpikeSlabSparseCoding
 from pyro_truncated.multistart import LearnConfig
@@ -70,11 +71,49 @@ def test_starts_by_gradients_agree_where_they_explain_the_same_data_points(one: 
     assert energies_agree(start(EACH), start(one), 0.05)
     assert explain_equally(start(EACH), start(one), 0.05) == (number == 2 and tolerance is None)
     starts = iter([start(EACH), start(one), start(EACH - 5.0)])
-    found = scripted_restarts(
-        causes, torch.randn(32, 2), lambda profile, *_: ended(profile, next(starts)), max_restarts=3, tolerance=tolerance
-    )
+    options = {"max_restarts": 3, "min_restarts": 1, "tolerance": tolerance}
+    found = scripted_restarts(causes, torch.randn(32, 2), lambda profile, *_: ended(profile, next(starts)), **options)
     assert len(found.pool.energies) == number
     assert (disagreement(found) is None) == (number == 2)
+
+
+def candidates(y: torch.Tensor) -> None:
+    """Which of five records is that of a person, if any: four fields agree with the right one often, and with others seldom."""
+    right, wrong = (pyro.param(name, torch.full((4,), 0.5), constraint=dist.constraints.unit_interval) for name in ("right", "wrong"))
+    none = pyro.param("none", torch.tensor(0.5), constraint=dist.constraints.unit_interval)
+    with pyro.plate("people", len(y)):
+        z = pyro.sample("z", dist.Categorical(torch.cat([((1 - none) / 5).expand(5), none.unsqueeze(0)])))
+        is_right = torch.nn.functional.one_hot(z, 6)[..., :5].unsqueeze(-1)
+        pyro.sample("y", dist.Bernoulli(wrong + (right - wrong) * is_right).to_event(2), obs=y)
+
+
+@pytest.mark.slow
+def test_small_programs_by_gradients_do_not_end_where_their_first_restarts_agree() -> None:
+    """Half of the restarts end a nat lower, where fields of the right record agree seldom."""
+    pyro.set_rng_seed(2)
+    is_right = torch.nn.functional.one_hot(dist.Categorical(torch.tensor([0.12] * 5 + [0.4])).sample((400,)), 6)[:, :5, None]
+    wrong = torch.tensor([0.1, 0.3, 0.05, 0.25])
+    y = torch.bernoulli(wrong + (torch.tensor([0.9, 0.85, 0.95, 0.8]) - wrong) * is_right)
+    guide = learn(candidates, y, progress=False)
+    assert guide.starts[0] == pytest.approx(guide.starts[1], abs=0.01)
+    assert -Truncated_ELBO().loss(candidates, guide, y) / len(y) > guide.starts[0] + 0.5
+
+
+def component(y: torch.Tensor) -> None:
+    """A mixture by gradients, whose components do not change places."""
+    loc = pyro.param("loc", lambda: torch.randn(4))
+    with pyro.plate("data", len(y)):
+        z = pyro.sample("z", dist.Categorical(torch.tensor([0.4, 0.3, 0.2, 0.1])))
+        pyro.sample("y", dist.Normal(loc[z].unsqueeze(-1), 1.0).expand([*z.shape, y.shape[1]]).to_event(1), obs=y)
+
+
+@pytest.mark.parametrize(("columns", "number"), [(12, 8), (13, 2)])
+def test_small_programs_by_gradients_have_eight_restarts_even_if_two_agree(columns: int, number: int) -> None:
+    """As small mixtures have, up to 50 000 values times states. Data points differ by 0.05, more than three tolerances of a mixture."""
+    starts = itertools.cycle([start(EACH), start(EACH + 0.5 * NOISE)])
+    found = scripted_restarts(component, torch.randn(1000, columns), lambda profile, *_: ended(profile, next(starts)))
+    assert len(found.pool.energies) == number
+    assert disagreement(found) is None
 
 
 def causes_with_prior(y: torch.Tensor) -> None:
