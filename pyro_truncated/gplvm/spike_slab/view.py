@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pyro
@@ -400,7 +401,7 @@ class View(UniqueModule):
 
         The addition is noise on the inducing variables, which leaves the bound a bound.
         """
-        return inducing_cholesky(evaluate(self.kernel, self.inducing).double())
+        return inducing_cholesky(evaluate(self.kernel, self.inducing.double()).double())
 
     def check_labels(self, y: Tensor, number: int) -> None:
         """Checks that the data ``(N, D)`` suit this view's likelihood."""
@@ -416,8 +417,10 @@ class View(UniqueModule):
         return Observations(observations.values - self.center.double(), observations.weights, observations.offset)
 
     def statistics(self, inputs: SpikeSlabInputs, per_datum: bool = False) -> PsiStatistics:
-        """Psi statistics in float64."""
-        statistics = psi_statistics(self.kernel, inputs, self.inducing, per_datum=per_datum, expectation=self.expectation)
+        """Psi statistics in float64: those of float32 are hardly positive definite."""
+        double: dict[str, Any] = {name: value if value is None else value.double() for name, value in vars(inputs).items()}
+        exact = SpikeSlabInputs(**double, validate_args=False)
+        statistics = psi_statistics(self.kernel, exact, self.inducing.double(), per_datum=per_datum, expectation=self.expectation)
         return PsiStatistics(*(value.double() for value in statistics))
 
     def optimal(self, inputs: SpikeSlabInputs, y: Tensor) -> tuple[Tensor, InducingPosterior]:
@@ -503,7 +506,9 @@ class View(UniqueModule):
         """Means ``(*, N, F)`` and variances ``(*, N)`` of the functions given the inducing variables."""
         # Left of the data there may be dimensions of samples, which kernels do not know of.
         flat = x.reshape(-1, x.shape[-1])
-        cross = torch.linalg.solve_triangular(self.cholesky(), evaluate(self.kernel, self.inducing, flat).double(), upper=False)
+        cross = torch.linalg.solve_triangular(
+            self.cholesky(), evaluate(self.kernel, self.inducing.double(), flat.double()).double(), upper=False
+        )
         cross = cross.mT.reshape(*x.shape[:-1], -1)
         mean = (whitened @ cross.unsqueeze(-1)).squeeze(-1)
         return mean, evaluate(self.kernel, flat, diag=True).double().reshape(x.shape[:-1]) - cross.square().sum(-1)
