@@ -358,7 +358,7 @@ def _find_zero_dimensions(inputs: SpikeSlabInputs) -> Tensor:
 @closed_form.register(LinearARD)
 @closed_form.register(kernels.Linear)
 def _(kernel: LinearARD | kernels.Linear, inputs: SpikeSlabInputs, inducing: Tensor, per_datum: bool) -> PsiStatistics:
-    weight = _value(kernel, "variance").expand(len(kernel.active_dims))
+    weight = _value(kernel, "variance").expand(len(kernel.active_dims)).to(inputs.loc)
     mean, second = inputs.select(kernel.active_dims).moments()
     weighted = inducing[:, kernel.active_dims] * weight
     psi1 = mean @ weighted.mT
@@ -371,7 +371,7 @@ def _(kernel: LinearARD | kernels.Linear, inputs: SpikeSlabInputs, inducing: Ten
 
 
 def _constant(value: Tensor, inputs: SpikeSlabInputs, inducing: Tensor, per_datum: bool) -> PsiStatistics:
-    num_data, num_inducing = len(inputs), len(inducing)
+    num_data, num_inducing, value = len(inputs), len(inducing), value.to(inputs.loc)
     psi1 = value.expand(num_data, num_inducing)
     psi2 = value.square() * (1 if per_datum else num_data)
     shape = ((num_data,) if per_datum else ()) + (num_inducing, num_inducing)

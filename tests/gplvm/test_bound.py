@@ -17,6 +17,7 @@ from pyro_truncated import AutoTruncated, EvolutionarySearch, ExhaustiveSearch, 
 from pyro_truncated.gp import Quadrature
 from pyro_truncated.gplvm import (
     Analytic_ELBO,
+    Posterior,
     SpikeSlabGPLVM,
     SpikeSlabMRD,
     fit,
@@ -408,6 +409,32 @@ def test_single_precision(missing):
     assert float(bound.detach()) == pytest.approx(float(model.bound(y).detach()), rel=1e-3)
     bound.backward()
     assert all(p.grad is not None and p.grad.dtype == p.dtype for p in small.parameters())
+
+
+@pytest.mark.parametrize("kernel", ["rbf", "linear", lambda: kernels.Sum(kernels.RBF(2), kernels.WhiteNoise(2))])
+def test_models_in_single_precision_are_trained_and_predict(kernel, generator):
+    # Covariances of fifty inducing inputs in two dimensions are not positive definite but for rounding errors of single precision.
+    y = torch.randn(100, 2, generator=generator).sin() @ torch.randn(2, 6, generator=generator) + 0.1
+    found = []
+    for dtype in (torch.float32, DOUBLE):
+        torch.manual_seed(0)
+        model = SpikeSlabGPLVM(100, 6, 2, kernel=kernel, dtype=dtype)
+        initialize(model, y, generator=torch.Generator().manual_seed(0))
+        posterior = Posterior(model, y)
+        latents = posterior.infer(y[:5], steps=20)
+        found.append([model.bound(y).detach(), latents.loc, posterior.reconstruct(latents).mean])
+        fit(model, y, steps=2, warm_up=2, rounds=1)
+        assert model.loc.dtype == dtype
+    torch.testing.assert_close(*found, rtol=1e-2, atol=1e-2)
+
+
+def test_a_trained_model_is_converted_to_single_precision():
+    model = random_model(6, (3,), 2)
+    (y,) = random_views(model)
+    single = copy.deepcopy(model).float()
+    assert single.probability.dtype == DOUBLE
+    means = [Posterior(some, y).reconstruct(Posterior(some, y).infer(y[:2])).mean for some in (model, single)]
+    torch.testing.assert_close(*means, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool])

@@ -87,6 +87,8 @@ def test_what_makes_no_sense_is_refused():
     decoder, x = untrained()
     with pytest.raises(ValueError, match="training data"):
         CandidateLatents(decoder, x[:5])
+    with pytest.raises(ValueError, match=r"at least three data points.*; got 2"):
+        CandidateLatents(*untrained(2))
     found = CandidateLatents(decoder, x)
     with pytest.raises(ValueError, match="shape"):
         found.infer(x[:, :2])

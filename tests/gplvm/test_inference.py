@@ -317,6 +317,33 @@ def test_pictures():
     assert sorted(heights[3:]) == pytest.approx(sorted(model.probability[0].tolist()))
 
 
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        (torch.tensor([0, 0, 1, 1, 2, 2]), ["0", "1", "2"]),
+        (["b", "b", "a", "a", "b", "b"], ["a", "b"]),
+        (np.array(["b", None, "a", "a", "b", "b"], dtype=object), ["None", "a", "b"]),
+        (np.array([0.0, math.nan, 1.0, 1.0, math.nan, 0.0]), ["0.0", "1.0", "nan"]),
+    ],
+)
+def test_pictures_of_latents_show_all_data_points_by_their_labels(labels, expected):
+    model = random_model(6, (3,), 3)
+    axes = plot_latents(Posterior(model, random_views(model)), Figure().subplots(), labels=labels, resolution=5)
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == expected
+    assert sum(len(points.get_offsets()) for points in axes.collections[1:]) == 6
+
+
+def test_pictures_of_latents_say_what_they_need():
+    one, three = random_model(6, (3,), 1), random_model(6, (3,), 3)
+    for model, options, message in (
+        (one, {}, "dims must be two dimensions of the model's 1"),
+        (three, {"dims": (0, 3)}, r"two dimensions of the model's 3; got \(0, 3\)"),
+        (three, {"labels": ["a", "b"]}, r"labels must have shape \(6,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plot_latents(Posterior(model, random_views(model)), Figure().subplots(), resolution=5, **options)
+
+
 def test_picture_of_switches_shows_every_view():
     model = random_model(6, (3, 2), 4)
     axes = plot_switches(model, Figure().subplots(), names=("first", "second"))

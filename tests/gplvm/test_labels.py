@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
@@ -61,12 +62,13 @@ def labelled(missing=0.0, num_data=5, collapsed=True, seed=0, names=("categorica
 
 @pytest.mark.parametrize("name", LIKELIHOODS)
 def test_local_bound_is_below_the_likelihood_and_touches_it(name):
-    likelihood, size = LIKELIHOODS[name]
+    likelihood, size = copy.deepcopy(LIKELIHOODS[name])
     num = 4000
     y = random_labels(likelihood, num, size, 1, 0.1)
     if name == "poisson":
         y = y * 20 ** torch.rand(y.shape, dtype=DOUBLE)
         y = y.round()
+        likelihood.base(y)
     shape = (num, likelihood.num_functions(size))
     point, functions = 6 * torch.randn(shape, dtype=DOUBLE), 8 * torch.randn(shape, dtype=DOUBLE)
 
@@ -255,6 +257,28 @@ def test_expected_labels_agree_with_draws():
     ):
         # Within 5e-3: more than ten standard errors of the draws.
         torch.testing.assert_close(likelihood.response(loc, variance), mean.mean(0), rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("level", [10.0, 1e4])
+def test_large_counts_are_learned_and_kept(level, generator):
+    x = torch.linspace(-2.0, 2.0, 60, dtype=DOUBLE).unsqueeze(1)
+    y = torch.cat([x, x.sin(), x.cos()], 1) + 0.05 * torch.randn(60, 3, dtype=DOUBLE, generator=generator)
+    rate = level * torch.cat([(1.5 * x.sin()).exp(), (1.5 * x.cos()).exp() / 100], 1)
+    views = [y, torch.poisson(rate, generator=generator)]
+    counts = PoissonCounts()
+    model = SpikeSlabMRD(60, [3, 2], 2, num_inducing=10, likelihood=["gaussian", counts])
+    fit(model, views, steps=40, warm_up=40, rounds=1, generator=generator)
+    found = Posterior(model, views).response(Posterior(model, views).infer({0: y}), 1)
+    # In the unit of single counts, errors were 0.45 and 0.99.
+    assert float((found - rate)[:, 0].square().mean().sqrt() / rate[:, 0].std()) < 0.15
+    assert float(counts.unit) == 1.0  # a view has units of its own
+    torch.testing.assert_close(model.views[1].likelihood.unit, views[1].mean(0).clamp(min=1.0), rtol=0.02, atol=0.01)
+    other = SpikeSlabMRD(60, [3, 2], 2, num_inducing=10, likelihood=["gaussian", counts])
+    other.load_state_dict(model.state_dict())
+    torch.testing.assert_close(other.bound(views), model.bound(views))
+    # States of earlier versions were of single counts.
+    other.load_state_dict({name: value for name, value in model.state_dict().items() if not name.endswith("unit")})
+    assert bool((other.views[1].likelihood.unit == 1).all())
 
 
 @pytest.mark.parametrize("name", LIKELIHOODS)

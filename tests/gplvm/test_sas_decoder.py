@@ -18,7 +18,7 @@ from torch import nn
 from pyro_truncated.distributions import ActiveSetGaussianProcess
 from pyro_truncated.gp import ActiveSet, Split, UniformSplits
 from pyro_truncated.gp.active_sets import ProjectedSet, projected_statistics
-from pyro_truncated.gplvm import SASDecoder, principal_components
+from pyro_truncated.gplvm import CandidateLatents, SASDecoder, principal_components
 from pyro_truncated.gplvm.decoders.latents import best_candidates, log_joint, maximize
 
 
@@ -483,6 +483,23 @@ def test_integers_are_taken_as_floats(kind, dtype, generator):
         means.append(torch.stack([decoder.predict(decoder.infer(data, steps=2))[0], decoder.reconstruct(data)[0]]).detach())
         SVI(decoder.model, decoder.guide, Adam({"lr": 0.01}), Trace_ELBO()).step(data)
     torch.testing.assert_close(*means)
+
+
+@pytest.mark.parametrize("kind", ["free", "active"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_data_of_another_precision_are_taken_in_the_decoders(kind, dtype, generator):
+    x = torch.randn(12, 3, generator=generator).half()
+    found = []
+    for data in (x.to(dtype), x.float()):
+        pyro.set_rng_seed(0)
+        decoder = make(kind, False, 12, 3, batch_size=6, num_active=3)
+        decoder.fit(data, epochs=2, generator=torch.Generator().manual_seed(0))
+        latents = decoder.infer(data, steps=2)
+        candidates = CandidateLatents(decoder, data, generator=torch.Generator().manual_seed(0))
+        found.append([latents, decoder.reconstruct(data)[0], candidates.infer(data)])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    with pytest.warns(UserWarning, match=r"lose precision in torch\.float32"):
+        decoder.infer(x.double() + 1e7)
 
 
 def test_wrong_arguments_are_refused(generator):

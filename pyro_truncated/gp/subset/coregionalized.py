@@ -122,7 +122,8 @@ class CoregionalizedGPRegression(SavedRegression):
         check_kinds(CoregionalizedGPRegression.__init__, generator=generator)
         self.kernel, targets = bound_kernel(X, kernel), as_data("y, the targets,", y)
         n, rank = self.kernel.num_data, check_count("rank", rank)
-        if targets.dim() != 2 or len(targets) != n or targets.is_complex() or bool((targets.abs() > LARGEST).any()):
+        matrix = targets.detach().double()
+        if targets.dim() != 2 or len(targets) != n or bool((matrix.abs() > LARGEST).any()):
             raise ValueError(f"y, the targets, must be finite or NaN and of shape ({n}, H); got {describe(targets)}")
         is_observed = ~targets.isnan()
         if not bool((is_observed.sum(0) > 1).all()):
@@ -134,7 +135,6 @@ class CoregionalizedGPRegression(SavedRegression):
         if not NOISE_FLOOR < noise < math.inf:
             raise ValueError(f"noise must be a variance above {NOISE_FLOOR}; got {noise}")
         check_data_kernel(self.kernel)
-        matrix = targets.detach().double()
         mean, spread = matrix.nanmean(0), (matrix - matrix.nanmean(0)).square().nanmean(0).sqrt()
         self.register_buffer("target_mean", mean)
         self.register_buffer("target_scale", torch.where(spread > 0, spread, torch.ones_like(spread)))

@@ -77,7 +77,7 @@ class SASFunctionDecoder(SASDecoder):
         self.width = PyroParam(torch.tensor(4.0), constraints.positive)
 
     def _start(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.sites(x), torch.tensor(2.0)
+        return self._outputs(x), torch.tensor(2.0)
 
     def _check_shape(self, x: Tensor) -> None:
         refuse_shards(x, "the functions of a minibatch are drawn together, and several processes would not draw what one does")
@@ -103,7 +103,7 @@ class SASFunctionDecoder(SASDecoder):
         loc, scale = self._infer_latents(x, split)
         with self._plate(split):
             z = self._sample_latents(loc, scale, split)
-            targets = self.sites(x[split.active])
+            targets = self._outputs(x[split.active])
             pyro.sample("f", ActiveSetPosterior(z, self.kernel, self.noise_variance, split.num_active, targets, self.width))
 
     @names_arguments
@@ -142,14 +142,14 @@ class SASFunctionDecoder(SASDecoder):
             return self.observe(super().sample(num)).sample()
 
     def _outputs(self, x: Tensor) -> Tensor:
-        return self.sites(x)
+        return self.sites(x).to(self.loc)
 
     @property
     def _output_noise(self) -> Tensor:
         return self.noise_variance + self.width
 
     def _log_joint(self, posterior: Posterior, x: Tensor, latents: Tensor) -> Tensor:
-        return self.observe(posterior.predict(latents)[0]).log_prob(x) - 0.5 * latents.square().sum(-1)
+        return (self.observe(posterior.predict(latents)[0]).log_prob(x) - 0.5 * latents.square().sum(-1)).to(latents)
 
     def _best_candidates(self, posterior: Posterior, x: Tensor, num: int) -> Tensor:
         candidates = posterior.latents[:: -(-len(posterior.latents) // 200)]

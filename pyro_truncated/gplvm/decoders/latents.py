@@ -176,9 +176,11 @@ class CandidateLatents:
         self, decoder: Any, x: Tensor, *, most: int = 5000, calibration: int = 500, generator: torch.Generator | None = None
     ) -> None:
         most, calibration, x = check_count("most", most, least=3), check_count("calibration", calibration), as_data("x", x, decoder.loc)
-        x = x if x.is_floating_point() else x.to(decoder.loc)
-        if tuple(x.shape) != (decoder.num_data, decoder.num_outputs) or len(x) < 3:
+        x = x.to(decoder.loc)
+        if tuple(x.shape) != (decoder.num_data, decoder.num_outputs):
             raise ValueError(f"x must be the decoder's training data, ({decoder.num_data}, {decoder.num_outputs}); got {tuple(x.shape)}")
+        if len(x) < 3:
+            raise ValueError(f"x must hold at least three data points, of which some predict the others; got {len(x)}")
         if bool(x.isnan().all()):
             raise ValueError("x must hold numbers, not only missing ones")
         latents: Tensor = decoder.latents(x)

@@ -57,7 +57,7 @@ from pyro_truncated.gplvm.decoders.latents import (
 )
 from pyro_truncated.gplvm.principal_components import principal_components
 from pyro_truncated.utils.arguments import check_count, check_counts, check_learning_rate, describe, leaves_inference_mode, names_arguments
-from pyro_truncated.utils.arrays import check_dense_real, remembers_columns, takes_arrays
+from pyro_truncated.utils.arrays import check_dense_real, remembers_columns, takes_arrays, warn_if_rounded
 from pyro_truncated.utils.console import progress_bar
 from pyro_truncated.utils.devices import generator_device
 from pyro_truncated.utils.parameter_store import UniqueModule
@@ -269,7 +269,8 @@ class SASDecoder(UniqueModule):
         """Returns data points, new or not, as floats; refuses what is none."""
         if x.dim() != 2 or x.shape[1] != self.num_outputs:
             raise ValueError(f"data points x must have shape (M, {self.num_outputs}); got {tuple(x.shape)}")
-        x = self._as_floats(x)
+        given, x = x, self._as_floats(x)
+        warn_if_rounded(given, self.loc.dtype)
         # Sums of squares of larger numbers are infinite.
         largest = torch.finfo(x.dtype).max ** 0.4
         if bool((x.abs() > largest).any()):
@@ -280,7 +281,7 @@ class SASDecoder(UniqueModule):
 
     def _as_floats(self, x: Tensor) -> Tensor:
         check_dense_real("x", x)
-        return x if x.is_floating_point() else as_shard_like(x.to(self.loc), x)
+        return x if x.dtype == self.loc.dtype else as_shard_like(x.to(self.loc.dtype), x)
 
     @property
     def noise_variance(self) -> Tensor:

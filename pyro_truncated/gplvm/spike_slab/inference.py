@@ -162,7 +162,7 @@ class Posterior:
     def _prior(self, times: Tensor | None, sequences: Tensor | None, num: int) -> tuple[Tensor, Tensor]:
         """Means and deviations of new latents before anything is seen of them."""
         if times is None:
-            zeros = self.model.prior.new_zeros(num, self.model.num_latents)
+            zeros = self.model.prior.new_zeros(num, self.model.num_latents, dtype=torch.float64)
             return zeros, torch.ones_like(zeros)
         if self.model.time_prior is None:
             raise ValueError("times are for models with a time_prior; this one has none")
@@ -274,7 +274,7 @@ class Posterior:
                 score = score + likelihood.log_prob(y.double().unsqueeze(1), prediction.mean)
                 continue
             score = score + log_prob_of_each(y.double(), prediction.mean, prediction.variance + prediction.noise)
-        return loc[score.argmax(1)].clone()
+        return loc[score.argmax(1)].double()
 
     def _contribution(self, data: dict[int, Tensor], usage: Tensor, loc: Tensor, log_scale: Tensor, prior: tuple[Tensor, Tensor]) -> Tensor:
         """Contribution of each new data point to the bound, ``(N,)``."""
@@ -403,7 +403,7 @@ def _array(value: Tensor) -> np.ndarray:
 @names_arguments
 @torch.no_grad()
 def plot_latents(
-    posterior: Posterior, ax: Any, *, view: int = 0, labels: Tensor | None = None, dims: tuple[int, int] | None = None, resolution: int = 40
+    posterior: Posterior, ax: Any, *, view: int = 0, labels: Any = None, dims: tuple[int, int] | None = None, resolution: int = 40
 ) -> Any:
     """Plots latent means in two dimensions over a view's predictive deviation.
 
@@ -419,14 +419,18 @@ def plot_latents(
         posterior: the trained model.
         ax: matplotlib axes.
         view: the view whose uncertainty is shown.
-        labels: classes of the data points, for their colours.
+        labels: classes of the data points, for their colours: numbers or names ``(N,)``.
         dims: the dimensions. Default: the view's two most relevant ones.
         resolution: points of the background per side; the other dimensions are at zero.
+
+    Raises:
+        ValueError: for fewer than two dimensions, or another number of labels than data points.
     """
     model = posterior.model
     if dims is None:
-        first, second = model.relevance()[view].argsort(descending=True)[:2].tolist()
-        dims = (first, second)
+        dims = tuple(model.relevance()[view].argsort(descending=True)[:2].tolist())
+    if len(dims) != 2 or not all(-model.num_latents <= dim < model.num_latents for dim in dims):
+        raise ValueError(f"dims must be two dimensions of the model's {model.num_latents}; got {dims}")
     loc = model.loc.detach()[:, list(dims)]
     low, high = loc.amin(0), loc.amax(0)
     margin = 0.15 * (high - low)
@@ -439,9 +443,12 @@ def plot_latents(
     if labels is None:
         ax.scatter(points[:, 0], points[:, 1], s=6, color="tab:blue")
     else:
-        labels = torch.as_tensor(labels)
-        for number, label in enumerate(labels.unique().tolist()):
-            is_class = (labels == label).cpu().numpy()
+        names = labels.cpu().numpy() if isinstance(labels, Tensor) else np.asarray(labels)
+        if names.shape != (len(points),):
+            raise ValueError(f"labels must have shape ({len(points)},), one for each data point; got {names.shape}")
+        classes, places = np.unique(names.astype(str) if names.dtype == object else names, return_inverse=True)
+        for number, label in enumerate(classes.tolist()):
+            is_class = places == number
             ax.scatter(points[is_class, 0], points[is_class, 1], s=6, color=f"C{number}", label=str(label))
         ax.legend(frameon=True, markerscale=2, fontsize=8)
     ax.set(xlabel=f"latent {dims[0]}", ylabel=f"latent {dims[1]}")

@@ -314,7 +314,7 @@ class SpikeSlabMRD(UniqueModule):
     @property
     def probability(self) -> Tensor:
         r"""Posterior probabilities :math:`\gamma` of the switches, ``(C, Q)`` in float64."""
-        return self.logits.sigmoid() if self._fixed_probability is None else self._fixed_probability
+        return self.logits.double().sigmoid() if self._fixed_probability is None else self._fixed_probability
 
     @contextmanager
     def fix_switches(self, probability: Tensor | float) -> Iterator[None]:

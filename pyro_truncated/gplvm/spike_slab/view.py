@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pyro
@@ -236,8 +237,11 @@ class CategoricalLabels(_CurvatureBound):
         return hot.masked_fill(y.isnan(), torch.nan)
 
 
-class PoissonCounts(_CurvatureBound):
-    r"""Counts: :math:`y \sim \mathrm{Poisson}(\log(1 + e^g))`; the curvature is at most :math:`1/4 + 0.17 y`.
+class PoissonCounts(_CurvatureBound, torch.nn.Module):
+    r"""Counts: :math:`y \sim \mathrm{Poisson}(u \log(1 + e^g))`; the curvature is at most :math:`u/4 + 0.17 y`.
+
+    The unit :math:`u` of each column is the mean of its data, at least one, once there are data. In the unit of single counts, the bound
+    of large ones would be so loose that nothing is learned from them.
 
     Example:
         >>> model = SpikeSlabMRD(20, [5, 2], 3, likelihood=["gaussian", PoissonCounts()])  # the second view: counts, NaN
@@ -245,6 +249,12 @@ class PoissonCounts(_CurvatureBound):
     Reference:
         Seeger and Bouchard, "Fast variational Bayesian inference for non-conjugate matrix factorization models" (2012).
     """
+
+    unit: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("unit", torch.ones((), dtype=torch.float64))
 
     def check(self, y: Tensor, view: int) -> None:
         """Raises ``ValueError`` for data ``(N, D)`` outside the likelihood's support; NaN is missing."""
@@ -254,20 +264,27 @@ class PoissonCounts(_CurvatureBound):
 
     def base(self, y: Tensor) -> Tensor:
         """Functions at which each column's rate is its mean, plus half."""
-        rate = (y.nansum(0) + 0.5) / ((~y.isnan()).sum(0) + 1)
+        mean = (y.double().nansum(0) + 0.5) / ((~y.isnan()).sum(0) + 1)
+        self.unit = mean.clamp(min=1.0)
+        rate = mean / self.unit
         return rate + (-torch.expm1(-rate)).log()
 
     def slope(self, y: Tensor, point: Tensor) -> Tensor:
         """Derivative of the log probability of complete data at a point ``(N, F)``."""
-        return (y / _rate(point) - 1) * point.sigmoid()
+        return (y / _rate(point) - self.unit) * point.sigmoid()
 
     def curvature(self, y: Tensor) -> Tensor | None:
         """The bounds on the curvature ``(N, F)``."""
-        return 0.25 + 0.17 * y
+        return 0.25 * self.unit + 0.17 * y
 
     def distribution(self, functions: Tensor) -> TorchDistribution:
         """The distribution of counts ``(..., F)``."""
-        return dist.Poisson(_rate(functions)).to_event(1)
+        return dist.Poisson(self.unit * _rate(functions)).to_event(1)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # Before there are data, one unit is that of all columns. States of earlier versions have none.
+        self.unit = state_dict.setdefault(f"{prefix}unit", torch.ones_like(self.unit)).to(self.unit, copy=True)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def _range(y: Tensor) -> str:
@@ -397,7 +414,7 @@ class View(UniqueModule):
 
         The addition is noise on the inducing variables, which leaves the bound a bound.
         """
-        return inducing_cholesky(evaluate(self.kernel, self.inducing).double())
+        return inducing_cholesky(evaluate(self.kernel, self.inducing.double()).double())
 
     def check_labels(self, y: Tensor, number: int) -> None:
         """Checks that the data ``(N, D)`` suit this view's likelihood."""
@@ -413,8 +430,10 @@ class View(UniqueModule):
         return Observations(observations.values - self.center.double(), observations.weights, observations.offset)
 
     def statistics(self, inputs: SpikeSlabInputs, per_datum: bool = False) -> PsiStatistics:
-        """Psi statistics in float64."""
-        statistics = psi_statistics(self.kernel, inputs, self.inducing, per_datum=per_datum, expectation=self.expectation)
+        """Psi statistics in float64: those of float32 are hardly positive definite."""
+        double: dict[str, Any] = {name: value if value is None else value.double() for name, value in vars(inputs).items()}
+        exact = SpikeSlabInputs(**double, validate_args=False)
+        statistics = psi_statistics(self.kernel, exact, self.inducing.double(), per_datum=per_datum, expectation=self.expectation)
         return PsiStatistics(*(value.double() for value in statistics))
 
     def optimal(self, inputs: SpikeSlabInputs, y: Tensor) -> tuple[Tensor, InducingPosterior]:
@@ -500,7 +519,9 @@ class View(UniqueModule):
         """Means ``(*, N, F)`` and variances ``(*, N)`` of the functions given the inducing variables."""
         # Left of the data there may be dimensions of samples, which kernels do not know of.
         flat = x.reshape(-1, x.shape[-1])
-        cross = torch.linalg.solve_triangular(self.cholesky(), evaluate(self.kernel, self.inducing, flat).double(), upper=False)
+        cross = torch.linalg.solve_triangular(
+            self.cholesky(), evaluate(self.kernel, self.inducing.double(), flat.double()).double(), upper=False
+        )
         cross = cross.mT.reshape(*x.shape[:-1], -1)
         mean = (whitened @ cross.unsqueeze(-1)).squeeze(-1)
         return mean, evaluate(self.kernel, flat, diag=True).double().reshape(x.shape[:-1]) - cross.square().sum(-1)
@@ -543,7 +564,7 @@ def make_likelihood(spec: object) -> LabelLikelihood | None:
     """The likelihood of a view; ``None`` for Gaussian noise."""
     named = {"gaussian": None, "bernoulli": BernoulliLabels(), "poisson": PoissonCounts()}
     if spec is None or isinstance(spec, LabelLikelihood):
-        return spec
+        return copy.deepcopy(spec)
     if not isinstance(spec, str):
         raise TypeError(f"likelihood must be a name, a LabelLikelihood such as CategoricalLabels(10), or None; got {spec!r}")
     if spec not in named:

@@ -194,6 +194,12 @@ def test_arrays_in_place_of_tensors():
     torch.testing.assert_close(by_arrays.predict(x.numpy()), by_tensors.predict(x))
 
 
+def test_zeros_and_ones_are_correlated_targets():
+    x, _, y = correlated(12)
+    of_booleans, of_numbers = (CoregionalizedGPRegression(smooth_rbf(x), some) for some in (y > 0, (y > 0).double()))
+    torch.testing.assert_close(of_booleans.predict(x), of_numbers.predict(x))
+
+
 def test_coregionalised_regression_refuses_what_it_cannot_use():
     x, _, y = correlated(12)
     with pytest.raises(ValueError, match="every output"):
