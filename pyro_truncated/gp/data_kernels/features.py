@@ -17,6 +17,7 @@ from pyro_truncated.ops.streams import FINALISER, GOLDEN
 from pyro_truncated.utils.arguments import Renamed, check_count, check_kinds, describe, names_arguments
 from pyro_truncated.utils.arrays import as_data, as_tensors, check_column_names, remember_columns
 from pyro_truncated.utils.budget import rows_per_block
+from pyro_truncated.utils.constraints import as_signed
 
 
 class FixedKernel(PairwiseKernel):
@@ -233,6 +234,7 @@ class HashedCounts:
             ValueError: if the arrays do not fit each other or a count is not positive.
         """
         indptr, indices, data = as_tensors((indptr, indices, data))
+        data = as_signed(data)
         if len(indices) != len(data) or int(indptr[-1]) != len(indices):
             raise ValueError(f"indptr ends at {int(indptr[-1])}, but there are {len(indices)} indices and {len(data)} counts")
         if bool((data <= 0).any()):
@@ -253,6 +255,7 @@ class HashedCounts:
         if not isinstance(features, Tensor) or features.dim() != 2 or features.is_complex():
             kind = f"{features.dtype} of shape {tuple(features.shape)}" if isinstance(features, Tensor) else type(features).__name__
             raise TypeError(f"features must be a matrix (n, F) of real counts; got {kind}")
+        features = as_signed(features)
         if not bool((features >= 0).all()) or not bool(features.isfinite().all()):
             least = float(features.min())
             raise ValueError(f"features must be counts, finite and not negative; got {describe(features)}, the least {least:g}")
@@ -631,7 +634,7 @@ class HistogramIntersectionKernel(FixedKernel):
 
     @names_arguments
     def __init__(self, histograms: Tensor, variance: float = 1.0) -> None:
-        table, histograms = histograms, as_data("histograms", histograms)
+        table, histograms = histograms, as_signed(as_data("histograms", histograms))
         if histograms.dim() != 2 or not bool((histograms >= 0).all()) or not bool(histograms.isfinite().all()):
             raise ValueError(f"histograms must be finite, not negative, and of shape (n, D); got {describe(histograms)}")
         histograms = histograms if histograms.is_floating_point() else histograms.double()
