@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -112,6 +114,13 @@ def test_counts_and_histograms_of_integers(kind):
     torch.testing.assert_close(of_counts, gp.CountKernel(table.astype(float)).cross(table.astype(float), torch.arange(2)))
     found = gp.HistogramIntersectionKernel(table).columns(torch.arange(2)).detach().double()
     torch.testing.assert_close(found, torch.tensor([[2.0, 1.0], [1.0, 4.0]]).double() / 3)
+
+
+def test_new_histograms_have_the_bins_of_the_training_inputs():
+    kernel = gp.HistogramIntersectionKernel(np.array([[2, 0], [1, 3]]))
+    for new in (np.ones((3, 1)), np.ones((3, 3)), np.ones(2), np.array([[1.0, math.nan]]), np.array([[1.0, -1.0]])):
+        with pytest.raises(ValueError, match=r"new must be finite, not negative, and of shape \(n, 2\)"):
+            kernel.cross(new, torch.arange(2))
 
 
 def kernel_cross(kernel):

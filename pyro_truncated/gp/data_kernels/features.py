@@ -634,9 +634,7 @@ class HistogramIntersectionKernel(FixedKernel):
 
     @names_arguments
     def __init__(self, histograms: Tensor, variance: float = 1.0) -> None:
-        table, histograms = histograms, as_signed(as_data("histograms", histograms))
-        if histograms.dim() != 2 or not bool((histograms >= 0).all()) or not bool(histograms.isfinite().all()):
-            raise ValueError(f"histograms must be finite, not negative, and of shape (n, D); got {describe(histograms)}")
+        table, histograms = histograms, _as_histograms("histograms", histograms)
         histograms = histograms if histograms.is_floating_point() else histograms.double()
         super().__init__(len(histograms), variance, histograms)
         remember_columns(self, "new", table)
@@ -646,7 +644,7 @@ class HistogramIntersectionKernel(FixedKernel):
 
     def points(self, new: Any) -> Tensor:
         """New histograms ``(n_new, D)`` over the mean mass."""
-        return as_data("new", super().points(new)).to(self.inputs) / self._mass
+        return _as_histograms("new", super().points(new), self.inputs.shape[1]).to(self.inputs) / self._mass
 
     def base_between(self, first: Tensor, second: Tensor) -> Tensor:
         r"""Intersections :math:`\sum_d \min(h_{id}, h_{jd})`, ``(a, b)``."""
@@ -656,6 +654,15 @@ class HistogramIntersectionKernel(FixedKernel):
     def base_variances(self, points: Tensor) -> Tensor:
         """Masses ``(a,)``."""
         return points.sum(1)
+
+
+def _as_histograms(name: str, values: Any, width: int | None = None) -> Tensor:
+    """Histograms of any or of a given number of bins."""
+    histograms = as_signed(as_data(name, values))
+    has_shape = histograms.dim() == 2 and width in (None, histograms.shape[1])
+    if not has_shape or not bool((histograms >= 0).all()) or not bool(histograms.isfinite().all()):
+        raise ValueError(f"{name} must be finite, not negative, and of shape (n, {width or 'D'}); got {describe(histograms)}")
+    return histograms
 
 
 def _width(features: Any) -> int | None:
