@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pyro_truncated.utils.arguments import check_count
 from pyro_truncated.utils.arrays import as_data
+from pyro_truncated.utils.constraints import as_signed
 
 __all__ = [
     "DATA_VARIABLE",
@@ -336,7 +337,7 @@ def _numbers(name: str, value: Any) -> Tensor:
 
 def _grey_images(images: Sequence[Any]) -> list[Tensor]:
     """Grey images as tensors of floating point numbers, in one type."""
-    tensors = [as_data("images", image) for image in images]
+    tensors = [as_signed(as_data("images", image)) for image in images]
     if others := [tuple(image.shape) for image in tensors if image.dim() != 2]:
         raise ValueError(f"images must be grey, each of shape (height, width); got one of shape {others[0]}")
     if any(bool(image.isnan().any()) for image in tensors):

@@ -72,11 +72,12 @@ def test_image_patches_are_windows_of_the_images(generator: torch.Generator) -> 
 
 
 @pytest.mark.parametrize("draw", [datasets.image_patches, datasets.binary_patches, lambda *args: datasets.whitened_patches(*args)[0]])
-def test_patches_of_arrays_of_bytes_are_those_of_tensors(draw: Callable[..., torch.Tensor]) -> None:
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16])
+def test_patches_of_whole_numbers_are_those_of_tensors(draw: Callable[..., torch.Tensor], kind: type) -> None:
     images = [(255 * image).to(torch.uint8) for image in datasets.generated_images(2, 32, torch.Generator().manual_seed(0), 50)]
     expected, found = (
         draw(given, 4, 40, torch.Generator().manual_seed(1))
-        for given in ([image.float() for image in images], [image.numpy() for image in images])
+        for given in ([image.float() for image in images], [image.numpy().astype(kind) for image in images])
     )
     torch.testing.assert_close(found, expected)
 

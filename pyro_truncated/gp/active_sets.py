@@ -123,6 +123,8 @@ class ActiveSet:
         The variance is that of the observations, or ``noiseless`` that of the function; one column serves all outputs, unless entries of
         the active set are missing.
         """
+        if latents.shape[-1:] != self.latents.shape[-1:]:
+            raise ValueError(f"latents must have shape (*batch, B, {self.latents.shape[-1]}); got {tuple(latents.shape)}")
         if self.latents.dim() == 2 and self.outputs.dim() == 2 and latents.dim() != 2:
             mean, variance = self.predict(latents.reshape(-1, latents.shape[-1]), noiseless=noiseless)
             shape = latents.shape[:-1]

@@ -15,6 +15,7 @@ from torch import Tensor
 from pyro_truncated.ops.backend import backend, gradient, remember_context
 from pyro_truncated.ops.packed_states import check_likelihood, check_weights
 from pyro_truncated.ops.quadratic import product
+from pyro_truncated.utils.constraints import as_signed
 from pyro_truncated.utils.devices import cached_answer
 
 
@@ -89,7 +90,8 @@ def _check_noisy_or(words: Tensor, value: Tensor, log_complement: Tensor, log_le
 
 def _equals_square(value: Tensor) -> bool:
     """Whether numbers from zero to one equal their squares: zeros and ones."""
-    return torch.equal(value.clamp(0, 1).square(), value)
+    number = as_signed(value)
+    return torch.equal(number.clamp(0, 1).square(), number)
 
 
 # Weights of one have an infinite logarithm, for which this stands.

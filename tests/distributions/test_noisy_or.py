@@ -98,6 +98,14 @@ def test_impossible_states_do_not_spoil_dense_gradients() -> None:
     torch.testing.assert_close(torch.autograd.grad(total, weight)[0][0], torch.stack(expected), rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int64, torch.bool])
+def test_observations_may_be_integers(dtype: torch.dtype) -> None:
+    states, parameters, value = draw(torch.float64)
+    words = StateSpace([2] * NUM_LATENTS).pack(states.transpose(0, 1))
+    likelihood = NoisyOrSuperposition(states, *parameters)
+    torch.testing.assert_close(*(likelihood.packed_log_prob(words, some, None) for some in (value.to(dtype), value)))
+
+
 def test_missing_entries_in_blocks() -> None:
     states, parameters, value = draw(torch.float64)
     value = hide(value)

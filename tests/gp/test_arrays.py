@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -91,7 +93,7 @@ def test_arrays_are_tensors(name):
 
 
 def test_counts_of_arrays():
-    arrays = np.array([0, 2, 3]), np.array([1, 4, 1], dtype=np.uint16), np.array([1, 2, 1], dtype=np.uint8)
+    arrays = np.array([0, 2, 3]), np.array([1, 4, 1], dtype=np.uint16), np.array([1, 2, 1], dtype=np.uint32)
     found = gp.HashedCounts.from_csr(*arrays)
     expected = gp.HashedCounts.from_csr(*(torch.as_tensor(array.astype(np.int64)) for array in arrays))
     torch.testing.assert_close(gp.CountKernel(found).columns(torch.arange(2)), gp.CountKernel(expected).columns(torch.arange(2)))
@@ -105,11 +107,20 @@ def test_a_number_as_noise_is_a_tensor_of_the_matrix_type():
         torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
-@pytest.mark.parametrize("kind", [np.int64, np.uint8, np.float32])
-def test_histograms_of_integers(kind):
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, np.uint16, np.float32])
+def test_counts_and_histograms_of_integers(kind):
     table = np.array([[2, 0], [1, 3]], dtype=kind)
+    of_counts = gp.CountKernel(table).cross(table, torch.arange(2))
+    torch.testing.assert_close(of_counts, gp.CountKernel(table.astype(float)).cross(table.astype(float), torch.arange(2)))
     found = gp.HistogramIntersectionKernel(table).columns(torch.arange(2)).detach().double()
     torch.testing.assert_close(found, torch.tensor([[2.0, 1.0], [1.0, 4.0]]).double() / 3)
+
+
+def test_new_histograms_have_the_bins_of_the_training_inputs():
+    kernel = gp.HistogramIntersectionKernel(np.array([[2, 0], [1, 3]]))
+    for new in (np.ones((3, 1)), np.ones((3, 3)), np.ones(2), np.array([[1.0, math.nan]]), np.array([[1.0, -1.0]])):
+        with pytest.raises(ValueError, match=r"new must be finite, not negative, and of shape \(n, 2\)"):
+            kernel.cross(new, torch.arange(2))
 
 
 def kernel_cross(kernel):

@@ -83,6 +83,15 @@ def test_calibration_leaves_a_points_own_latent_out():
     assert bool((variance > 0.5 * x.var(0)).all())
 
 
+@pytest.mark.parametrize("kind", [lambda tensor: tensor.numpy(), lambda tensor: tensor.tolist()])
+def test_arrays_and_lists_are_data_points_and_weights(kind):
+    decoder, x = untrained()
+    found = CandidateLatents(decoder, x)
+    weights = found.infer(x[:4])
+    torch.testing.assert_close(found.predict(kind(weights)), found.predict(weights))
+    torch.testing.assert_close(found.log_density(kind(x[:4].double()), kind(weights)), found.log_density(x[:4], weights))
+
+
 def test_what_makes_no_sense_is_refused():
     decoder, x = untrained()
     with pytest.raises(ValueError, match="training data"):

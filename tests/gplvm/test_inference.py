@@ -333,6 +333,12 @@ def test_pictures_of_latents_show_all_data_points_by_their_labels(labels, expect
     assert sum(len(points.get_offsets()) for points in axes.collections[1:]) == 6
 
 
+def test_no_new_data_points_have_no_latents():
+    model = random_model(6, (3,), 2)
+    views = random_views(model)
+    assert Posterior(model, views).infer(views[0][:0]).loc.shape == (0, 2)
+
+
 def test_pictures_of_latents_say_what_they_need():
     one, three = random_model(6, (3,), 1), random_model(6, (3,), 3)
     for model, options, message in (

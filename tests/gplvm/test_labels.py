@@ -282,7 +282,7 @@ def test_large_counts_are_learned_and_kept(level, generator):
 
 
 @pytest.mark.parametrize("name", LIKELIHOODS)
-@pytest.mark.parametrize("kind", [np.int64, np.uint8])
+@pytest.mark.parametrize("kind", [np.int64, np.uint16])
 def test_labels_and_counts_may_be_integers(name, kind):
     likelihood, size = LIKELIHOODS[name]
     numbers, labels = torch.randn(9, 2, dtype=DOUBLE), random_labels(likelihood, 9, size)

@@ -513,6 +513,11 @@ def test_wrong_arguments_are_refused(generator):
         decoder.initialize(x.index_fill(1, torch.tensor([1]), math.nan))
     with pytest.raises(RuntimeError, match="call condition_"):
         decoder.predict(torch.zeros(1, 2))
+    for shape in ((1, 3), (1, 1), (3,)):  # kernels take the first columns of more
+        with pytest.raises(ValueError, match=r"latents must have shape \(M, 2\)"):
+            decoder.predict(torch.zeros(shape))
+        with pytest.raises(ValueError, match=r"latents must have shape \(\*batch, B, 2\)"):
+            ActiveSet(torch.zeros(2, 2), torch.zeros(2, 1), decoder.kernel, torch.tensor(0.1)).predict(torch.zeros(shape))
     with pytest.raises(ValueError, match="has no encoder"):
         decoder.encode(x)
     with pytest.raises(ValueError, match=r"data points x must have shape \(M, 3\)"):

@@ -17,6 +17,7 @@ from pyro_truncated.ops.streams import FINALISER, GOLDEN
 from pyro_truncated.utils.arguments import Renamed, check_count, check_kinds, describe, names_arguments
 from pyro_truncated.utils.arrays import as_data, as_tensors, check_column_names, remember_columns
 from pyro_truncated.utils.budget import rows_per_block
+from pyro_truncated.utils.constraints import as_signed
 
 
 class FixedKernel(PairwiseKernel):
@@ -228,6 +229,7 @@ class HashedCounts:
             ValueError: if the arrays do not fit each other or a count is not positive.
         """
         indptr, indices, data = as_tensors((indptr, indices, data))
+        data = as_signed(data)
         if len(indices) != len(data) or int(indptr[-1]) != len(indices):
             raise ValueError(f"indptr ends at {int(indptr[-1])}, but there are {len(indices)} indices and {len(data)} counts")
         if bool((data <= 0).any()):
@@ -248,6 +250,7 @@ class HashedCounts:
         if not isinstance(features, Tensor) or features.dim() != 2 or features.is_complex():
             kind = f"{features.dtype} of shape {tuple(features.shape)}" if isinstance(features, Tensor) else type(features).__name__
             raise TypeError(f"features must be a matrix (n, F) of real counts; got {kind}")
+        features = as_signed(features)
         if not bool((features >= 0).all()) or not bool(features.isfinite().all()):
             least = float(features.min())
             raise ValueError(f"features must be counts, finite and not negative; got {describe(features)}, the least {least:g}")
@@ -626,9 +629,7 @@ class HistogramIntersectionKernel(FixedKernel):
 
     @names_arguments
     def __init__(self, histograms: Tensor, variance: float = 1.0) -> None:
-        table, histograms = histograms, as_data("histograms", histograms)
-        if histograms.dim() != 2 or not bool((histograms >= 0).all()) or not bool(histograms.isfinite().all()):
-            raise ValueError(f"histograms must be finite, not negative, and of shape (n, D); got {describe(histograms)}")
+        table, histograms = histograms, _as_histograms("histograms", histograms)
         histograms = histograms if histograms.is_floating_point() else histograms.double()
         super().__init__(len(histograms), variance, histograms)
         remember_columns(self, "new", table)
@@ -638,7 +639,7 @@ class HistogramIntersectionKernel(FixedKernel):
 
     def points(self, new: Any) -> Tensor:
         """New histograms ``(n_new, D)`` over the mean mass."""
-        return as_data("new", super().points(new)).to(self.inputs) / self._mass
+        return _as_histograms("new", super().points(new), self.inputs.shape[1]).to(self.inputs) / self._mass
 
     def base_between(self, first: Tensor, second: Tensor) -> Tensor:
         r"""Intersections :math:`\sum_d \min(h_{id}, h_{jd})`, ``(a, b)``."""
@@ -648,6 +649,15 @@ class HistogramIntersectionKernel(FixedKernel):
     def base_variances(self, points: Tensor) -> Tensor:
         """Masses ``(a,)``."""
         return points.sum(1)
+
+
+def _as_histograms(name: str, values: Any, width: int | None = None) -> Tensor:
+    """Histograms of any or of a given number of bins."""
+    histograms = as_signed(as_data(name, values))
+    has_shape = histograms.dim() == 2 and width in (None, histograms.shape[1])
+    if not has_shape or not bool((histograms >= 0).all()) or not bool(histograms.isfinite().all()):
+        raise ValueError(f"{name} must be finite, not negative, and of shape (n, {width or 'D'}); got {describe(histograms)}")
+    return histograms
 
 
 def _width(features: Any) -> int | None:

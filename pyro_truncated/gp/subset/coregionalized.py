@@ -285,7 +285,7 @@ class CoregionalizedGPRegression(SavedRegression):
             block = self._block(cross[rows])
             explained = torch.linalg.solve_triangular(factor, block.flatten(0, 1).mT, upper=False).square().sum(0)
             means.append(block @ weights)
-            variances.append(prior[rows, None] * self.coregionalization.diagonal() - explained.reshape(len(rows), -1))
+            variances.append(prior[rows, None] * self.coregionalization.diagonal() - explained.reshape(len(rows), self.num_outputs))
         mean, variance = torch.cat(means), torch.cat(variances).clamp(min=0.0)
         variance = variance if noiseless else variance + self.noise
         return mean * self.target_scale + self.target_mean, variance * self.target_scale.square()

@@ -311,6 +311,7 @@ class CandidateLatents:
 
         They are those of the data points' outputs, or ``noiseless`` of the functions.
         """
+        weights = as_data("weights", weights).to(self._mean)
         return self._moments(weights, torch.zeros_like(self.noise) if noiseless else self.noise)
 
     @names_arguments
@@ -320,9 +321,10 @@ class CandidateLatents:
 
         It has the ``most`` probable candidates of each data point.
         """
+        x, weights = self._check(x), as_data("weights", weights).to(self._mean)
         chances, index = weights.topk(min(most, weights.shape[1]), 1)
         log_share = (chances / chances.sum(1, keepdim=True)).log()
-        total = torch.full_like(x, -math.inf, dtype=torch.float64)
+        total = torch.full_like(x, -math.inf)
         for share, k in zip(log_share.mT, index.mT, strict=True):
             spread = self._variance[k] + self.noise
             log_prob = -((x - self._mean[k]).square() / spread + (2 * math.pi * spread).log()) / 2

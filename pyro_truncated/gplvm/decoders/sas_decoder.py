@@ -606,6 +606,8 @@ class SASDecoder(UniqueModule):
         """Predictive means ``(M, D)`` and variances ``(M, 1)`` at latents ``(M, Q)``."""
         block = check_count("block", block)
         self._check_places(latents)
+        if latents.shape[-1:] != (self.latent_dim,):
+            raise ValueError(f"latents must have shape (M, {self.latent_dim}); got {tuple(latents.shape)}")
         posterior = self.posterior()
         with torch.no_grad():
             pieces = [posterior.predict(piece, noiseless=noiseless) for piece in latents.split(block)]

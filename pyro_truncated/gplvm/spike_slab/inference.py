@@ -219,7 +219,7 @@ class Posterior:
         loc = self._start(data, usage, candidates, prior)
         parts = []
         size = 64 * max(len(view.inducing) ** 2 + view.num_functions for view in self.model.views)
-        for rows in row_slices(len(loc), size):
+        for rows in row_slices(max(1, len(loc)), size):
             here, near = {c: value[rows] for c, value in data.items()}, (prior[0][rows], prior[1][rows])
             parts.append(self._maximize(here, usage, loc[rows], near, steps, tolerance))
         loc, log_scale, bound = (torch.cat(part) for part in zip(*parts, strict=True))

@@ -33,6 +33,7 @@ from pyro_truncated.gplvm.spike_slab.inducing_posterior import (
 )
 from pyro_truncated.utils.arguments import check_count
 from pyro_truncated.utils.budget import row_slices
+from pyro_truncated.utils.constraints import as_signed
 from pyro_truncated.utils.parameter_store import UniqueModule
 
 
@@ -419,7 +420,7 @@ class View(UniqueModule):
     def check_labels(self, y: Tensor, number: int) -> None:
         """Checks that the data ``(N, D)`` suit this view's likelihood."""
         if self.likelihood is not None:
-            self.likelihood.check(y, number)
+            self.likelihood.check(as_signed(y), number)
 
     def observations(self, y: Tensor, point: Tensor | None = None) -> Observations:
         """Centred outputs ``(N, D)``, or pseudo-targets ``(N, F)`` of labels' bound."""

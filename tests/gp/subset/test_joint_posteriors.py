@@ -194,6 +194,11 @@ def test_arrays_in_place_of_tensors():
     torch.testing.assert_close(by_arrays.predict(x.numpy()), by_tensors.predict(x))
 
 
+def test_correlated_targets_of_no_inputs():
+    x, _, y = correlated(12)
+    assert CoregionalizedGPRegression(smooth_rbf(x), y).predict(x[:0])[1].shape == (0, y.shape[1])
+
+
 def test_zeros_and_ones_are_correlated_targets():
     x, _, y = correlated(12)
     of_booleans, of_numbers = (CoregionalizedGPRegression(smooth_rbf(x), some) for some in (y > 0, (y > 0).double()))
