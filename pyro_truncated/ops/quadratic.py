@@ -85,46 +85,29 @@ class _PairEnergy(torch.autograd.Function):
     @differentiable_gradient
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor | None]:
         """Gradients: the moments of the states, weighted by those of the energies."""
-        if not ctx.needs_input_grad[2]:
-            first = _FirstMoments.apply(*ctx.saved_tensors, grad, ctx.num_latents)  # type: ignore[no-untyped-call]
-            return None, first.to(ctx.linear_type), None
-        pairwise_type, per_datum = ctx.pairwise
+        pairwise_type, per_datum = ctx.pairwise if ctx.needs_input_grad[2] else (None, None)
         first, second = _Moments.apply(*ctx.saved_tensors, grad, ctx.num_latents, per_datum)  # type: ignore[no-untyped-call]
-        return None, first.to(ctx.linear_type), second.to(pairwise_type)
+        return None, first.to(ctx.linear_type), None if second is None else second.to(pairwise_type)
 
 
 class _Moments(torch.autograd.Function):
-    r"""Moments :math:`\sum_c w_{nc} s` and :math:`\sum_{(n)c} w_{nc} s s^\top`, linear in the weights."""
+    r"""Moments :math:`\sum_c w_{nc} s` and :math:`\sum_{(n)c} w_{nc} s s^\top`, linear in the weights, or the first alone."""
 
     @staticmethod
-    def forward(ctx: Any, words: Tensor, weights: Tensor, num_latents: int, per_datum: bool) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, words: Tensor, weights: Tensor, num_latents: int, per_datum: bool | None) -> tuple[Tensor, Tensor | None]:
         """Returns first and second moments."""
         ctx.save_for_backward(words)
         remember_context(ctx)
-        return backend("quadratic", weights).moments(words, weights, num_latents, per_datum)  # type: ignore[no-any-return]
+        kernels = backend("quadratic", weights)
+        if per_datum is None:
+            return kernels.first_moments(words, weights, num_latents), None
+        return kernels.moments(words, weights, num_latents, per_datum)  # type: ignore[no-any-return]
 
     @staticmethod
     @differentiable_gradient
-    def backward(ctx: Any, first: Tensor, second: Tensor) -> tuple[None, Tensor, None, None]:
+    def backward(ctx: Any, first: Tensor, second: Tensor | None) -> tuple[None, Tensor, None, None]:
         """Gradients: energies whose coefficients are the gradients of the moments."""
         return None, _PairEnergy.apply(*ctx.saved_tensors, first, second), None, None  # type: ignore[no-untyped-call]
-
-
-class _FirstMoments(torch.autograd.Function):
-    r"""First moments :math:`\sum_c w_{nc} s`, linear in the weights."""
-
-    @staticmethod
-    def forward(ctx: Any, words: Tensor, weights: Tensor, num_latents: int) -> Tensor:
-        """Returns first moments."""
-        ctx.save_for_backward(words)
-        remember_context(ctx)
-        return backend("quadratic", weights).first_moments(words, weights, num_latents)  # type: ignore[no-any-return]
-
-    @staticmethod
-    @differentiable_gradient
-    def backward(ctx: Any, first: Tensor) -> tuple[None, Tensor, None]:
-        """Gradients: energies whose coefficients are the gradients of the moments."""
-        return None, _PairEnergy.apply(*ctx.saved_tensors, first, None), None  # type: ignore[no-untyped-call]
 
 
 def square_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tensor) -> Tensor:
