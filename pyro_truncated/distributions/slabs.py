@@ -47,6 +47,26 @@ class SlabSuperposition(GaussianSuperposition):
         log_prob = ops.slab_log_prob(words, self._above_bias(value), self.weight, self._precision(), *self._slabs(), linear)
         return log_prob.to(torch.promote_types(self.weight.dtype, value.dtype))
 
+    def slab_posterior(self, value: Tensor) -> MultivariateNormal:
+        r"""Returns the exact posterior :math:`p(z \mid b, y)` of the slabs.
+
+        It has batch shape ``batch``, in the type of the dictionary.
+
+        Slabs of latents that are off have their prior there, given the others. Mean and covariance of the coefficients :math:`s = b \odot
+        z` are those of :math:`z`, with zeros for latents that are off.
+
+        Args:
+            value: observations ``(*batch, D)``. NaN where missing.
+        """
+        _, factor, solution = self._collapse(self.states, self._above_bias(value))
+        identity = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
+        inverse = torch.linalg.solve_triangular(factor, identity, upper=False)
+        # A factor in standard units; the slabs are made of its columns.
+        factor = torch.linalg.cholesky(inverse.mT @ inverse)
+        scale_tril = self._spread(factor.movedim(-1, 0)).movedim(0, -1)
+        loc = self.slab_mean.double() + self._spread(solution)
+        return MultivariateNormal(loc.to(self.weight.dtype), scale_tril=scale_tril.to(self.weight.dtype))
+
     @torch.no_grad()
     def coefficients(self, population: Population, value: Tensor) -> Tensor:
         r"""Posterior means :math:`\langle b \odot z \rangle` of the coefficients, ``(N, H)`` in float64."""
@@ -103,13 +123,6 @@ class SlabSuperposition(GaussianSuperposition):
         linear = product(weight.mT, precision * value.double().nan_to_num(0.0))
         gram = (weight.mT * precision.unsqueeze(-2)) @ weight
         return self._integrate(states.double(), linear, gram)
-
-    def _standard_posterior(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Posterior mean and Cholesky factor of slabs in standard units."""
-        _, factor, solution = self._collapse(self.states, self._above_bias(value))
-        identity = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
-        inverse = torch.linalg.solve_triangular(factor, identity, upper=False)
-        return solution, torch.linalg.cholesky(inverse.mT @ inverse)
 
 
 class SpikeSlabSuperposition(SlabSuperposition):
@@ -183,24 +196,6 @@ class SpikeSlabSuperposition(SlabSuperposition):
         """Intermediate numbers that scoring one state takes: ``4 H^2``."""
         # A precision matrix of the slabs for every state, its factor, and what these are made from.
         return 4 * self.weight.shape[-1] ** 2
-
-    def slab_posterior(self, value: Tensor) -> MultivariateNormal:
-        r"""Returns the exact posterior :math:`p(z \mid b, y)` of the slabs.
-
-        It has batch shape ``batch``, in the type of the dictionary.
-
-        Slabs of latents that are off have their prior there. Mean and covariance of the
-        coefficients :math:`s = b \odot z` are those of :math:`z`, with zeros for latents that are
-        off.
-
-        Args:
-            value: observations ``(*batch, D)``. NaN where missing.
-        """
-        solution, spread = self._standard_posterior(value)
-        deviation = self.slab_scale.double()
-        scale_tril = deviation.unsqueeze(-1) * spread
-        loc = self.slab_mean.double() + deviation * solution
-        return MultivariateNormal(loc.to(self.weight.dtype), scale_tril=scale_tril.to(self.weight.dtype))
 
     @torch.no_grad()
     def statistics(self, population: Population, value: Tensor, temperature: float = 1.0) -> Statistics:
@@ -333,24 +328,6 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
         # As for independent slabs, and two products of matrices.
         return 6 * self.weight.shape[-1] ** 2
 
-    def slab_posterior(self, value: Tensor) -> MultivariateNormal:
-        r"""Returns the exact posterior :math:`p(z \mid b, y)` of the slabs.
-
-        It has batch shape ``batch``, in the type of the dictionary.
-
-        Slabs of latents that are off have their prior given the others there. Mean and covariance
-        of the coefficients :math:`s = b \odot z` are those of :math:`z`, with zeros for latents
-        that are off.
-
-        Args:
-            value: observations ``(*batch, D)``. NaN where missing.
-        """
-        solution, spread = self._standard_posterior(value)
-        root = self.slab_scale_tril.double()
-        scale_tril = root @ spread
-        loc = self.slab_mean.double() + solution @ root.mT
-        return MultivariateNormal(loc.to(self.weight.dtype), scale_tril=scale_tril.to(self.weight.dtype))
-
     @torch.no_grad()
     def statistics(self, population: Population, value: Tensor, temperature: float = 1.0) -> Statistics:
         r"""Expected sufficient statistics, summed over the population's data points, in float64.
@@ -418,7 +395,7 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
         return self.slab_mean.expand(self.weight.shape[-1]), root @ root.mT
 
     def _spread(self, standard: Tensor) -> Tensor:
-        return standard @ self.slab_scale_tril.mT
+        return standard @ self.slab_scale_tril.mT.to(standard.dtype)
 
     def _integrate(self, states: Tensor, linear: Tensor, gram: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return collapse_correlated_slabs(states, linear, gram, self.slab_mean.double(), self.slab_scale_tril.double())
