@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.backend import backend, differentiable_gradient, gradient, remember_context
+from pyro_truncated.ops.backend import backend, differentiable_gradient, gradient, save_with_context
 from pyro_truncated.ops.packed_states import check_bits, check_likelihood, check_rows, check_weights
 
 
@@ -75,8 +75,7 @@ class _PairEnergy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, words: Tensor, linear: Tensor, pairwise: Tensor | None) -> Tensor:
         """Returns energies ``(N, C)``."""
-        ctx.save_for_backward(words)
-        remember_context(ctx)
+        save_with_context(ctx, words)
         ctx.linear_type, ctx.num_latents = linear.dtype, linear.shape[-1]
         ctx.pairwise = None if pairwise is None else (pairwise.dtype, pairwise.dim() == 3)
         return backend("quadratic", words).pair_energy(words, linear, pairwise).to(linear.dtype)  # type: ignore[no-any-return]
@@ -96,8 +95,7 @@ class _Moments(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, words: Tensor, weights: Tensor, num_latents: int, per_datum: bool | None) -> tuple[Tensor, Tensor | None]:
         """Returns first and second moments."""
-        ctx.save_for_backward(words)
-        remember_context(ctx)
+        save_with_context(ctx, words)
         kernels = backend("quadratic", weights)
         if per_datum is None:
             return kernels.first_moments(words, weights, num_latents), None
@@ -127,8 +125,7 @@ class _SquareError(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, words: Tensor, value: Tensor, weight: Tensor, precision: Tensor) -> Tensor:
         """Returns errors ``(N, C)``."""
-        ctx.save_for_backward(words, value, weight, precision)
-        remember_context(ctx)
+        save_with_context(ctx, words, value, weight, precision)
         return backend("quadratic", words).square_error(words, value, weight, precision)  # type: ignore[no-any-return]
 
     @staticmethod

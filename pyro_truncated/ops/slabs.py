@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.backend import backend, gradient, remember_context
+from pyro_truncated.ops.backend import backend, gradient, save_with_context
 from pyro_truncated.ops.deferred_checks import cholesky
 from pyro_truncated.ops.packed_states import check_likelihood, check_weights
 from pyro_truncated.ops.quadratic import linear_energy
@@ -169,8 +169,7 @@ class _LogProb(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, words: Tensor, *inputs: Tensor) -> Tensor:
         """Returns log densities ``(N, C)`` with the slabs integrated out."""
-        ctx.save_for_backward(words, *inputs)
-        remember_context(ctx)
+        save_with_context(ctx, words, *inputs)
         value, weight, precision, slab_mean, spread = inputs
         kernels, terms = backend("slabs", words), slab_terms(value, weight, precision)
         log_prob = kernels.log_prob if spread.dim() == 1 else kernels.correlated_log_prob
