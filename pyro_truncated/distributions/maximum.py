@@ -428,11 +428,8 @@ class GammaMaximum(FamilyMaximum):
         tensor([1.])
 
     Args:
-        states: binary states ``(*batch, H)``.
-        weight: means, as in :class:`FamilyMaximum`.
-        background: mean without a cause.
+        states, weight, background, validate_args: see :class:`FamilyMaximum`.
         concentration: shape :math:`k`, a scalar.
-        validate_args: whether to check parameters and values.
     """
 
     arg_constraints = _limits(concentration=constraints.positive)
