@@ -99,6 +99,17 @@ class SlabSuperposition(GaussianSuperposition):
         weights = population.weights(temperature)
         return population.words, weights, self._above_bias(rows), self.weight.double(), self._precision(), mean.double(), spread.double()
 
+    def _linear_statistics(self, population: Population, value: Tensor, temperature: float) -> tuple[Statistics, Tensor, list[Tensor]]:
+        """Statistics of all slabs, weights, and what only some slabs have."""
+        rows = population.select_rows(value)
+        arguments = self._posterior_arguments(population, rows, temperature)
+        rows, is_observed = without_missing(rows)
+        moments = ops.slab_moments if is_observed is None else ops.slab_moments_by_dimension
+        active, coefficients, pairs, *others = moments(*arguments)
+        sums = {**data_sums(rows, is_observed), "states": active.sum(0), "coefficients": coefficients.sum(0), "pairs": pairs}
+        sums |= {"trials": trials(coefficients, rows, is_observed), "cross": rows.mT @ coefficients}
+        return sums, arguments[1], others
+
     def _above_bias(self, value: Tensor) -> Tensor:
         return missing_where(value.double() - self.bias.double(), value)
 
@@ -222,23 +233,8 @@ class SpikeSlabSuperposition(SlabSuperposition):
             the matrix :math:`A`, ``(H, H)`` if nothing is missing, else ``(D, H, H)``. All can be
             added and scaled; pairs of the two shapes add up by broadcasting.
         """
-        rows = population.select_rows(value)
-        arguments = self._posterior_arguments(population, rows, temperature)
-        rows, is_observed = without_missing(rows)
-        if is_observed is None:
-            active, coefficients, pairs = ops.slab_moments(*arguments)
-            squares = pairs.diagonal().clone()
-        else:
-            active, coefficients, pairs, squares = ops.slab_moments_by_dimension(*arguments)
-        return {
-            **data_sums(rows, is_observed),
-            "states": active.sum(0),
-            "coefficients": coefficients.sum(0),
-            "coefficient_squares": squares,
-            "trials": trials(coefficients, rows, is_observed),
-            "cross": rows.mT @ coefficients,
-            "pairs": pairs,
-        }
+        statistics, _, squares = self._linear_statistics(population, value, temperature)
+        return {**statistics, "coefficient_squares": squares[0] if squares else statistics["pairs"].diagonal().clone()}
 
     def _slabs(self) -> tuple[Tensor, Tensor]:
         num_latents = self.weight.shape[-1]
@@ -343,22 +339,9 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
             ``(D, H, H)``. All can be added and scaled; pairs of the two shapes add up by
             broadcasting.
         """
-        rows = population.select_rows(value)
-        arguments = self._posterior_arguments(population, rows, temperature)
-        rows, is_observed = without_missing(rows)
-        moments = ops.slab_moments if is_observed is None else ops.slab_moments_by_dimension
-        active, coefficients, pairs, slope, curvature = moments(*arguments)
-        return {
-            **data_sums(rows, is_observed),
-            "states": active.sum(0),
-            "state_pairs": ops.moments(population.words, arguments[1], self.weight.shape[-1])[1].double(),
-            "coefficients": coefficients.sum(0),
-            "slab_slope": slope,
-            "slab_curvature": curvature,
-            "trials": trials(coefficients, rows, is_observed),
-            "cross": rows.mT @ coefficients,
-            "pairs": pairs,
-        }
+        statistics, weights, (slope, curvature) = self._linear_statistics(population, value, temperature)
+        state_pairs = ops.moments(population.words, weights, self.weight.shape[-1])[1]
+        return {**statistics, "state_pairs": state_pairs, "slab_slope": slope, "slab_curvature": curvature}
 
     @torch.no_grad()
     def expected_log_slab_prior(
