@@ -80,19 +80,10 @@ class LinearSuperposition(GaussianSuperposition):
         return (constant + energy).to(torch.promote_types(self.weight.dtype, value.dtype))
 
     def packed_log_prob(self, words: Tensor, value: Tensor, state_logits: Tensor | None = None) -> Tensor:
-        r"""Log density of observations under packed binary states, plus :math:`\sum_h s_h\,\mathrm{logit}_h`.
+        r"""Log density under packed binary states, plus :math:`\sum_h s_h\,\mathrm{logit}_h`: :meth:`Superposition.packed_log_prob`.
 
-        The states the distribution was built with play no role. Differentiable in the
-        parameters and the logits, once where entries are missing. Without gradients, products of a value with the dictionary are
-        cached. Scoring more states for the same value then computes none of them again.
-
-        Args:
-            words: packed states, ``(N, C, W)``.
-            value: observations ``(N, D)``. NaN where missing.
-            state_logits: coefficients of the states, ``(H,)`` or ``(N, H)``, such as prior log-odds.
-
-        Returns:
-            ``(N, C)``.
+        Differentiable in the parameters and the logits, once where entries are missing. Without gradients, products of a value with the
+        dictionary are cached. Scoring more states for the same value then computes none of them again.
         """
         dtype = torch.promote_types(self.weight.dtype, value.dtype)
         logits = (self.weight.new_zeros(1) if state_logits is None else state_logits).double()

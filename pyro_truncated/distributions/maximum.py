@@ -256,11 +256,7 @@ class FamilyMaximum(Superposition):
         with torch.no_grad():
             return self._family(self.mean).sample(torch.Size(sample_shape))
 
-    @property
-    def numbers_per_state(self) -> int:
-        """Intermediate numbers that scoring one state takes: ``2 D H``."""
-        # A product of every state with the dictionary, and which of them is largest.
-        return 2 * math.prod(self.weight.shape)
+    numbers_per_state = MaximumSuperposition.numbers_per_state
 
     def packed_log_prob(self, words: Tensor, value: Tensor, state_logits: Tensor | None = None) -> Tensor:
         r"""Log density under packed binary states, plus :math:`\sum_h s_h\,\mathrm{logit}_h`: :meth:`Superposition.packed_log_prob`."""
@@ -342,9 +338,9 @@ def _round(means: Tensor) -> Tensor:
     return large - (large - means)
 
 
-def _positive(**others: constraints.Constraint) -> dict[str, constraints.Constraint]:
-    weight = constraints.independent(constraints.positive, 2)
-    return {"states": constraints.independent(constraints.boolean, 1), "weight": weight, "background": constraints.positive, **others}
+def _limits(mean: constraints.Constraint = constraints.positive, **others: constraints.Constraint) -> dict[str, constraints.Constraint]:
+    weight = constraints.independent(mean, 2)
+    return {"states": constraints.independent(constraints.boolean, 1), "weight": weight, "background": mean, **others}
 
 
 class PoissonMaximum(FamilyMaximum):
@@ -355,7 +351,7 @@ class PoissonMaximum(FamilyMaximum):
         tensor([7., 1.])
     """
 
-    arg_constraints = _positive()
+    arg_constraints = _limits()
     support = constraints.independent(or_missing(constraints.nonnegative_integer), 1)
 
     def natural(self, mean: Tensor) -> Tensor:
@@ -382,11 +378,7 @@ class BernoulliMaximum(FamilyMaximum):
         tensor(0.7500)
     """
 
-    arg_constraints = {  # noqa: RUF012 - the attribute is an instance attribute in torch
-        "states": constraints.independent(constraints.boolean, 1),
-        "weight": constraints.independent(constraints.unit_interval, 2),
-        "background": constraints.unit_interval,
-    }
+    arg_constraints = _limits(constraints.unit_interval)
     support = constraints.independent(or_missing(constraints.boolean), 1)
 
     def natural(self, mean: Tensor) -> Tensor:
@@ -409,7 +401,7 @@ class ExponentialMaximum(FamilyMaximum):
         tensor([16.])
     """
 
-    arg_constraints = _positive()
+    arg_constraints = _limits()
     support = constraints.independent(or_missing(constraints.nonnegative), 1)
 
     def natural(self, mean: Tensor) -> Tensor:
@@ -436,14 +428,11 @@ class GammaMaximum(FamilyMaximum):
         tensor([1.])
 
     Args:
-        states: binary states ``(*batch, H)``.
-        weight: means, as in :class:`FamilyMaximum`.
-        background: mean without a cause.
+        states, weight, background, validate_args: see :class:`FamilyMaximum`.
         concentration: shape :math:`k`, a scalar.
-        validate_args: whether to check parameters and values.
     """
 
-    arg_constraints = _positive(concentration=constraints.positive)
+    arg_constraints = _limits(concentration=constraints.positive)
     support = constraints.independent(or_missing(constraints.positive), 1)
 
     concentration: Tensor

@@ -47,6 +47,26 @@ class SlabSuperposition(GaussianSuperposition):
         log_prob = ops.slab_log_prob(words, self._above_bias(value), self.weight, self._precision(), *self._slabs(), linear)
         return log_prob.to(torch.promote_types(self.weight.dtype, value.dtype))
 
+    def slab_posterior(self, value: Tensor) -> MultivariateNormal:
+        r"""Returns the exact posterior :math:`p(z \mid b, y)` of the slabs.
+
+        It has batch shape ``batch``, in the type of the dictionary.
+
+        Slabs of latents that are off have their prior there, given the others. Mean and covariance of the coefficients :math:`s = b \odot
+        z` are those of :math:`z`, with zeros for latents that are off.
+
+        Args:
+            value: observations ``(*batch, D)``. NaN where missing.
+        """
+        _, factor, solution = self._collapse(self.states, self._above_bias(value))
+        identity = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
+        inverse = torch.linalg.solve_triangular(factor, identity, upper=False)
+        # A factor in standard units; the slabs are made of its columns.
+        factor = torch.linalg.cholesky(inverse.mT @ inverse)
+        scale_tril = self._spread(factor.movedim(-1, 0)).movedim(0, -1)
+        loc = self.slab_mean.double() + self._spread(solution)
+        return MultivariateNormal(loc.to(self.weight.dtype), scale_tril=scale_tril.to(self.weight.dtype))
+
     @torch.no_grad()
     def coefficients(self, population: Population, value: Tensor) -> Tensor:
         r"""Posterior means :math:`\langle b \odot z \rangle` of the coefficients, ``(N, H)`` in float64."""
@@ -79,6 +99,17 @@ class SlabSuperposition(GaussianSuperposition):
         weights = population.weights(temperature)
         return population.words, weights, self._above_bias(rows), self.weight.double(), self._precision(), mean.double(), spread.double()
 
+    def _linear_statistics(self, population: Population, value: Tensor, temperature: float) -> tuple[Statistics, Tensor, list[Tensor]]:
+        """Statistics of all slabs, weights, and what only some slabs have."""
+        rows = population.select_rows(value)
+        arguments = self._posterior_arguments(population, rows, temperature)
+        rows, is_observed = without_missing(rows)
+        moments = ops.slab_moments if is_observed is None else ops.slab_moments_by_dimension
+        active, coefficients, pairs, *others = moments(*arguments)
+        sums = {**data_sums(rows, is_observed), "states": active.sum(0), "coefficients": coefficients.sum(0), "pairs": pairs}
+        sums |= {"trials": trials(coefficients, rows, is_observed), "cross": rows.mT @ coefficients}
+        return sums, arguments[1], others
+
     def _above_bias(self, value: Tensor) -> Tensor:
         return missing_where(value.double() - self.bias.double(), value)
 
@@ -103,13 +134,6 @@ class SlabSuperposition(GaussianSuperposition):
         linear = product(weight.mT, precision * value.double().nan_to_num(0.0))
         gram = (weight.mT * precision.unsqueeze(-2)) @ weight
         return self._integrate(states.double(), linear, gram)
-
-    def _standard_posterior(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Posterior mean and Cholesky factor of slabs in standard units."""
-        _, factor, solution = self._collapse(self.states, self._above_bias(value))
-        identity = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
-        inverse = torch.linalg.solve_triangular(factor, identity, upper=False)
-        return solution, torch.linalg.cholesky(inverse.mT @ inverse)
 
 
 class SpikeSlabSuperposition(SlabSuperposition):
@@ -184,24 +208,6 @@ class SpikeSlabSuperposition(SlabSuperposition):
         # A precision matrix of the slabs for every state, its factor, and what these are made from.
         return 4 * self.weight.shape[-1] ** 2
 
-    def slab_posterior(self, value: Tensor) -> MultivariateNormal:
-        r"""Returns the exact posterior :math:`p(z \mid b, y)` of the slabs.
-
-        It has batch shape ``batch``, in the type of the dictionary.
-
-        Slabs of latents that are off have their prior there. Mean and covariance of the
-        coefficients :math:`s = b \odot z` are those of :math:`z`, with zeros for latents that are
-        off.
-
-        Args:
-            value: observations ``(*batch, D)``. NaN where missing.
-        """
-        solution, spread = self._standard_posterior(value)
-        deviation = self.slab_scale.double()
-        scale_tril = deviation.unsqueeze(-1) * spread
-        loc = self.slab_mean.double() + deviation * solution
-        return MultivariateNormal(loc.to(self.weight.dtype), scale_tril=scale_tril.to(self.weight.dtype))
-
     @torch.no_grad()
     def statistics(self, population: Population, value: Tensor, temperature: float = 1.0) -> Statistics:
         r"""Expected sufficient statistics, summed over the population's data points, in float64.
@@ -227,23 +233,8 @@ class SpikeSlabSuperposition(SlabSuperposition):
             the matrix :math:`A`, ``(H, H)`` if nothing is missing, else ``(D, H, H)``. All can be
             added and scaled; pairs of the two shapes add up by broadcasting.
         """
-        rows = population.select_rows(value)
-        arguments = self._posterior_arguments(population, rows, temperature)
-        rows, is_observed = without_missing(rows)
-        if is_observed is None:
-            active, coefficients, pairs = ops.slab_moments(*arguments)
-            squares = pairs.diagonal().clone()
-        else:
-            active, coefficients, pairs, squares = ops.slab_moments_by_dimension(*arguments)
-        return {
-            **data_sums(rows, is_observed),
-            "states": active.sum(0),
-            "coefficients": coefficients.sum(0),
-            "coefficient_squares": squares,
-            "trials": trials(coefficients, rows, is_observed),
-            "cross": rows.mT @ coefficients,
-            "pairs": pairs,
-        }
+        statistics, _, squares = self._linear_statistics(population, value, temperature)
+        return {**statistics, "coefficient_squares": squares[0] if squares else statistics["pairs"].diagonal().clone()}
 
     def _slabs(self) -> tuple[Tensor, Tensor]:
         num_latents = self.weight.shape[-1]
@@ -277,13 +268,8 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
         torch.Size([3])
 
     Args:
-        states: indicators :math:`b`, ``(*batch, H)``, zeros and ones.
-        weight: dictionary :math:`W`, ``(D, H)``, or with batch dimensions in front.
-        scale: standard deviation of the noise :math:`\sigma`, a scalar or ``(D,)``, or with batch dimensions in front of ``D``.
-        slab_mean: means of the slabs :math:`\mu`, a scalar or ``(H,)``, or with batch dimensions in front of ``H``.
-        slab_scale_tril: lower Cholesky factor :math:`T` of their covariance, ``(H, H)``.
-        bias: offset :math:`a`, ``(D,)``, or with batch dimensions in front. Zero by default.
-        validate_args: whether to check parameters and values.
+        states, weight, scale, slab_mean, bias, validate_args: see :class:`.SpikeSlabSuperposition`.
+        slab_scale_tril: lower Cholesky factor :math:`T` of the slabs' covariance, ``(H, H)``.
 
     Raises:
         ValueError: if states, weight and slabs disagree about the number of latents, or a parameter is invalid.
@@ -333,24 +319,6 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
         # As for independent slabs, and two products of matrices.
         return 6 * self.weight.shape[-1] ** 2
 
-    def slab_posterior(self, value: Tensor) -> MultivariateNormal:
-        r"""Returns the exact posterior :math:`p(z \mid b, y)` of the slabs.
-
-        It has batch shape ``batch``, in the type of the dictionary.
-
-        Slabs of latents that are off have their prior given the others there. Mean and covariance
-        of the coefficients :math:`s = b \odot z` are those of :math:`z`, with zeros for latents
-        that are off.
-
-        Args:
-            value: observations ``(*batch, D)``. NaN where missing.
-        """
-        solution, spread = self._standard_posterior(value)
-        root = self.slab_scale_tril.double()
-        scale_tril = root @ spread
-        loc = self.slab_mean.double() + solution @ root.mT
-        return MultivariateNormal(loc.to(self.weight.dtype), scale_tril=scale_tril.to(self.weight.dtype))
-
     @torch.no_grad()
     def statistics(self, population: Population, value: Tensor, temperature: float = 1.0) -> Statistics:
         r"""Expected sufficient statistics, summed over the population's data points, in float64.
@@ -371,22 +339,9 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
             ``(D, H, H)``. All can be added and scaled; pairs of the two shapes add up by
             broadcasting.
         """
-        rows = population.select_rows(value)
-        arguments = self._posterior_arguments(population, rows, temperature)
-        rows, is_observed = without_missing(rows)
-        moments = ops.slab_moments if is_observed is None else ops.slab_moments_by_dimension
-        active, coefficients, pairs, slope, curvature = moments(*arguments)
-        return {
-            **data_sums(rows, is_observed),
-            "states": active.sum(0),
-            "state_pairs": ops.moments(population.words, arguments[1], self.weight.shape[-1])[1].double(),
-            "coefficients": coefficients.sum(0),
-            "slab_slope": slope,
-            "slab_curvature": curvature,
-            "trials": trials(coefficients, rows, is_observed),
-            "cross": rows.mT @ coefficients,
-            "pairs": pairs,
-        }
+        statistics, weights, (slope, curvature) = self._linear_statistics(population, value, temperature)
+        state_pairs = ops.moments(population.words, weights, self.weight.shape[-1])[1]
+        return {**statistics, "state_pairs": state_pairs, "slab_slope": slope, "slab_curvature": curvature}
 
     @torch.no_grad()
     def expected_log_slab_prior(
@@ -418,7 +373,7 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
         return self.slab_mean.expand(self.weight.shape[-1]), root @ root.mT
 
     def _spread(self, standard: Tensor) -> Tensor:
-        return standard @ self.slab_scale_tril.mT
+        return standard @ self.slab_scale_tril.mT.to(standard.dtype)
 
     def _integrate(self, states: Tensor, linear: Tensor, gram: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return collapse_correlated_slabs(states, linear, gram, self.slab_mean.double(), self.slab_scale_tril.double())

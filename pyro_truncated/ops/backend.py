@@ -154,8 +154,9 @@ def are_differentiated(*tensors: Tensor) -> bool:
     return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
-def remember_context(ctx: Any) -> None:
-    """Records kernels and memory budget in a forward pass for :func:`gradient`."""
+def save_with_context(ctx: Any, *tensors: Tensor | None) -> None:
+    """Saves a forward pass's tensors, kernels and memory budget for :func:`gradient`."""
+    ctx.save_for_backward(*tensors)
     ctx.run_as_forward = copy_context().run
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.backend import backend, gradient, remember_context
+from pyro_truncated.ops.backend import backend, gradient, save_with_context
 from pyro_truncated.ops.packed_states import WORD_BITS
 from pyro_truncated.utils.arguments import describe
 
@@ -298,8 +298,7 @@ class _FreeEnergy(torch.autograd.Function):
     def forward(ctx: Any, words: Tensor, unary: Tensor, log_prob: Tensor, kind: Tensor) -> Tensor:
         """Returns the bounds ``(N,)``: sums of log normalisers over steps."""
         ((forward, log_norm),) = backend("binary_chains", words).messages(words, unary, log_prob, kind, [True])
-        ctx.save_for_backward(words, unary, log_prob, kind, forward, log_norm)
-        remember_context(ctx)
+        save_with_context(ctx, words, unary, log_prob, kind, forward, log_norm)
         return log_norm.sum(1)  # type: ignore[no-any-return]
 
     @staticmethod

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.backend import backend, gradient, remember_context
+from pyro_truncated.ops.backend import backend, gradient, save_with_context
 from pyro_truncated.ops.deferred_checks import raise_if
 from pyro_truncated.ops.packed_states import check_likelihood, check_weights
 from pyro_truncated.ops.streams import Source, draw_seed, positions
@@ -204,8 +204,7 @@ class _MaximumError(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, words: Tensor, value: Tensor, weight: Tensor, precision: Tensor) -> Tensor:
         """Returns errors ``(N, C)``."""
-        ctx.save_for_backward(words, value, weight, precision)
-        remember_context(ctx)
+        save_with_context(ctx, words, value, weight, precision)
         return backend("maximum", words).maximum_error(words, value, weight, precision)  # type: ignore[no-any-return]
 
     @staticmethod
@@ -259,8 +258,7 @@ class _MaximumScore(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, words: Tensor, value: Tensor, natural: Tensor, partition: Tensor) -> Tensor:
         """Returns log densities ``(N, C)``."""
-        ctx.save_for_backward(words, value, natural, partition)
-        remember_context(ctx)
+        save_with_context(ctx, words, value, natural, partition)
         return backend("maximum", words).maximum_score(words, value, natural, partition)  # type: ignore[no-any-return]
 
     @staticmethod

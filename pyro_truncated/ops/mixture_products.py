@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.backend import backend, gradient, remember_context
+from pyro_truncated.ops.backend import backend, gradient, save_with_context
 
 
 def mixture_products(
@@ -46,8 +46,7 @@ class _MixtureProducts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, num_sharp: int, sum_rows: bool, *factors: Tensor) -> Tensor:
         """Returns products ``(N, P)``, or ``(P,)`` if summed over rows."""
-        ctx.save_for_backward(*factors)
-        remember_context(ctx)
+        save_with_context(ctx, *factors)
         ctx.num_sharp = num_sharp
         return backend("mixture_products", factors[0]).products(factors, num_sharp, sum_rows).to(factors[0].dtype)  # type: ignore[no-any-return]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.backend import backend, gradient, remember_context
+from pyro_truncated.ops.backend import backend, gradient, save_with_context
 from pyro_truncated.ops.packed_states import check_likelihood, check_weights
 from pyro_truncated.ops.quadratic import product
 from pyro_truncated.utils.constraints import as_signed
@@ -59,8 +59,7 @@ class _NoisyOrLogProb(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, words: Tensor, value: Tensor, log_complement: Tensor, log_leak_complement: Tensor, linear: Tensor) -> Tensor:
         """Returns log probabilities ``(N, C)``."""
-        ctx.save_for_backward(words, value, log_complement, log_leak_complement)
-        remember_context(ctx)
+        save_with_context(ctx, words, value, log_complement, log_leak_complement)
         ctx.linear_type = linear.dtype
         result = backend("noisy_or", words).noisy_or_log_prob(words, value, log_complement, log_leak_complement, linear)
         return result.to(log_complement.dtype)  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.backend import backend, differentiable_gradient, gradient, remember_context
+from pyro_truncated.ops.backend import backend, differentiable_gradient, gradient, save_with_context
 from pyro_truncated.ops.packed_states import check_bits, check_likelihood, check_rows, check_weights
 
 
@@ -75,8 +75,7 @@ class _PairEnergy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, words: Tensor, linear: Tensor, pairwise: Tensor | None) -> Tensor:
         """Returns energies ``(N, C)``."""
-        ctx.save_for_backward(words)
-        remember_context(ctx)
+        save_with_context(ctx, words)
         ctx.linear_type, ctx.num_latents = linear.dtype, linear.shape[-1]
         ctx.pairwise = None if pairwise is None else (pairwise.dtype, pairwise.dim() == 3)
         return backend("quadratic", words).pair_energy(words, linear, pairwise).to(linear.dtype)  # type: ignore[no-any-return]
@@ -85,46 +84,28 @@ class _PairEnergy(torch.autograd.Function):
     @differentiable_gradient
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor | None]:
         """Gradients: the moments of the states, weighted by those of the energies."""
-        if not ctx.needs_input_grad[2]:
-            first = _FirstMoments.apply(*ctx.saved_tensors, grad, ctx.num_latents)  # type: ignore[no-untyped-call]
-            return None, first.to(ctx.linear_type), None
-        pairwise_type, per_datum = ctx.pairwise
+        pairwise_type, per_datum = ctx.pairwise if ctx.needs_input_grad[2] else (None, None)
         first, second = _Moments.apply(*ctx.saved_tensors, grad, ctx.num_latents, per_datum)  # type: ignore[no-untyped-call]
-        return None, first.to(ctx.linear_type), second.to(pairwise_type)
+        return None, first.to(ctx.linear_type), None if second is None else second.to(pairwise_type)
 
 
 class _Moments(torch.autograd.Function):
-    r"""Moments :math:`\sum_c w_{nc} s` and :math:`\sum_{(n)c} w_{nc} s s^\top`, linear in the weights."""
+    r"""Moments :math:`\sum_c w_{nc} s` and :math:`\sum_{(n)c} w_{nc} s s^\top`, linear in the weights, or the first alone."""
 
     @staticmethod
-    def forward(ctx: Any, words: Tensor, weights: Tensor, num_latents: int, per_datum: bool) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, words: Tensor, weights: Tensor, num_latents: int, per_datum: bool | None) -> tuple[Tensor, Tensor | None]:
         """Returns first and second moments."""
-        ctx.save_for_backward(words)
-        remember_context(ctx)
-        return backend("quadratic", weights).moments(words, weights, num_latents, per_datum)  # type: ignore[no-any-return]
+        save_with_context(ctx, words)
+        kernels = backend("quadratic", weights)
+        if per_datum is None:
+            return kernels.first_moments(words, weights, num_latents), None
+        return kernels.moments(words, weights, num_latents, per_datum)  # type: ignore[no-any-return]
 
     @staticmethod
     @differentiable_gradient
-    def backward(ctx: Any, first: Tensor, second: Tensor) -> tuple[None, Tensor, None, None]:
+    def backward(ctx: Any, first: Tensor, second: Tensor | None) -> tuple[None, Tensor, None, None]:
         """Gradients: energies whose coefficients are the gradients of the moments."""
         return None, _PairEnergy.apply(*ctx.saved_tensors, first, second), None, None  # type: ignore[no-untyped-call]
-
-
-class _FirstMoments(torch.autograd.Function):
-    r"""First moments :math:`\sum_c w_{nc} s`, linear in the weights."""
-
-    @staticmethod
-    def forward(ctx: Any, words: Tensor, weights: Tensor, num_latents: int) -> Tensor:
-        """Returns first moments."""
-        ctx.save_for_backward(words)
-        remember_context(ctx)
-        return backend("quadratic", weights).first_moments(words, weights, num_latents)  # type: ignore[no-any-return]
-
-    @staticmethod
-    @differentiable_gradient
-    def backward(ctx: Any, first: Tensor) -> tuple[None, Tensor, None]:
-        """Gradients: energies whose coefficients are the gradients of the moments."""
-        return None, _PairEnergy.apply(*ctx.saved_tensors, first, None), None  # type: ignore[no-untyped-call]
 
 
 def square_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tensor) -> Tensor:
@@ -144,8 +125,7 @@ class _SquareError(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, words: Tensor, value: Tensor, weight: Tensor, precision: Tensor) -> Tensor:
         """Returns errors ``(N, C)``."""
-        ctx.save_for_backward(words, value, weight, precision)
-        remember_context(ctx)
+        save_with_context(ctx, words, value, weight, precision)
         return backend("quadratic", words).square_error(words, value, weight, precision)  # type: ignore[no-any-return]
 
     @staticmethod

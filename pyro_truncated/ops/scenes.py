@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.backend import backend, gradient, remember_context
+from pyro_truncated.ops.backend import backend, gradient, save_with_context
 from pyro_truncated.ops.canvas import Canvas, SceneParameters, SceneStatistics
 from pyro_truncated.ops.deferred_checks import raise_if
 from pyro_truncated.ops.vectorised import scenes as vectorised
@@ -72,8 +72,7 @@ class _SceneLogProb(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, places: Tensor, rank: Tensor | None, images: Tensor, canvas: Canvas, *inputs: Tensor) -> Tensor:
         """Returns log densities ``(N, C)``."""
-        ctx.save_for_backward(places, rank, images, *inputs)
-        remember_context(ctx)
+        save_with_context(ctx, places, rank, images, *inputs)
         ctx.canvas = canvas
         return backend("scenes", places).log_prob(places, rank, images, SceneParameters(*inputs), canvas)  # type: ignore[no-any-return]
 

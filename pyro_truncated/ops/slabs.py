@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.backend import backend, gradient, remember_context
+from pyro_truncated.ops.backend import backend, gradient, save_with_context
 from pyro_truncated.ops.deferred_checks import cholesky
 from pyro_truncated.ops.packed_states import check_likelihood, check_weights
 from pyro_truncated.ops.quadratic import linear_energy
@@ -31,11 +31,21 @@ from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.constraints import without_missing
 
 
-def slab_terms(value: Tensor, weight: Tensor, precision: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Products ``(N, H)`` of data and dictionary, the scaled dictionary, and a mask."""
+class SlabTerms(NamedTuple):
+    """What kernels take of data, dictionary and slabs."""
+
+    linear: Tensor  # products of data and dictionary over the noise variance, (N, H)
+    elements: Tensor  # the dictionary over the noise deviation, (D, H)
+    is_observed: Tensor | None  # (N, D); None where all entries are
+    mean: Tensor
+    spread: Tensor
+
+
+def _terms(value: Tensor, weight: Tensor, precision: Tensor, slab_mean: Tensor, spread: Tensor) -> SlabTerms:
     rows, is_observed = without_missing(value)
     rows, weight, precision = rows.detach(), weight.detach().double(), precision.detach().double()
-    return rows @ (weight * precision.unsqueeze(-1)), weight * precision.sqrt().unsqueeze(-1), is_observed
+    linear, elements = rows @ (weight * precision.unsqueeze(-1)), weight * precision.sqrt().unsqueeze(-1)
+    return SlabTerms(linear, elements, is_observed, slab_mean.double(), spread.double())
 
 
 def noise_log_density(value: Tensor, precision: Tensor) -> Tensor:
@@ -111,9 +121,9 @@ def slab_moments(
     """
     check_weights(words, weights)
     _check(words, value, weight, precision, slab_mean, spread)
-    kernels, terms = backend("slabs", words), slab_terms(value, weight, precision)
+    kernels = backend("slabs", words)
     moments = kernels.moments if spread.dim() == 1 else kernels.correlated_moments
-    return moments(words, weights, *terms, slab_mean, spread, per_datum)  # type: ignore[no-any-return]
+    return moments(words, weights, _terms(value, weight, precision, slab_mean, spread), per_datum)  # type: ignore[no-any-return]
 
 
 @renames(slab_deviation="spread", slab_covariance="spread")
@@ -158,9 +168,8 @@ def expected_log_slab_prior(
     _check(words, value, weight, precision, slab_mean, slab_covariance)
     if slab_covariance.dim() != 2 or covariances.shape != (*means.shape, weight.shape[1]) or means.shape[1:] != weight.shape[1:]:
         raise ValueError(f"means (T, H) and covariances (T, H, H) do not fit; got {tuple(means.shape)} and {tuple(covariances.shape)}")
-    terms = slab_terms(value, weight, precision)
-    kernels = backend("slabs", words)
-    return kernels.expected_log_prior(words, weights, *terms, slab_mean, slab_covariance, means, covariances)  # type: ignore[no-any-return]
+    terms = _terms(value, weight, precision, slab_mean, slab_covariance)
+    return backend("slabs", words).expected_log_prior(words, weights, terms, means, covariances)  # type: ignore[no-any-return]
 
 
 class _LogProb(torch.autograd.Function):
@@ -169,12 +178,10 @@ class _LogProb(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, words: Tensor, *inputs: Tensor) -> Tensor:
         """Returns log densities ``(N, C)`` with the slabs integrated out."""
-        ctx.save_for_backward(words, *inputs)
-        remember_context(ctx)
-        value, weight, precision, slab_mean, spread = inputs
-        kernels, terms = backend("slabs", words), slab_terms(value, weight, precision)
+        save_with_context(ctx, words, *inputs)
+        kernels, (value, _, precision, _, spread) = backend("slabs", words), inputs
         log_prob = kernels.log_prob if spread.dim() == 1 else kernels.correlated_log_prob
-        energy: Tensor = log_prob(words, *terms, slab_mean, spread)
+        energy: Tensor = log_prob(words, _terms(*inputs))
         return energy + noise_log_density(value, precision)
 
     @staticmethod

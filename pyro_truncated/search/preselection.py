@@ -169,9 +169,7 @@ class Cosine(_Dictionary):
         >>> model = BinarySparseCoding(16, 8)
         >>> search = Preselection(Cosine(lambda: model.weight), 4)
 
-    Args:
-        weight: returns the current dictionary :math:`W`, ``(D, H)``.
-        site: name of the observed site; needed only where there are several.
+    Its arguments are those of :class:`Projection`.
     """
 
     def _compare(self, observed: Tensor, weight: Tensor) -> Tensor:

@@ -123,11 +123,12 @@ def maximum_statistics(words: Tensor, weights: Tensor, value: Tensor, weight: Te
 
 
 @njit
-def _maximum(weight, active, count, size, out):
+def _largest(start, rows, active, count, size, out):
+    """The largest of the active rows and of the start."""
     for j in range(size):
-        out[j] = 0.0
+        out[j] = start[j]
     for a in range(count):
-        row = weight[active[a]]
+        row = rows[active[a]]
         for j in range(size):
             out[j] = row[j] if row[j] > out[j] else out[j]
 
@@ -142,7 +143,7 @@ def _maximum_error(words, value, weight, precision, out):
         index = np.empty(num_observed + 1, np.int64)
         near_weight = np.empty((num_latents, round_up(num_observed)))
         near_value, near_precision = np.empty(round_up(num_observed)), np.empty(round_up(num_observed))
-        residual = np.empty(round_up(num_observed))
+        residual, zeros = np.empty(round_up(num_observed)), np.zeros(round_up(num_observed))
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row = n if num_rows > 1 else 0
             num_used = ever_active(words, row, active)
@@ -154,7 +155,7 @@ def _maximum_error(words, value, weight, precision, out):
                 gather(weight[active[a]], index, count, 0.0, near_weight[active[a]])
             for c in range(num_candidates):
                 num_active = active_latents(words, row, c, active)
-                _maximum(near_weight, active, num_active, size, residual)
+                _largest(zeros, near_weight, active, num_active, size, residual)
                 for j in range(size):
                     residual[j] -= near_value[j]
                 out[n, c] = weighted_square(residual, near_precision, size)
@@ -207,17 +208,6 @@ def maximum_score(words: Tensor, value: Tensor, natural: Tensor, partition: Tens
     return out
 
 
-@njit
-def _largest(rows, active, count, size, out):
-    """The largest of the active rows and the last one."""
-    for j in range(size):
-        out[j] = rows[-1, j]
-    for a in range(count):
-        row = rows[active[a]]
-        for j in range(size):
-            out[j] = row[j] if row[j] > out[j] else out[j]
-
-
 @njit(fastmath={"reassoc", "contract"})
 def _difference(value, natural, partition, size):
     total = 0.0
@@ -250,8 +240,8 @@ def _maximum_score(words, value, natural, partition, out):
                 gather(partition[h], index, count, 0.0, near_partition[h])
             for c in range(num_candidates):
                 num_active = active_latents(words, row, c, active)
-                _largest(near_natural, active, num_active, size, most_natural)
-                _largest(near_partition, active, num_active, size, most_partition)
+                _largest(near_natural[-1], near_natural, active, num_active, size, most_natural)
+                _largest(near_partition[-1], near_partition, active, num_active, size, most_partition)
                 out[n, c] = _difference(near_value, most_natural, most_partition, size)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import prange, types
 from numba.extending import intrinsic
@@ -28,6 +27,7 @@ from pyro_truncated.ops.compiled.iterate_active import (
     most_active,
     round_up,
 )
+from pyro_truncated.ops.slabs import SlabTerms
 
 # Entries of a row that are worked on at a time. A plain loop takes twice as long, as its rows may overlap for all that the compiler knows.
 _LANES = 8
@@ -136,10 +136,11 @@ def gather_above(table, active, count, size, out):
             out[a, b] = table[h, active[b]]
 
 
-def gram_matrix(elements: Tensor, is_observed: Tensor | None) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
-    """The dictionary by latents, observed entries, and the whole Gram matrix."""
-    elements = elements.detach().double()
-    return as_array(elements.mT), None if is_observed is None else is_observed.contiguous().numpy(), as_array(elements.mT @ elements)
+def _arrays(terms: SlabTerms) -> tuple[np.ndarray | None, ...]:
+    """The terms, with the whole Gram matrix behind the mask."""
+    is_observed = None if terms.is_observed is None else terms.is_observed.contiguous().numpy()
+    gram = terms.elements.mT @ terms.elements
+    return as_array(terms.linear), as_array(terms.elements.mT), is_observed, *(as_array(part) for part in (gram, terms.mean, terms.spread))
 
 
 @njit(fastmath={"reassoc", "contract"})
@@ -178,35 +179,20 @@ def invert(factor, count):
 _LARGE = 1e150
 
 
-def log_prob(words: Tensor, linear: Tensor, elements: Tensor, is_observed: Tensor | None, mean: Tensor, deviation: Tensor) -> Tensor:
-    """Log densities ``(N, C)``, up to constants, with slabs integrated out.
-
-    ``linear (N, H)`` are products of data and dictionary over the noise variance, ``elements (D, H)`` is the dictionary over the noise
-    deviation, ``is_observed (N, D)`` may be ``None``.
-    """
-    out = linear.new_empty(linear.shape[0], words.shape[1], dtype=torch.float64)
-    _log_prob(as_words(words), as_array(linear), *gram_matrix(elements, is_observed), as_array(mean), as_array(deviation), out.numpy())
+def log_prob(words: Tensor, terms: SlabTerms) -> Tensor:
+    """Log densities ``(N, C)``, up to constants, with slabs integrated out."""
+    out = terms.linear.new_empty(len(terms.linear), words.shape[1])
+    _log_prob(as_words(words), *_arrays(terms), out.numpy())
     return out
 
 
-def moments(
-    words: Tensor,
-    weights: Tensor,
-    linear: Tensor,
-    elements: Tensor,
-    is_observed: Tensor | None,
-    mean: Tensor,
-    deviation: Tensor,
-    per_datum: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See :func:`pyro_truncated.ops.slab_moments`; the other arguments are those of :func:`log_prob`."""
-    num_data, num_latents = linear.shape
-    active = linear.new_zeros(num_data, num_latents, dtype=torch.float64)
-    first = torch.zeros_like(active)
+def moments(words: Tensor, weights: Tensor, terms: SlabTerms, per_datum: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`pyro_truncated.ops.slab_moments`."""
+    num_data, num_latents = terms.linear.shape
+    active, first = (terms.linear.new_zeros(num_data, num_latents) for _ in range(2))
     num_blocks = num_data if per_datum else count_blocks(num_data, num_latents**2)
-    second = linear.new_zeros(num_blocks, num_latents, num_latents, dtype=torch.float64)
-    parameters = as_array(linear), *gram_matrix(elements, is_observed), as_array(mean), as_array(deviation)
-    _moments(as_words(words), as_array(weights), *parameters, active.numpy(), first.numpy(), second.numpy())
+    second = active.new_zeros(num_blocks, num_latents, num_latents)
+    _moments(as_words(words), as_array(weights), *_arrays(terms), active.numpy(), first.numpy(), second.numpy())
     second = second if per_datum else second.sum(0)
     return active, first, second + second.tril(-1).mT
 
@@ -500,58 +486,33 @@ def log_prior(mean, covariance, active, count, size, roots, vectors, rows):
     return energy - 0.5 * np.log(product)
 
 
-def correlated_log_prob(
-    words: Tensor, linear: Tensor, elements: Tensor, is_observed: Tensor | None, mean: Tensor, covariance: Tensor
-) -> Tensor:
+def correlated_log_prob(words: Tensor, terms: SlabTerms) -> Tensor:
     """As :func:`log_prob`, with the covariance of the slabs, ``(H, H)``."""
-    out = linear.new_empty(linear.shape[0], words.shape[1], dtype=torch.float64)
-    packed, parameters = as_words(words), (as_array(linear), *gram_matrix(elements, is_observed), as_array(mean), as_array(covariance))
-    _correlated_log_prob(packed, *parameters, *_scratch(packed, len(linear), 0), out.numpy())
+    packed, out = as_words(words), terms.linear.new_empty(len(terms.linear), words.shape[1])
+    _correlated_log_prob(packed, *_arrays(terms), *_scratch(packed, len(out), 0), out.numpy())
     return out
 
 
-def correlated_moments(
-    words: Tensor,
-    weights: Tensor,
-    linear: Tensor,
-    elements: Tensor,
-    is_observed: Tensor | None,
-    mean: Tensor,
-    covariance: Tensor,
-    per_datum: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See :func:`pyro_truncated.ops.slab_moments`; the other arguments are those of :func:`log_prob`."""
-    num_data, num_latents = linear.shape
-    active = linear.new_zeros(num_data, num_latents, dtype=torch.float64)
-    first = torch.zeros_like(active)
-    packed, parameters = as_words(words), (as_array(linear), *gram_matrix(elements, is_observed), as_array(mean), as_array(covariance))
+def correlated_moments(words: Tensor, weights: Tensor, terms: SlabTerms, per_datum: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See :func:`pyro_truncated.ops.slab_moments`."""
+    packed, (num_data, num_latents) = as_words(words), terms.linear.shape
+    active, first = (terms.linear.new_zeros(num_data, num_latents) for _ in range(2))
     scratch = _scratch(packed, num_data, 2 * num_latents**2)
     num_blocks = len(scratch[0])
-    second = linear.new_zeros(num_data if per_datum else num_blocks, num_latents, num_latents, dtype=torch.float64)
-    curvature = linear.new_zeros(num_blocks, num_latents, num_latents, dtype=torch.float64)
-    slope = linear.new_zeros(num_blocks, num_latents, dtype=torch.float64)
+    second = active.new_zeros(num_data if per_datum else num_blocks, num_latents, num_latents)
+    slope, curvature = active.new_zeros(num_blocks, num_latents), active.new_zeros(num_blocks, num_latents, num_latents)
     outputs = active.numpy(), first.numpy(), second.numpy(), slope.numpy(), curvature.numpy()
-    _correlated_moments(packed, as_array(weights), *parameters, *scratch, *outputs)
+    _correlated_moments(packed, as_array(weights), *_arrays(terms), *scratch, *outputs)
     second, curvature = second if per_datum else second.sum(0), curvature.sum(0)
     return active, first, second + second.tril(-1).mT, slope.sum(0), curvature + curvature.tril(-1).mT
 
 
-def expected_log_prior(
-    words: Tensor,
-    weights: Tensor,
-    linear: Tensor,
-    elements: Tensor,
-    is_observed: Tensor | None,
-    mean: Tensor,
-    covariance: Tensor,
-    means: Tensor,
-    covariances: Tensor,
-) -> Tensor:
-    """See :func:`pyro_truncated.ops.expected_log_slab_prior`; the other arguments are those of :func:`log_prob`."""
-    packed, parameters = as_words(words), (as_array(linear), *gram_matrix(elements, is_observed), as_array(mean), as_array(covariance))
-    scratch, others = _scratch(packed, len(linear), len(means)), (as_array(means), as_array(covariances))
-    out = linear.new_zeros(len(scratch[0]), len(means), dtype=torch.float64)
-    _expected_log_prior(packed, as_array(weights), *parameters, *others, *scratch, out.numpy())
+def expected_log_prior(words: Tensor, weights: Tensor, terms: SlabTerms, means: Tensor, covariances: Tensor) -> Tensor:
+    """See :func:`pyro_truncated.ops.expected_log_slab_prior`."""
+    packed, others = as_words(words), (as_array(means), as_array(covariances))
+    scratch = _scratch(packed, len(terms.linear), len(means))
+    out = terms.linear.new_zeros(len(scratch[0]), len(means))
+    _expected_log_prior(packed, as_array(weights), *_arrays(terms), *others, *scratch, out.numpy())
     return out.sum(0)
 
 

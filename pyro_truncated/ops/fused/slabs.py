@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_truncated.ops.backend import NoKernelError
 from pyro_truncated.ops.fused.bits import any_bits, lowest_bit, on_device
+from pyro_truncated.ops.slabs import SlabTerms
 from pyro_truncated.ops.vectorised.latent_values import gram_matrix, sort_by_number
 
 # Of a matrix of active latents; larger ones do not fit registers.
@@ -18,36 +19,27 @@ _PLACES = [4, 8, 16, 32, 64]
 
 
 @on_device
-def log_prob(words: Tensor, linear: Tensor, elements: Tensor, is_observed: Tensor | None, mean: Tensor, deviation: Tensor) -> Tensor:
-    """See :func:`pyro_truncated.ops.compiled.slabs.log_prob`."""
+def log_prob(words: Tensor, terms: SlabTerms) -> Tensor:
+    """Log densities ``(N, C)``, up to constants, with slabs integrated out."""
     launches = _plan(words)
     out = torch.empty(words.shape[:2], dtype=torch.float64, device=words.device)
-    parameters = _parameters(words, linear, elements, is_observed, mean, deviation)
+    parameters = _parameters(words, terms)
     for launch in launches:
         _log_prob[launch.grid](launch.order, len(launch.order), *parameters, out, **launch.constants)
     return out
 
 
 @on_device
-def moments(
-    words: Tensor,
-    weights: Tensor,
-    linear: Tensor,
-    elements: Tensor,
-    is_observed: Tensor | None,
-    mean: Tensor,
-    deviation: Tensor,
-    per_datum: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See :func:`pyro_truncated.ops.slab_moments`; the other arguments are those of :func:`log_prob`."""
+def moments(words: Tensor, weights: Tensor, terms: SlabTerms, per_datum: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`pyro_truncated.ops.slab_moments`."""
     launches = _plan(words)
     # The order of atomic sums changes from run to run.
     if torch.are_deterministic_algorithms_enabled():
         raise NoKernelError
-    num_data, num_latents = linear.shape
+    num_data, num_latents = terms.linear.shape
     active, first = torch.zeros(2, num_data, num_latents, dtype=torch.float64, device=words.device)
     second = active.new_zeros(num_data if per_datum else 1, num_latents, num_latents)
-    parameters = _parameters(words, linear, elements, is_observed, mean, deviation)
+    parameters = _parameters(words, terms)
     results = weights.double().contiguous(), active, first, second, second.stride(0) if per_datum else 0
     for launch in launches:
         _moments[launch.grid](launch.order, len(launch.order), *parameters, *results, **launch.constants)
@@ -78,13 +70,11 @@ def _plan(words: Tensor) -> list[_Launch]:
     return launches
 
 
-def _parameters(
-    words: Tensor, linear: Tensor, elements: Tensor, is_observed: Tensor | None, mean: Tensor, deviation: Tensor
-) -> tuple[Tensor | int, ...]:
+def _parameters(words: Tensor, terms: SlabTerms) -> tuple[Tensor | int, ...]:
     """The arguments that all kernels begin with."""
-    gram = gram_matrix(elements, is_observed)
-    parameters = (tensor.double().contiguous() for tensor in (linear, mean, deviation, gram))
-    return words, *words.stride(), *words.shape[1:], linear.shape[1], *parameters, 0 if len(gram) == 1 else gram.stride(0)
+    gram = gram_matrix(terms.elements, terms.is_observed)
+    parameters = (tensor.contiguous() for tensor in (terms.linear, terms.mean, terms.spread, gram))
+    return words, *words.stride(), *words.shape[1:], terms.linear.shape[1], *parameters, 0 if len(gram) == 1 else gram.stride(0)
 
 
 @triton.jit

@@ -8,38 +8,28 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.deferred_checks import cholesky
-from pyro_truncated.ops.slabs import collapse, collapse_correlated_slabs
+from pyro_truncated.ops.slabs import SlabTerms, collapse, collapse_correlated_slabs
 from pyro_truncated.ops.vectorised.latent_values import ActiveLatents, active_blocks, gram_matrix
 
 _INDEPENDENT_MATRICES = 12
 
 
-def log_prob(words: Tensor, linear: Tensor, elements: Tensor, is_observed: Tensor | None, mean: Tensor, deviation: Tensor) -> Tensor:
-    """See :func:`pyro_truncated.ops.compiled.slabs.log_prob`."""
-    parameters = gram_matrix(elements, is_observed), linear.double(), mean.double(), deviation.double()
-    out = linear.new_empty(words.shape[:2], dtype=torch.float64)
-    for block in active_blocks(words, elements.shape[1], _INDEPENDENT_MATRICES):
-        block.put_(out, _collapse_active(block, *parameters)[0])
+def log_prob(words: Tensor, terms: SlabTerms) -> Tensor:
+    """Log densities ``(N, C)``, up to constants, with slabs integrated out."""
+    gram, out = gram_matrix(terms.elements, terms.is_observed), terms.linear.new_empty(words.shape[:2])
+    for block in active_blocks(words, terms.elements.shape[1], _INDEPENDENT_MATRICES):
+        block.put_(out, _collapse_active(block, gram, terms)[0])
     return out
 
 
-def moments(
-    words: Tensor,
-    weights: Tensor,
-    linear: Tensor,
-    elements: Tensor,
-    is_observed: Tensor | None,
-    mean: Tensor,
-    deviation: Tensor,
-    per_datum: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See :func:`pyro_truncated.ops.slab_moments`; the other arguments are those of :func:`log_prob`."""
-    num_data, num_latents = linear.shape
-    gram, linear, mean, deviation = gram_matrix(elements, is_observed), linear.double(), mean.double(), deviation.double()
-    active, first = linear.new_zeros(num_data, num_latents), linear.new_zeros(num_data, num_latents)
-    second = linear.new_zeros(num_data if per_datum else 1, num_latents**2)
+def moments(words: Tensor, weights: Tensor, terms: SlabTerms, per_datum: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`pyro_truncated.ops.slab_moments`."""
+    num_data, num_latents = terms.linear.shape
+    gram, mean, deviation = gram_matrix(terms.elements, terms.is_observed), terms.mean, terms.spread
+    active, first = gram.new_zeros(num_data, num_latents), gram.new_zeros(num_data, num_latents)
+    second = gram.new_zeros(num_data if per_datum else 1, num_latents**2)
     for block in active_blocks(words, num_latents, _INDEPENDENT_MATRICES):
-        _, factor, solution = _collapse_active(block, gram, linear, mean, deviation)
+        _, factor, solution = _collapse_active(block, gram, terms)
         weight, index = block.select_block(weights).double().unsqueeze(-1), block.latents
         spread = block.is_active * deviation[index]
         value = block.is_active * (mean[index] + deviation[index] * solution)
@@ -51,10 +41,10 @@ def moments(
     return active, first, second if per_datum else second[0]
 
 
-def _collapse_active(block: ActiveLatents, gram: Tensor, linear: Tensor, mean: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _collapse_active(block: ActiveLatents, gram: Tensor, terms: SlabTerms) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`pyro_truncated.ops.slabs.collapse`, of the active latents alone."""
     index = block.latents
-    return collapse(block.is_active, block.rows(linear), block.pairs(gram), mean[index], deviation[index])
+    return collapse(block.is_active, block.rows(terms.linear), block.pairs(gram), terms.mean[index], terms.spread[index])
 
 
 _CORRELATED_MATRICES = 20
@@ -63,7 +53,6 @@ _CORRELATED_MATRICES = 20
 class _CollapsedSlabs(NamedTuple):
     r"""The active latents' slabs :math:`z = \mu + T e`, integrated out."""
 
-    energy: Tensor  # the log density up to terms that do not depend on the state, (N, c)
     root: Tensor  # lower Cholesky factor T of the prior covariance, (N, c, K, K); in places that are not taken that of the identity
     inverse: Tensor  # posterior covariance of e, (N, c, K, K)
     solution: Tensor  # its posterior mean, (N, c, K)
@@ -71,35 +60,23 @@ class _CollapsedSlabs(NamedTuple):
     spread: Tensor  # posterior covariance of the slabs, (N, c, K, K)
 
 
-def correlated_log_prob(
-    words: Tensor, linear: Tensor, elements: Tensor, is_observed: Tensor | None, mean: Tensor, covariance: Tensor
-) -> Tensor:
-    """See :func:`pyro_truncated.ops.compiled.slabs.log_prob`."""
-    gram, linear = gram_matrix(elements, is_observed), linear.double()
-    out = linear.new_empty(words.shape[:2])
-    for block in active_blocks(words, elements.shape[1], _CORRELATED_MATRICES):
-        block.put_(out, _integrate(block, gram, linear, mean, covariance)[1][0])
+def correlated_log_prob(words: Tensor, terms: SlabTerms) -> Tensor:
+    """As :func:`log_prob`, with the covariance of the slabs, ``(H, H)``."""
+    gram, out = gram_matrix(terms.elements, terms.is_observed), terms.linear.new_empty(words.shape[:2])
+    for block in active_blocks(words, terms.elements.shape[1], _CORRELATED_MATRICES):
+        block.put_(out, _integrate(block, gram, terms)[1][0])
     return out
 
 
-def correlated_moments(
-    words: Tensor,
-    weights: Tensor,
-    linear: Tensor,
-    elements: Tensor,
-    is_observed: Tensor | None,
-    mean: Tensor,
-    covariance: Tensor,
-    per_datum: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See :func:`pyro_truncated.ops.slab_moments`; the other arguments are those of :func:`log_prob`."""
-    num_data, num_latents = linear.shape
-    gram, linear = gram_matrix(elements, is_observed), linear.double()
-    active, first, slope = (linear.new_zeros(number, num_latents) for number in (num_data, num_data, num_data))
-    second, curvature = (linear.new_zeros(number, num_latents**2) for number in (num_data if per_datum else 1, 1))
+def correlated_moments(words: Tensor, weights: Tensor, terms: SlabTerms, per_datum: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See :func:`pyro_truncated.ops.slab_moments`."""
+    num_data, num_latents = terms.linear.shape
+    gram = gram_matrix(terms.elements, terms.is_observed)
+    active, first, slope = (gram.new_zeros(num_data, num_latents) for _ in range(3))
+    second, curvature = (gram.new_zeros(number, num_latents**2) for number in (num_data if per_datum else 1, 1))
     for block in active_blocks(words, num_latents, _CORRELATED_MATRICES):
-        weight, slabs = block.select_block(weights).double().unsqueeze(-1), _posterior(block, gram, linear, mean, covariance)
-        value = block.is_active * mean.double()[block.latents] + slabs.above
+        weight, slabs = block.select_block(weights).double().unsqueeze(-1), _posterior(block, gram, terms)
+        value = block.is_active * terms.mean[block.latents] + slabs.above
         ascent, bend = _gradient(slabs)
         block.add_rows_(active, weight * block.is_active)
         block.add_rows_(first, weight * value)
@@ -110,24 +87,13 @@ def correlated_moments(
     return active, first, second if per_datum else second[0], slope.sum(0), curvature[0]
 
 
-def expected_log_prior(
-    words: Tensor,
-    weights: Tensor,
-    linear: Tensor,
-    elements: Tensor,
-    is_observed: Tensor | None,
-    mean: Tensor,
-    covariance: Tensor,
-    means: Tensor,
-    covariances: Tensor,
-) -> Tensor:
-    """See :func:`pyro_truncated.ops.expected_log_slab_prior`; the other arguments are those of :func:`log_prob`."""
-    gram, linear = gram_matrix(elements, is_observed), linear.double()
-    total = linear.new_zeros(len(means))
-    for block in active_blocks(words, linear.shape[1], _CORRELATED_MATRICES):
-        slabs = _posterior(block, gram, linear, mean, covariance)
+def expected_log_prior(words: Tensor, weights: Tensor, terms: SlabTerms, means: Tensor, covariances: Tensor) -> Tensor:
+    """See :func:`pyro_truncated.ops.expected_log_slab_prior`."""
+    gram, total = gram_matrix(terms.elements, terms.is_observed), terms.linear.new_zeros(len(means))
+    for block in active_blocks(words, terms.elements.shape[1], _CORRELATED_MATRICES):
+        slabs = _posterior(block, gram, terms)
         for t, (other, prior) in enumerate(zip(means.double(), covariances.double(), strict=True)):
-            deviation = block.is_active * (mean - other)[block.latents] + slabs.above
+            deviation = block.is_active * (terms.mean - other)[block.latents] + slabs.above
             factor, info = torch.linalg.cholesky_ex(_active_covariance(block, prior))
             trace = torch.cholesky_solve(slabs.spread + _outer(deviation), factor).diagonal(dim1=-2, dim2=-1).sum(-1)
             energy = -factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) - 0.5 * trace
@@ -135,17 +101,17 @@ def expected_log_prior(
     return total
 
 
-def _integrate(block: ActiveLatents, gram: Tensor, linear: Tensor, mean: Tensor, covariance: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _integrate(block: ActiveLatents, gram: Tensor, terms: SlabTerms) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The root of the prior covariance, and what :func:`pyro_truncated.ops.slabs.collapse_correlated_slabs` returns."""
-    root = cholesky(_active_covariance(block, covariance.double()))
-    return root, collapse_correlated_slabs(block.is_active, block.rows(linear), block.pairs(gram), mean.double()[block.latents], root)
+    root = cholesky(_active_covariance(block, terms.spread))
+    return root, collapse_correlated_slabs(block.is_active, block.rows(terms.linear), block.pairs(gram), terms.mean[block.latents], root)
 
 
-def _posterior(block: ActiveLatents, gram: Tensor, linear: Tensor, mean: Tensor, covariance: Tensor) -> _CollapsedSlabs:
-    root, (energy, factor, solution) = _integrate(block, gram, linear, mean, covariance)
+def _posterior(block: ActiveLatents, gram: Tensor, terms: SlabTerms) -> _CollapsedSlabs:
+    root, (_, factor, solution) = _integrate(block, gram, terms)
     scale, inverse = block.is_active.unsqueeze(-1) * root, torch.cholesky_inverse(factor)
     above = (scale @ solution.unsqueeze(-1)).squeeze(-1)
-    return _CollapsedSlabs(energy, root, inverse, solution, above, scale @ inverse @ scale.mT)
+    return _CollapsedSlabs(root, inverse, solution, above, scale @ inverse @ scale.mT)
 
 
 def _gradient(slabs: _CollapsedSlabs) -> tuple[Tensor, Tensor]:
