@@ -493,14 +493,23 @@ def save_whitened_patches(
 ) -> Whitening:
     """Writes :func:`whitened_patches` beyond memory to a ``.npy`` file.
 
-    They are made 50 000 at a time, to the first of which the whitening is fitted. A file that is there is replaced. The other arguments are
-    those of :func:`whitened_patches`.
+    They are made 50 000 at a time, to the first of which the whitening is fitted.
 
     Example:
         >>> import numpy as np
         >>> whitening = save_whitened_patches("patches.npy", generated_images(2, 64), 6, 300)
         >>> np.load("patches.npy", mmap_mode="r").shape
         (300, 36)
+
+    Args:
+        file: the file. One that is there is replaced.
+        images: grey images.
+        size: side of a patch.
+        num: number of patches ``N`` to write.
+        generator: source of the random positions.
+        clamp: share of the brightest pixels that are set to the value below them.
+        structure: least standard deviation of a patch, relative to the median.
+        variance: share of the variance that the whitening keeps.
 
     Returns:
         The whitening.

@@ -256,7 +256,9 @@ class CategoricalChains(MarkovChains):
     Args:
         initial: probabilities of the first values, ``(*batch, M, V)``.
         transition: probability of the column's value after the row's, ``(*batch, M, V, V)``.
-        num_steps, lengths, validate_args: see :class:`BinaryChains`.
+        num_steps: number of steps ``T``.
+        lengths: number of steps of each sequence, ``(*batch,)`` integers from 0 to ``T``. Default: all have ``T``.
+        validate_args: whether to check parameters and values.
 
     Raises:
         ValueError: if shapes do not fit, parameters are no probabilities, or a length is out of range.

@@ -428,8 +428,11 @@ class GammaMaximum(FamilyMaximum):
         tensor([1.])
 
     Args:
-        states, weight, background, validate_args: see :class:`FamilyMaximum`.
+        states: binary states ``(*batch, H)``.
+        weight: means, as in :class:`FamilyMaximum`.
+        background: mean without a cause.
         concentration: shape :math:`k`, a scalar.
+        validate_args: whether to check parameters and values.
     """
 
     arg_constraints = _limits(concentration=constraints.positive)

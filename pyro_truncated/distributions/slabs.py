@@ -268,8 +268,13 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
         torch.Size([3])
 
     Args:
-        states, weight, scale, slab_mean, bias, validate_args: see :class:`.SpikeSlabSuperposition`.
-        slab_scale_tril: lower Cholesky factor :math:`T` of the slabs' covariance, ``(H, H)``.
+        states: indicators :math:`b`, ``(*batch, H)``, zeros and ones.
+        weight: dictionary :math:`W`, ``(D, H)``, or with batch dimensions in front.
+        scale: standard deviation of the noise :math:`\sigma`, a scalar or ``(D,)``, or with batch dimensions in front of ``D``.
+        slab_mean: means of the slabs :math:`\mu`, a scalar or ``(H,)``, or with batch dimensions in front of ``H``.
+        slab_scale_tril: lower Cholesky factor :math:`T` of their covariance, ``(H, H)``.
+        bias: offset :math:`a`, ``(D,)``, or with batch dimensions in front. Zero by default.
+        validate_args: whether to check parameters and values.
 
     Raises:
         ValueError: if states, weight and slabs disagree about the number of latents, or a parameter is invalid.

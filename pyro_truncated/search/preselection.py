@@ -169,7 +169,9 @@ class Cosine(_Dictionary):
         >>> model = BinarySparseCoding(16, 8)
         >>> search = Preselection(Cosine(lambda: model.weight), 4)
 
-    Its arguments are those of :class:`Projection`.
+    Args:
+        weight: returns the current dictionary :math:`W`, ``(D, H)``.
+        site: name of the observed site; needed only where there are several.
     """
 
     def _compare(self, observed: Tensor, weight: Tensor) -> Tensor:
