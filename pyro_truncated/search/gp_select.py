@@ -259,11 +259,11 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         >>> search = Preselection(RegressionAffinity(kernel="linear"), 4)  # what GPSelect(4, kernel="linear") is
 
     Args:
-        kernel: ``"linear"``, ``"rbf"``, ``"composition"`` or a kernel of :mod:`pyro.contrib.gp.kernels`.
+        kernel: as for :class:`~pyro_truncated.gp.LeaveOneOutRegression`.
         refit_every: visits of a data point between two fits of the kernel's parameters.
         rank: rank of an incomplete Cholesky factor. Default: exact, at :math:`O(N^3)` per fit and :math:`O(N^2)` memory.
-        pivots: how data points are chosen for that factor: ``"variance"``, or ``"targets"`` for those that predict
-            the marginals best. The latter takes longer and needs a smaller rank.
+        pivots: how data points are chosen for that factor, ``"variance"`` or ``"targets"``, see
+            :class:`~pyro_truncated.gp.LeaveOneOutRegression`.
         inputs: inputs of the regression, ``(N, D)`` for all data, or a function that makes ``(n, D)`` of a
             :class:`~pyro_truncated.search.SearchBatch`, of new data too. Default: the observations, flattened.
             Missing (NaN) entries are replaced by the mean of their column.
@@ -434,8 +434,17 @@ class GPSelect(Preselection):
 
     Args:
         num_selected: number of selected latents.
-        explore, merge, max_active: see :class:`Preselection`.
-        kernel, refit_every, rank, pivots, inputs, fit_steps: see :class:`RegressionAffinity`.
+        kernel: ``"linear"``, ``"rbf"``, ``"composition"`` or a kernel of :mod:`pyro.contrib.gp.kernels`.
+        refit_every: visits of a data point between two fits of the kernel's parameters.
+        rank: rank of an incomplete Cholesky factor. Default: exact, for a few thousand data points.
+        pivots: how data points are chosen for that factor: ``"variance"``, or ``"targets"`` for those that predict
+            the marginals best. The latter takes longer and needs a smaller rank.
+        explore: mean share of the selected places given to chance, see :class:`Preselection`.
+        merge: whether proposals join the population or replace it.
+        inputs: inputs of the regression, ``(N, D)`` for all data, or a function that makes ``(n, D)`` of a batch;
+            default: the observations.
+        max_active: largest number of active latents in a proposal.
+        fit_steps: largest number of L-BFGS steps of a fit.
         generator: source of randomness. Default: torch's global generator.
 
     Raises:
@@ -499,7 +508,11 @@ class LearnedFlips(AffinitySearch):
     Args:
         children: number of states proposed in a step.
         mean_flips: mean number of flips of a child, at least 1.
-        kernel, refit_every, rank, inputs: see :class:`RegressionAffinity`.
+        kernel: ``"linear"``, ``"rbf"``, ``"composition"`` or a kernel of :mod:`pyro.contrib.gp.kernels`.
+        refit_every: visits of a data point between two fits of the kernel's parameters.
+        rank: rank of an incomplete Cholesky factor. Default: exact, for a few thousand data points.
+        inputs: inputs of the regression, ``(N, D)`` for all data, or a function that makes ``(n, D)`` of a batch;
+            default: the observations.
         generator: source of randomness. Default: torch's global generator.
 
     Raises:
