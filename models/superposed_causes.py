@@ -83,7 +83,7 @@ class SuperposedCauses(DataModel):
     @property
     def data_support(self) -> constraints.Constraint:
         """What the likelihood can observe, entry by entry."""
-        return self.superposition.support.base_constraint
+        return self.likelihood().support.base_constraint
 
     def _likelihood_parameters(self) -> tuple[Tensor | None, ...]:
         """What the likelihood takes after the dictionary."""

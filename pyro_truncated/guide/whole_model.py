@@ -186,7 +186,9 @@ class WholeModelGuide(AutoGuide):
         with ordinary_tensors(), spare_random_numbers(), free_plate_dims():
             self._refuse_another()
             for other in self._alike:
-                self._structures, self._layout, self._product = other._structures, other._layout, other._product
+                # Structures that one guide has met another one looks at itself, as it may be another to run the model.
+                self._structures = copy.deepcopy(other._structures)
+                self._layout, self._product = other._layout, other._product
                 self._run_mode, self.is_enumerable, self._alike = other._run_mode, other.is_enumerable, ()
                 self._keep_prototype(cast("poutine.Trace", other.prototype_trace))
                 return

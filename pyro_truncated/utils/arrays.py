@@ -290,7 +290,7 @@ def warn_if_rounded(data: Tensor, dtype: torch.dtype) -> None:
         column = int(is_lost.nonzero()[0, 0])
         warnings.warn(
             f"data of mean {float(center[column]):.3g} and deviation {float(deviation[column]):.3g} lose precision in {dtype}, the model's "
-            "dtype. Standardise them, or give the model dtype=torch.float64.",
+            "dtype. Standardise them, or take a model in float64 (dtype=torch.float64, or model.double()).",
             UserWarning,
             stacklevel=3,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterator
 
 import pyro
@@ -128,3 +129,25 @@ def test_restarts_read_a_program_once() -> None:
     assert next(runs) == before + 1
     assert second.space == first.space
     assert Truncated_ELBO().loss(model, second, profile.y) == pytest.approx(Truncated_ELBO().loss(model, first, profile.y), rel=1e-6)
+
+
+def test_guides_of_restarts_look_themselves_at_a_structure_that_another_has_met() -> None:
+    """Python looks at values once a parameter is positive, so that the states of every guide are scored one by one."""
+
+    def model(y: torch.Tensor) -> None:
+        loc, extra = pyro.param("loc", torch.tensor([0.0, 1.0, 2.0])), pyro.param("extra", torch.tensor(-1.0))
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Categorical(torch.ones(3)))
+            pyro.sample("y", dist.Normal(loc[z].unsqueeze(-1), 1.0).expand([*z.shape, 2]).to_event(1), obs=y)
+            if extra > 0:
+                levels = torch.tensor([float(level) for level in z.flatten()][: len(y)])
+                pyro.sample("bonus", dist.Normal(levels, 1.0), obs=torch.arange(len(y)) % 3.0)
+
+    profile = profile_model(model, torch.randn(6, 2))
+    guides = [profile.set_up_guide() for _ in range(3)]
+    Truncated_ELBO().loss(model, guides[0], profile.y)
+    pyro.get_param_store()["extra"] = torch.tensor(1.0)
+    with warnings.catch_warnings(action="ignore"):
+        apart = AutoTruncated(model, num_states=3)
+        losses = [Truncated_ELBO().loss(model, guide, profile.y) for guide in (apart, *guides)]
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)

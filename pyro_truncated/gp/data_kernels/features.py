@@ -215,7 +215,7 @@ class HashedCounts:
         """
         counts = torch.ones(len(rows), dtype=torch.float64, device=rows.device) if counts is None else counts.double()
         vocabulary, column = keys.unique(return_inverse=True)
-        places, group = (rows * len(vocabulary) + column).unique(return_inverse=True)
+        places, group = (rows.long() * len(vocabulary) + column).unique(return_inverse=True)
         total = counts.new_zeros(len(places)).index_add_(0, group, counts)
         return HashedCounts(num, places // len(vocabulary), vocabulary[places % len(vocabulary)], total)
 

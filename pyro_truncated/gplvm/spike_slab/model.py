@@ -150,6 +150,14 @@ class TimePrior(UniqueModule):
         """Sets pseudo-observations to agree with given means and deviations ``(N, Q)``."""
         self.targets, self.spread = loc.detach().to(self.targets, copy=True), scale.detach().to(self.spread, copy=True)
 
+    # --- distributions over all data points: event (Q, N) ---
+
+    def prior_distribution(self) -> dist.TorchDistribution:
+        """The prior of all latents."""
+        covariance = self.covariance()
+        zeros, root = covariance.new_zeros(covariance.shape[:-1]), stable_cholesky(covariance)
+        return dist.MultivariateNormal(zeros, scale_tril=root).to_event(1)
+
     def distribution(self, is_used: Tensor) -> dist.TorchDistribution:
         """The latents' posterior in used dimensions ``(*, Q)``, elsewhere the prior."""
         prior, _, factor, weights = self._solve()
@@ -477,9 +485,7 @@ class SpikeSlabMRD(UniqueModule):
             for c, view in enumerate(self.views)
         ]
         if self.time_prior is not None:
-            covariance = self.time_prior.covariance()
-            own = dist.MultivariateNormal(covariance.new_zeros(covariance.shape[:-1]), scale_tril=stable_cholesky(covariance))
-            x = pyro.sample("x", own.to_event(1)).mT
+            x = pyro.sample("x", self.time_prior.prior_distribution()).mT
         with pyro.plate("data", self.num_data, subsample_size=batch_size, device=str(self.prior.device)) as index:
             if self.time_prior is None:
                 x = pyro.sample("x", dist.Normal(self.loc.new_zeros(self.num_latents), 1.0).to_event(1))
@@ -556,7 +562,18 @@ class SpikeSlabGPLVM(SpikeSlabMRD):
         fit(model, y)
         model.probability                # of each dimension being in use, (1, Q)
 
-    Arguments are those of :class:`SpikeSlabMRD`, for the one view.
+    Args:
+        num_data: number of data points ``N``.
+        num_observed: number of outputs ``D``.
+        num_latents: number of latent dimensions ``Q``.
+        kernel: ``"rbf"``, ``"linear"``, a kernel of :mod:`pyro.contrib.gp.kernels`, or a function that makes one.
+        num_inducing: inducing inputs ``M``. Default: 50, at most ``N``.
+        likelihood: ``"gaussian"``, ``"bernoulli"``, ``"poisson"`` or :class:`~pyro_truncated.gplvm.CategoricalLabels`.
+        prior: prior probability :math:`\pi` of a switch, a number or ``(1, Q)``.
+        collapsed: whether the inducing variables are integrated out at their optimal posterior, which takes all data at every step.
+        expectation: how to take expectations of kernels without closed form.
+        time_prior: Gaussian processes over time for the latents, see :class:`~pyro_truncated.gplvm.TimePrior`.
+        dtype: type of the parameters.
 
     Reference:
         Dai, Hensman and Lawrence, "Spike and slab Gaussian process latent variable models" (2015), section 3.

@@ -242,7 +242,7 @@ class PoissonCounts(_CurvatureBound, torch.nn.Module):
     r"""Counts: :math:`y \sim \mathrm{Poisson}(u \log(1 + e^g))`; the curvature is at most :math:`u/4 + 0.17 y`.
 
     The unit :math:`u` of each column is the mean of its data, at least one, once there are data. In the unit of single counts, the bound
-    of large ones would be so loose that nothing is learned from them.
+    of large ones would be so loose that nothing is learned from them. A view keeps a copy with its own units, ``model.views[c].likelihood``.
 
     Example:
         >>> model = SpikeSlabMRD(20, [5, 2], 3, likelihood=["gaussian", PoissonCounts()])  # the second view: counts, NaN
@@ -565,7 +565,8 @@ def make_likelihood(spec: object) -> LabelLikelihood | None:
     """The likelihood of a view; ``None`` for Gaussian noise."""
     named = {"gaussian": None, "bernoulli": BernoulliLabels(), "poisson": PoissonCounts()}
     if spec is None or isinstance(spec, LabelLikelihood):
-        return copy.deepcopy(spec)
+        # Units of counts are those of one view.
+        return copy.deepcopy(spec) if isinstance(spec, PoissonCounts) else spec
     if not isinstance(spec, str):
         raise TypeError(f"likelihood must be a name, a LabelLikelihood such as CategoricalLabels(10), or None; got {spec!r}")
     if spec not in named:

@@ -94,7 +94,6 @@ def test_draws_of_probability_zero_say_nothing():
     assert not diagnose(idata, warn=False).is_trusted
 
 
-@pytest.mark.nightly
 def test_populations_of_impossible_states_cover_nothing():
     """Of 0 / 0 the report made NaN, which no finding can be read from."""
     table = torch.full((2, 2**13), -math.inf, dtype=torch.float64)
@@ -107,6 +106,7 @@ def test_populations_of_impossible_states_cover_nothing():
     assert "nan" not in str(report)
 
 
+@pytest.mark.nightly
 def test_draws_from_the_prior_keep_to_its_hard_constraints(generator):
     model, y, evidence = chain(LEFT_TO_RIGHT, gaussian, 12, generator)
     # All of the 78 paths that are possible, in a space of half a million.

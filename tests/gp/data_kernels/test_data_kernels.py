@@ -445,3 +445,12 @@ def test_kernels_read_columns_of_warped_inputs():
     circular = kernels.Warping(kernels.RBF(2).double(), iwarping_fn=lambda x: torch.cat([x.cos(), x.sin()], -1))
     expected = torch.exp(-0.5 * (2 * ((inputs - inputs.mT) / 2).sin()).square())
     torch.testing.assert_close(PyroKernel(circular, inputs).columns(torch.arange(5)).detach(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_rows_of_occurrences_may_be_short_integers(dtype):
+    """Places in a table of rows and features are larger than they are."""
+    rows, keys = torch.arange(3).repeat(100), torch.arange(300)
+    short, wide = (HashedCounts.from_occurrences(3, own, keys) for own in (rows.to(dtype), rows))
+    assert torch.equal(short.rows, wide.rows)
+    assert torch.equal(short.keys, wide.keys)
