@@ -83,7 +83,8 @@ class SuperposedCauses(DataModel):
     @property
     def data_support(self) -> constraints.Constraint:
         """What the likelihood can observe, entry by entry."""
-        return self.likelihood().support.base_constraint
+        support: Any = self.likelihood().support
+        return support.base_constraint
 
     def _likelihood_parameters(self) -> tuple[Tensor | None, ...]:
         """What the likelihood takes after the dictionary."""

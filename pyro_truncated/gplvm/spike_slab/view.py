@@ -242,7 +242,8 @@ class PoissonCounts(_CurvatureBound, torch.nn.Module):
     r"""Counts: :math:`y \sim \mathrm{Poisson}(u \log(1 + e^g))`; the curvature is at most :math:`u/4 + 0.17 y`.
 
     The unit :math:`u` of each column is the mean of its data, at least one, once there are data. In the unit of single counts, the bound
-    of large ones would be so loose that nothing is learned from them. A view keeps a copy with its own units, ``model.views[c].likelihood``.
+    of large ones would be so loose that nothing is learned from them. Views keep copies with units of their own:
+    ``model.views[c].likelihood``.
 
     Example:
         >>> model = SpikeSlabMRD(20, [5, 2], 3, likelihood=["gaussian", PoissonCounts()])  # the second view: counts, NaN
