@@ -43,9 +43,9 @@ def warn_about_scale(num_active: int, batch_size: int, num_data: int | None = No
     A plate that takes ``B`` of ``N`` data points multiplies every log density by ``N / B``, that of the active set, too. What is scaled on
     purpose, by :meth:`Split.weights` for example, differs between data points.
     """
-    with _Look() as look:
+    with _MessageRecorder() as recorder:
         effectful(lambda: None, type="active_set_scale")()
-    message = look.message
+    message = recorder.message
     frame = next((f for f in message["cond_indep_stack"] if f.vectorized and f.dim == -1), None)
     if num_active == 0 or frame is None or frame.size != batch_size or (frame.full_size or frame.size) == frame.size:
         return
@@ -68,7 +68,7 @@ def _warn(text: str) -> None:
     warnings.warn(text, ActiveSetScaleWarning, stacklevel=4)
 
 
-class _Look(Messenger):
+class _MessageRecorder(Messenger):
     """Keeps a message, with scale and plates of other handlers."""
 
     def _postprocess_message(self, msg: Any) -> None:

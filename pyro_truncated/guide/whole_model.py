@@ -186,7 +186,7 @@ class WholeModelGuide(AutoGuide):
         with ordinary_tensors(), spare_random_numbers(), free_plate_dims():
             self._refuse_another()
             for other in self._alike:
-                # Structures that one guide has met another one looks at itself, as it may be another to run the model.
+                # A copy: what the other guide meets later, this one must look at itself.
                 self._structures = copy.deepcopy(other._structures)
                 self._layout, self._product = other._layout, other._product
                 self._run_mode, self.is_enumerable, self._alike = other._run_mode, other.is_enumerable, ()

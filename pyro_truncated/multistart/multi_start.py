@@ -152,9 +152,10 @@ class StopRule:
     def min_restarts(self) -> int:
         """The least number of restarts: more where these easily agree by chance."""
         profile, config = self._profile, self._config
-        learns_by_gradients = profile.optimizer == "gradients" and not self._pool.is_network and bool(profile.parameters.learned())
-        may_be_small = profile.is_mixture or learns_by_gradients
+        may_be_small = profile.is_mixture or (profile.optimizer == "gradients" and not self._pool.is_network)
         is_small = may_be_small and profile.space is not None and profile.y.numel() * profile.space.size <= config.small_mixture
+        # Restarts of a program without parameters differ in nothing.
+        is_small = is_small and bool(profile.parameters.learned())
         return config.min_restarts if is_small or profile.shares_latents or profile.has_companion else 1
 
     @property

@@ -120,7 +120,8 @@ class Profile:
         guide = self.make_guide()
         with spare_random_numbers():
             guide.setup(self.y)
-        self._guides[:] = self._guides[:1] or [guide]
+        if not self._guides:
+            self._guides.append(guide)
         return guide
 
     def make_search(self, space: StateSpace) -> Search:

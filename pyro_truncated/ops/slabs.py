@@ -37,8 +37,8 @@ class SlabTerms(NamedTuple):
     linear: Tensor  # products of data and dictionary over the noise variance, (N, H)
     elements: Tensor  # the dictionary over the noise deviation, (D, H)
     is_observed: Tensor | None  # (N, D); None where all entries are
-    mean: Tensor
-    spread: Tensor
+    mean: Tensor  # of the slabs, (H,)
+    spread: Tensor  # their standard deviations (H,), or their covariance (H, H)
 
 
 def _terms(value: Tensor, weight: Tensor, precision: Tensor, slab_mean: Tensor, spread: Tensor) -> SlabTerms:

@@ -116,6 +116,18 @@ def test_small_programs_by_gradients_have_eight_restarts_even_if_two_agree(colum
     assert disagreement(found) is None
 
 
+def test_programs_without_parameters_have_no_more_restarts_than_agree() -> None:
+    """Nothing is learned, so that restarts differ in nothing."""
+
+    def known(y: torch.Tensor) -> None:
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Categorical(torch.tensor([0.4, 0.3, 0.2, 0.1])))
+            pyro.sample("y", dist.Normal(1.0 * z.unsqueeze(-1), 1.0).expand([*z.shape, y.shape[1]]).to_event(1), obs=y)
+
+    found = scripted_restarts(known, torch.randn(1000, 12), lambda profile, *_: ended(profile, start(EACH)))
+    assert len(found.pool.energies) == 2
+
+
 def causes_with_prior(y: torch.Tensor) -> None:
     weight = pyro.sample("weight", dist.Normal(0.0, 1.0).expand([2, 2]).to_event(2))
     with pyro.plate("data", len(y)):
