@@ -11,6 +11,7 @@ from pyro.infer.autoguide import AutoGuideList
 from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, Truncated_ELBO
 from pyro_truncated.models import BinarySparseCoding
 from tests import zoo
+from tests.utils.averages import average_of_steps
 
 
 def used(case: zoo.Case, num_states: int) -> AutoTruncated:
@@ -142,14 +143,7 @@ def test_states_that_an_average_of_buffers_repeats_are_refused():
     pyro.set_rng_seed(0)
     model, y = Model(), torch.randn(40, 4)
     module = Truncated_ELBO()(model, AutoTruncated(model, num_states=6))
-    module(y)
-    average = torch.optim.swa_utils.AveragedModel(module, use_buffers=True)
-    optimiser = torch.optim.Adam(module.parameters(), lr=0.3)
-    for _ in range(6):
-        optimiser.zero_grad()
-        module(y).backward()
-        optimiser.step()
-        average.update_parameters(module)
+    average = average_of_steps(module, y, 6, use_buffers=True)
     module(y)
     pyro.clear_param_store()
     with pytest.raises(ValueError, match=r"an average with use_buffers=True: states repeat within"):

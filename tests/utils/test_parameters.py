@@ -40,6 +40,7 @@ from pyro_truncated.gplvm import Analytic_ELBO, SASFunctionDecoder
 from pyro_truncated.training import fit, fit_restarts
 from pyro_truncated.training.checkpoint import load_checkpoint, save_checkpoint
 from pyro_truncated.utils.parameter_store import one_thread
+from tests.utils.averages import average_of_steps
 
 
 @pytest.fixture
@@ -603,14 +604,7 @@ def test_an_average_of_models_is_not_replaced_by_what_was_trained_last():
     model, y = Model(), torch.randn(20, 4)
     guide = AutoTruncated(model, num_states=8)
     module = Truncated_ELBO()(model, guide)
-    module(y)  # torch averages modules that have all their buffers
-    average = torch.optim.swa_utils.AveragedModel(module)
-    optimiser = torch.optim.Adam(module.parameters(), lr=0.3)
-    for _ in range(4):
-        optimiser.zero_grad()
-        module(y).backward()
-        optimiser.step()
-        average.update_parameters(module)
+    average = average_of_steps(module, y, 4)
     weight = average.module.model.weight.detach().clone()
     for evaluate in (average, average.module.guide.refresh_):
         with pytest.raises(ValueError, match=r"Pyro's parameter store holds other parameters \['weight'\]"):
@@ -634,14 +628,7 @@ def test_an_average_of_guides_beside_is_not_replaced_either():
     guide.append(AutoNormal(poutine.block(model, hide=["s"])))
     guide.append(AutoTruncated(model))
     module = Truncated_ELBO()(model, guide)
-    module(y)
-    average = torch.optim.swa_utils.AveragedModel(module)
-    optimiser = torch.optim.Adam(module.parameters(), lr=0.3)
-    for _ in range(3):
-        optimiser.zero_grad()
-        module(y).backward()
-        optimiser.step()
-        average.update_parameters(module)
+    average = average_of_steps(module, y, 3)
     before = [value.detach().clone() for value in average.parameters()]
     with pytest.raises(ValueError, match="Pyro's parameter store holds other parameters"):
         average(y)
