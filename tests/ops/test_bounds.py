@@ -79,6 +79,8 @@ def test_words_of_another_width_are_refused():
 @pytest.mark.parametrize(("size", "expected"), [(2**13 - 1, 1), (2**13, numba.get_num_threads())])
 def test_small_calls_run_on_one_thread(size, expected, monkeypatch):
     monkeypatch.setattr(numba, "njit", lambda **options: lambda function: function)
+    # Whatever OMP_NUM_THREADS gives torch.
+    monkeypatch.setattr(compilation, "_AS_TORCH", False)
     before = numba.get_num_threads()
     kernel = parallel_kernel(cost=2)(lambda out: numba.get_num_threads())
     assert kernel(np.zeros(size)) == expected
