@@ -102,7 +102,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
             y: ignored.
 
         Warns:
-            UserWarning: if the data or many columns do not vary, or a column has outliers.
+            UserWarning: if the data or most columns do not vary, or a column has outliers.
         """
         rows = self._rows(X, reset=True)
         units = self._column_units(rows)

@@ -299,14 +299,14 @@ def warn_if_rounded(data: Tensor, dtype: torch.dtype) -> None:
 
 
 def warn_about_constants(name: str, varies: Tensor) -> None:
-    """Warns if a tenth of the columns lowers a noise without varying.
+    """Warns if most columns lower a noise without varying.
 
     Args:
         name: the argument that they are.
         varies: which columns vary, ``(D,)``.
     """
     number = len(varies) - int(varies.sum())
-    if 10 * number > len(varies) > number:
+    if 2 * number > len(varies) > number:
         warnings.warn(
             f"{number} of the {len(varies)} columns of {name} do not vary, and lower the noise that all columns share: leave them out",
             UserWarning,

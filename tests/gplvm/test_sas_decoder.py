@@ -486,8 +486,8 @@ def test_columns_that_one_noise_does_not_suit_are_named(kind, generator):
 
     with warnings.catch_warnings(action="error"):
         expected = float(train(x).detach())
-    with pytest.warns(UserWarning, match="5 of the 10 columns of .* do not vary, and lower the noise"):
-        assert float(train(torch.cat([x, torch.full((30, 5), 0.1)], 1)).detach()) < 0.7 * expected
+    with pytest.warns(UserWarning, match="6 of the 11 columns of .* do not vary, and lower the noise"):
+        assert float(train(torch.cat([x, torch.full((30, 6), 0.1)], 1)).detach()) < 0.7 * expected
     with pytest.warns(UserWarning, match="share one noise, and have standard deviations of up to .*: standardise"):
         # The noise of the column in another unit is everybody's.
         assert float(train(x * torch.tensor([100.0, 1.0, 1.0, 1.0, 1.0])).detach()) > 2 * expected

@@ -138,8 +138,8 @@ def test_constant_columns_beside_others_are_named(estimator):
     X = clusters(30)
     with warnings.catch_warnings(action="error", category=UserWarning):
         clone(estimator).fit(X)
-    with pytest.warns(UserWarning, match="2 of the 5 columns of .*the data do not vary, and lower the noise that all columns share"):
-        clone(estimator).fit(np.hstack([X, np.ones((30, 2))]))
+    with pytest.warns(UserWarning, match="4 of the 7 columns of .*the data do not vary, and lower the noise that all columns share"):
+        clone(estimator).fit(np.hstack([X, np.ones((30, 4))]))
 
 
 @pytest.mark.parametrize("family", ["gaussian", "bernoulli"])

@@ -195,7 +195,7 @@ class SASDecoder(UniqueModule):
             ValueError: if the data or the latents have another shape, the data are infinite or do not vary, or an output is never observed.
 
         Warns:
-            UserWarning: if one noise does not suit the outputs: their units are unlike, or some do not vary.
+            UserWarning: if one noise does not suit the outputs: units are unlike, or most do not vary.
         """
         self._conditioning_points = None
         steps = check_count("steps", steps, least=0)

@@ -58,7 +58,7 @@ def initialize(model: SpikeSlabMRD, y: Views, start: Start = "pca", generator: t
         ValueError: if the start is unknown or misshapen, or a view is constant.
 
     Warns:
-        UserWarning: if one noise does not suit the columns of a view: their units are unlike, or some do not vary.
+        UserWarning: if one noise does not suit the columns of a view: units are unlike, or most do not vary.
     """
     views = model.check_data(y)
     complete = [_prepare(c, view, data) for c, (view, data) in enumerate(zip(model.views, views, strict=True))]
