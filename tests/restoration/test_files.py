@@ -379,3 +379,9 @@ def test_damaged_files_are_named(role, kind, tmp_path, capsys):
     files = [str(bad)] if role == "picture" else [str(good), "--mask", str(bad)]
     assert main([*files, "--output", str(tmp_path / "out.png"), *QUICK]) == 1
     assert str(bad) in capsys.readouterr().err
+
+
+def test_seeds_that_torch_cannot_take_are_named(tmp_path, capsys):
+    Image.fromarray(np.zeros((9, 9), np.uint8)).save(tmp_path / "in.png")
+    assert main([str(tmp_path / "in.png"), "--output", str(tmp_path / "out.png"), "--seed", "9" * 20, *QUICK]) == 1
+    assert "--seed must lie in" in capsys.readouterr().err
