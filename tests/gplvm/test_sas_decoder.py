@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import logging
 import math
 import warnings
 
@@ -491,6 +492,13 @@ def test_columns_that_one_noise_does_not_suit_are_named(kind, generator):
     with pytest.warns(UserWarning, match="share one noise, and have standard deviations of up to .*: standardise"):
         # The noise of the column in another unit is everybody's.
         assert float(train(x * torch.tensor([100.0, 1.0, 1.0, 1.0, 1.0])).detach()) > 2 * expected
+
+
+@pytest.mark.parametrize(("epochs", "expected"), [(1999, []), (2000, ["SASDecoder makes 2000 passes over 20 data points"])])
+def test_a_line_says_where_passes_are_many(epochs, expected, caplog):
+    with caplog.at_level(logging.INFO), pytest.raises(ValueError, match="must vary"):
+        SASDecoder(20, 3, batch_size=10).fit(torch.ones(20, 3), epochs=epochs)
+    assert [record.getMessage().partition(";")[0] for record in caplog.records] == expected
 
 
 def test_a_choice_among_very_many_latents_looks_at_some(generator):
