@@ -172,6 +172,8 @@ def linear_bars(
         noise: standard deviation of the noise.
         generator: source of randomness.
     """
+    if not (0 <= noise < math.inf and abs(amplitude) < math.inf):
+        raise ValueError(f"noise must be finite and at least 0, and amplitude finite; got {noise} and {amplitude}")
     components = amplitude * bar_components(size)
     states = _bar_states(num_data, components.shape[1], mean_active, generator)
     data = states.float() @ components.mT

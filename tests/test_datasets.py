@@ -271,6 +271,9 @@ def test_bars_refuse_impossible_settings() -> None:
         datasets.bar_components(3, 4)
     with pytest.raises(ValueError, match="mean_active must lie in"):
         datasets.linear_bars(5, 2, mean_active=5.0)
+    for noise in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="noise must be finite and at least 0"):
+            datasets.linear_bars(5, 2, noise=noise)
     with pytest.raises(ValueError, match="weight and background"):
         datasets.noisy_or_bars(5, weight=1.0)
 

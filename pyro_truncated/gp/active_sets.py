@@ -405,7 +405,7 @@ class UniformSplits:
     @names_arguments
     def __init__(self, num_data: int, batch_size: int, num_active: Schedule, generator: torch.Generator | None = None) -> None:
         num_data = check_count("num_data", num_data)
-        batch_size = check_count("batch_size", batch_size, most=num_data)
+        batch_size = check_count("batch_size", batch_size, most=num_data, limit="the number of data points")
         self.num_data, self.batch_size, self.num_active, self.generator = num_data, batch_size, num_active, generator
         self._size(0)
 

@@ -120,7 +120,7 @@ class FitRecord:
         history: list[tuple[float, str, float]],
         max_seconds: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        progress: bool = False,
+        progress: bool | None = False,
     ) -> None:
         self.history, self.max_seconds, self.clock = history, max_seconds, clock
         self._start = clock()

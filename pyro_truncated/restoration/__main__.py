@@ -21,7 +21,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from pyro_truncated.restoration.restore import Restored, denoise, inpaint
-from pyro_truncated.utils.arguments import describe
+from pyro_truncated.utils.arguments import check_count, describe
 from pyro_truncated.utils.console import progress_bar
 
 _OVERLAP_PIXELS = 32
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         missing = float(image.isnan().double().mean())
         has_holes = missing > 0
         _check_output(args.output, "L" if image.dim() == 2 else "RGB", *image.shape[:2])
-        torch.manual_seed(args.seed)
+        torch.manual_seed(check_count("--seed", args.seed, least=-(2**63), most=2**63 - 1))
         options = {"side": args.side, "num_components": args.components, "rounds": args.rounds, "stride": args.stride}
         noise, method = (args.noise or 0.0, inpaint) if has_holes else (args.noise, denoise)
         keeps_seen = has_holes and noise == 0.0
@@ -191,9 +191,21 @@ def _parse_noise(text: str) -> float | list[float] | str:
     return levels if len(levels) > 1 else levels[0]
 
 
+@contextlib.contextmanager
+def _open_picture(path: Path) -> Iterator[Image.Image]:
+    """Opens a file, and names it in all errors of damaged ones."""
+    try:
+        with Image.open(path) as picture:
+            yield picture
+    except (OSError, RuntimeError, SyntaxError, TypeError, Image.DecompressionBombError) as error:
+        if str(path) in str(error):
+            raise
+        raise ValueError(f"{path} is damaged, or too large: {error}") from error
+
+
 def _read_picture(path: Path) -> _Picture:
     """Returns pictures ``(height, width)`` or ``(height, width, 3)``, from 0 to 255, upright."""
-    with Image.open(path) as opened:
+    with _open_picture(path) as opened:
         notes = (
             "; its colours of 16 bits are read as 8"
             if opened.mode not in _DEEP and any(";16" in str(tile) for tile in getattr(opened, "tile", ()))
@@ -290,7 +302,7 @@ def _mask_values(path: Path) -> tuple[np.ndarray, float, bool]:
     The second number says which part of the distance from white to black is no noise, the third
     whether pixels have more than eight bits.
     """
-    with Image.open(path) as opened:
+    with _open_picture(path) as opened:
         # Edges of drawn text are grey, and blocks of lossy formats are, too.
         least = 1 / 8 if opened.format in ("JPEG", "WEBP") else 1 / 50
         picture = ImageOps.exif_transpose(opened)

@@ -24,6 +24,7 @@ from pyro_truncated.states.population import Population
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.loop import fit
 from pyro_truncated.utils.arguments import check_count, check_counts, check_kinds
+from pyro_truncated.utils.arrays import warn_about_constants
 
 _FAMILIES = ("spike_slab", "gaussian", "bernoulli")
 
@@ -101,7 +102,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
             y: ignored.
 
         Warns:
-            UserWarning: if the data do not vary, or a column has outliers.
+            UserWarning: if the data or most columns do not vary, or a column has outliers.
         """
         rows = self._rows(X, reset=True)
         units = self._column_units(rows)
@@ -242,7 +243,9 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         """The units of columns; probabilities have none."""
         if self.family == "bernoulli":
             return ColumnUnits.none(rows)
-        return ColumnUnits.from_rows(rows, is_centred=bool(self.offset))
+        units = ColumnUnits.from_rows(rows, is_centred=bool(self.offset))
+        warn_about_constants("the data", rows.nan_to_num(torch.inf).amin(0) < rows.nan_to_num(-torch.inf).amax(0))
+        return units
 
     def _make(self, rows: Tensor, *, max_components: int = 100) -> Any:
         number = min(rows.shape[1], max_components) if self.n_components is None else check_count("n_components", self.n_components)

@@ -95,7 +95,7 @@ class SubsetGPRegressor(RegressorMixin, BaseEstimator):
         with isolated_state(self.random_state):
             kernel = copy.deepcopy(self.kernel) if callable(self.kernel) else None
             regression = SubsetGPRegression(inputs, targets, kernel, num_inducing=number, objective=self.objective)
-            regression.fit(max_epochs=self.max_epochs, free_inputs=self.free_inputs)
+            regression.fit(max_epochs=self.max_epochs, free_inputs=self.free_inputs, progress=False)
         self.regression_ = regression
         self.inducing_ = regression.subset.numpy()
         self.objective_value_ = regression.objective_value + 0.5 * len(targets) * int(regression.varies.sum()) * math.log(2 * math.pi)

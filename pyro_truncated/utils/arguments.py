@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 
-def check_count(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
-    """A count from ``least`` to ``most``: what has ``__index__``, no Boolean."""
+def check_count(name: str, value: Any, least: int = 1, most: int | None = None, limit: str = "") -> int:
+    """A count up to ``most``, the ``limit``: what has ``__index__``, no Boolean."""
     try:
         count = None if isinstance(value, bool) or (torch.is_tensor(value) and value.dtype == torch.bool) else operator.index(value)
     except TypeError:
@@ -34,7 +34,7 @@ def check_count(name: str, value: Any, least: int = 1, most: int | None = None) 
         kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
         raise ValueError(f"{name} must be {kind}; got {describe(value)}")
     if most is not None and count > most:
-        raise ValueError(f"{name} must lie in {least} .. {most}; got {count}")
+        raise ValueError(f"{name} must lie in {least} .. {most}{limit and f', {limit}'}; got {count}")
     return count
 
 

@@ -13,6 +13,7 @@ import itertools
 import numbers
 import re
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, ParamSpec, TypeVar
@@ -84,7 +85,8 @@ def as_numpy(value: Any, name: str | None = None) -> np.ndarray:
     array = _numbers(value)
     if array.dtype.kind in "biuf":
         return array
-    raise _not_numbers(value, name, [column for column in _columns(value) if _numbers(column[2]).dtype.kind not in "biuf"])
+    columns = _columns(value)
+    raise _not_numbers(value, name, [column for column in columns if _numbers(column[2]).dtype.kind not in "biuf"] or columns)
 
 
 def check_columns(value: Any, name: str) -> None:
@@ -150,7 +152,7 @@ def _float_values(column: Any) -> np.ndarray | None:
 
 
 def _not_numbers(value: Any, name: str | None, columns: Sequence[tuple[Any, Any, Any]]) -> TypeError:
-    others = ", ".join(f"{label} ({kind})" for label, kind, _ in columns[:5]) + (
+    others = ", ".join(f"{label} ({textwrap.shorten(str(kind), 60)})" for label, kind, _ in columns[:5]) + (
         f" and {len(columns) - 5} more" if len(columns) > 5 else ""
     )
     subject = f"a {type(value).__name__} of data" if name is None else f"{name.rstrip(',')}, a {type(value).__name__},"
@@ -296,6 +298,55 @@ def warn_if_rounded(data: Tensor, dtype: torch.dtype) -> None:
         )
 
 
+def warn_about_constants(name: str, varies: Tensor) -> None:
+    """Warns if most columns lower a noise without varying.
+
+    Args:
+        name: the argument that they are.
+        varies: which columns vary, ``(D,)``.
+    """
+    number = len(varies) - int(varies.sum())
+    if 2 * number > len(varies) > number:
+        warnings.warn(
+            f"{number} of the {len(varies)} columns of {name} do not vary, and lower the noise that all columns share: leave them out",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def warn_about_units(name: str, deviation: Tensor, shared: str) -> None:
+    """Warns if a column varies far more than half of them.
+
+    Args:
+        name: the argument that they are.
+        deviation: standard deviations of the columns that vary, ``(D,)``.
+        shared: what all columns share.
+    """
+    # Of images half of the pixels vary at least a fifth as much as any.
+    if len(deviation) and bool(deviation.max() > 10 * deviation.median()):
+        warnings.warn(
+            f"columns of {name} share {shared}, and have standard deviations of up to {float(deviation.max()):.3g}, but half of them of at "
+            f"most {float(deviation.median()):.3g}: standardise columns of unlike units",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def warn_about_noise_of_columns(name: str, center: Tensor, variance: Tensor) -> None:
+    """Warns of columns that one noise does not suit.
+
+    Args:
+        name: the argument that they are.
+        center: their means, ``(D,)``.
+        variance: their variances, ``(D,)``.
+    """
+    # Rounding errors of a constant are no deviation.
+    deviation = variance.sqrt()
+    varies = deviation > 16 * torch.finfo(variance.dtype).eps * center.abs()
+    warn_about_constants(name, varies)
+    warn_about_units(name, deviation[varies], "one noise")
+
+
 def check_units(name: str, rows: Tensor) -> None:
     """Refuses columns whose squared extents are zero or infinite in their type.
 
@@ -382,7 +433,8 @@ def as_data(name: str, value: Any, like: Tensor | None = None) -> Tensor:
     if not isinstance(result, Tensor):
         kind = f"an array of {result.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
         is_time = isinstance(result, np.ndarray) and result.dtype.kind in "mM"
-        advice = f": {OF_TIMES}" if is_time else ": call its toarray()" if hasattr(value, "toarray") else ""
+        methods = [method for method in ("toarray", "collect", "compute") if hasattr(value, method)]
+        advice = f": {OF_TIMES}" if is_time else "".join(f": call its {method}()" for method in methods[:1])
         raise TypeError(f"{name} must be a tensor, an array or a list of numbers; got {kind}{advice}")
     return _move(result, like)
 

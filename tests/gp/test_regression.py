@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pyro
 import pytest
@@ -340,3 +341,19 @@ def test_targets_in_another_unit_give_the_same_fit(form: str, unit: float, data:
         covariance = other.unit**2 * (matrix + noise.diag())
         exact = MultivariateNormal(torch.zeros(N, dtype=torch.float64), covariance).log_prob(unit * targets.mT).sum()
         assert float(other.log_likelihood(unit * targets)) == pytest.approx(float(exact), rel=1e-6)
+
+
+@pytest.mark.parametrize(("unit", "offset"), [(20.0, 0.0), (1.0, 1e3)])
+def test_units_that_hide_a_function_are_named(unit, offset):
+    x = 4 * torch.rand(100, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64) - 2
+    y = ((2 * x[:, 0]).sin() + (2 * x[:, 1]).cos())[:, None]
+
+    def error(inputs, targets):
+        regression = LeaveOneOutRegression(inputs, "rbf")
+        regression.fit(targets)
+        return float((regression.loo(targets)[0] - targets).square().mean().sqrt())
+
+    with warnings.catch_warnings(action="error"):
+        assert error(x, y) < 0.1
+    with pytest.warns(UserWarning, match="standardise columns of unlike units" if offset == 0 else "subtract means from targets"):
+        assert error(x * torch.tensor([1.0, unit]), y + offset) > 0.5

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import itertools
+import logging
 import math
+import warnings
 
 import pyro
 import pyro.distributions as dist
@@ -18,7 +20,7 @@ from torch import nn
 from pyro_truncated.distributions import ActiveSetGaussianProcess
 from pyro_truncated.gp import ActiveSet, Split, UniformSplits
 from pyro_truncated.gp.active_sets import ProjectedSet, projected_statistics
-from pyro_truncated.gplvm import CandidateLatents, SASDecoder, principal_components
+from pyro_truncated.gplvm import CandidateLatents, SASDecoder, SpikeSlabGPLVM, fit, principal_components
 from pyro_truncated.gplvm.decoders.latents import best_candidates, log_joint, maximize
 
 
@@ -471,6 +473,48 @@ def test_principal_components_refuse_bad_data():
             principal_components(data, 2)
 
 
+@pytest.mark.parametrize("kind", ["decoder", "model"])
+def test_columns_that_one_noise_does_not_suit_are_named(kind, generator):
+    x = torch.randn(30, 1, generator=generator) * torch.ones(5) + 0.1 * torch.randn(30, 5, generator=generator)
+
+    def train(data):
+        if kind == "decoder":
+            decoder = make("free", False, *data.shape).fit(data, epochs=40)
+            return decoder.noise_variance
+        model = SpikeSlabGPLVM(*data.shape, 1, kernel="linear")
+        fit(model, data.double(), steps=20, warm_up=20, rounds=1)
+        return model.views[0].noise
+
+    with warnings.catch_warnings(action="error"):
+        expected = float(train(x).detach())
+    with pytest.warns(UserWarning, match="6 of the 11 columns of .* do not vary, and lower the noise"):
+        assert float(train(torch.cat([x, torch.full((30, 6), 0.1)], 1)).detach()) < 0.7 * expected
+    with pytest.warns(UserWarning, match="share one noise, and have standard deviations of up to .*: standardise"):
+        # The noise of the column in another unit is everybody's.
+        assert float(train(x * torch.tensor([100.0, 1.0, 1.0, 1.0, 1.0])).detach()) > 2 * expected
+
+
+@pytest.mark.parametrize(("epochs", "expected"), [(1999, []), (2000, ["SASDecoder makes 2000 passes over 20 data points"])])
+def test_a_line_says_where_passes_are_many(epochs, expected, caplog):
+    with caplog.at_level(logging.INFO), pytest.raises(ValueError, match="must vary"):
+        SASDecoder(20, 3, batch_size=10).fit(torch.ones(20, 3), epochs=epochs)
+    assert [record.getMessage().partition(";")[0] for record in caplog.records] == expected
+
+
+def test_a_choice_among_very_many_latents_looks_at_some(generator):
+    z = torch.rand(50_000, 1, generator=generator)
+    decoder = SASDecoder(50_000, 2, 1, batch_size=100).initialize(torch.cat([z.sin(), z.cos()], 1), latents=z)
+    seen = []
+
+    def choose(kernel, latents, size):
+        seen.append(len(latents))
+        return torch.arange(0, len(latents), len(latents) // size)[:size]
+
+    decoder.condition_(torch.cat([z.sin(), z.cos()], 1), 50, choose=choose)
+    assert seen == [25_000]
+    torch.testing.assert_close(decoder.predict(z[:9])[0], torch.cat([z[:9].sin(), z[:9].cos()], 1), rtol=0, atol=0.1)
+
+
 @pytest.mark.parametrize("kind", ["free", "active"])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool])
 def test_integers_are_taken_as_floats(kind, dtype, generator):
@@ -500,6 +544,9 @@ def test_data_of_another_precision_are_taken_in_the_decoders(kind, dtype, genera
     torch.testing.assert_close(*found, rtol=0, atol=0)
     with pytest.warns(UserWarning, match=r"lose precision in torch\.float32"):
         decoder.infer(x.double() + 1e7)
+    with pytest.warns(UserWarning, match=r"lose precision in torch\.float32") as caught:
+        make("free", False, 12, 3).fit(x.double() + 1e6, epochs=3)
+    assert len(caught) == 1
 
 
 def test_wrong_arguments_are_refused(generator):

@@ -365,3 +365,23 @@ def test_the_command_line_takes_and_tells_the_noise_of_each_channel(tmp_path, ca
     with pytest.raises(SystemExit):
         main([*options, "--noise", "loud"])
     assert "one for each channel such as 5,10,40, or poisson; got loud" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("role", ["picture", "mask"])
+@pytest.mark.parametrize("kind", ["png", "bmp"])
+def test_damaged_files_are_named(role, kind, tmp_path, capsys):
+    good, bad = tmp_path / "good.png", tmp_path / f"bad.{kind}"
+    for path in (good, bad):
+        Image.fromarray(np.arange(300).reshape(15, 20).astype(np.uint8)).save(path)
+    content = bad.read_bytes()
+    # Half of a file, or one that claims to have 2^32 pixels.
+    bad.write_bytes(content[: len(content) // 2] if kind == "png" else content[:18] + 2 * b"\0\0\1\0" + content[26:])
+    files = [str(bad)] if role == "picture" else [str(good), "--mask", str(bad)]
+    assert main([*files, "--output", str(tmp_path / "out.png"), *QUICK]) == 1
+    assert str(bad) in capsys.readouterr().err
+
+
+def test_seeds_that_torch_cannot_take_are_named(tmp_path, capsys):
+    Image.fromarray(np.zeros((9, 9), np.uint8)).save(tmp_path / "in.png")
+    assert main([str(tmp_path / "in.png"), "--output", str(tmp_path / "out.png"), "--seed", "9" * 20, *QUICK]) == 1
+    assert "--seed must lie in" in capsys.readouterr().err

@@ -133,6 +133,15 @@ def test_constant_columns_of_single_precision_do_not_vary():
         SparseCoding(2, **QUICK).fit(np.full((150, 3), 1e9 + 64, dtype=np.float32))
 
 
+@pytest.mark.parametrize("estimator", [SparseCoding(2, **QUICK), ActiveSetGPLVM(1, max_iter=1), SpikeSlabGPLVMTransformer(1, max_iter=1)])
+def test_constant_columns_beside_others_are_named(estimator):
+    X = clusters(30)
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        clone(estimator).fit(X)
+    with pytest.warns(UserWarning, match="4 of the 7 columns of .*the data do not vary, and lower the noise that all columns share"):
+        clone(estimator).fit(np.hstack([X, np.ones((30, 4))]))
+
+
 @pytest.mark.parametrize("family", ["gaussian", "bernoulli"])
 @pytest.mark.parametrize("estimator", [SparseCoding(2, **QUICK), ActiveSetGPLVM(1, max_iter=1), SpikeSlabGPLVMTransformer(1, max_iter=1)])
 def test_columns_that_are_all_missing_are_refused(estimator, family):

@@ -145,6 +145,27 @@ def test_polars_are_data():
     expected = torch.tensor([[1.0, 0.5], [torch.nan, 1.5], [3.0, torch.nan]], dtype=torch.float64)
     torch.testing.assert_close(as_tensors(frame).double(), expected, equal_nan=True)
     torch.testing.assert_close(as_tensors(frame["a"]).double(), expected[:, 0], equal_nan=True)
+    names = [f"category {number}" for number in range(1000)]
+    with pytest.raises(TypeError, match=r"got also c \(Enum\(.{1,60}\): leave them out"):
+        as_data("y", polars.DataFrame({"a": [1.0] * 1000, "c": polars.Series(names, dtype=polars.Enum(names))}))
+    with pytest.raises(TypeError, match=r"got also s \(Struct"):
+        as_data("y", polars.DataFrame({"s": [{"x": 1.0}, {"x": 2.0}]}))
+    with pytest.raises(TypeError, match="got a LazyFrame: call its collect"):
+        as_data("y", frame.lazy())
+
+
+def test_types_of_columns_are_shortened_and_deferred_arrays_named():
+    frame = pd.DataFrame({"a": [1.0, 2.0], "k": pd.Series(pd.arrays.SparseArray(["u", "v" * 500], fill_value="w" * 500))})
+    with pytest.raises(TypeError, match=r"got also k \(.{1,70}\): leave them out") as caught:
+        as_data("y", frame)
+    assert len(str(caught.value)) < 200
+
+    class Deferred:
+        def compute(self):
+            return np.zeros(3)
+
+    with pytest.raises(TypeError, match=r"got a Deferred: call its compute\(\)"):
+        as_data("y", Deferred())
 
 
 # --- through the public face ---

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import sys
 
 import pytest
+import torch
 
+from pyro_truncated.gp import CoregionalizedGPRegression, SubsetGPRegression
+from pyro_truncated.gplvm import SASDecoder
 from pyro_truncated.utils.console import progress_bar
 
 
@@ -16,3 +21,19 @@ def test_a_bar_ends_full_where_less_was_needed_and_short_where_an_error_ended_it
             if error:
                 raise error
         assert shown in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+@pytest.mark.parametrize("kind", ["subset", "coregionalized", "decoder"])
+def test_long_fits_show_a_bar_in_a_terminal_only(kind, is_terminal, monkeypatch):
+    x = torch.randn(12, 2, generator=torch.Generator().manual_seed(0))
+    fits = {
+        "subset": lambda: SubsetGPRegression(x, x[:, 0], num_inducing=3).fit(max_epochs=1),
+        "coregionalized": lambda: CoregionalizedGPRegression(x, x).fit(max_iterations=2),
+        "decoder": lambda: SASDecoder(12, 2).fit(x, epochs=1),
+    }
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: is_terminal, raising=False)
+    monkeypatch.setattr(sys, "stderr", screen)
+    fits[kind]()
+    assert ("epoch" in screen.getvalue() or "phase" in screen.getvalue()) == is_terminal

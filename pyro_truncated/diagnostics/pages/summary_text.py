@@ -188,6 +188,7 @@ def diagnose(
         raise ValueError(f"the data have no group posterior, only {sorted(groups)}; convert a model and its guide with to_arviz")
     is_truncated = "truncated_posterior" in groups
     findings, numbers = _judge_truncation(idata) if is_truncated else _judge_guide(idata, groups)
+    findings = [*_judge_numbers(idata, groups), *findings]
     remarks = [] if numbers else ["The guide has no importance weights to judge it by: it has no density, or is a point estimate."]
     remarks += _remarks_on_training(idata) if "training" in groups else []
     validation = _validate(idata, groups)
@@ -243,6 +244,21 @@ def _judge_guide(idata: Any, groups: set[str]) -> tuple[list[Finding], dict[str,
     shape = float(pareto_smooth(log_weight)[1][0])
     numbers = {"evidence lower bound": f"{log_weight.mean():.5g}", "Pareto index of the guide's weights": f"{shape:.2f}"}
     return trust.judge_guide(shape, log_weight), numbers
+
+
+def _judge_numbers(idata: Any, groups: set[str]) -> list[Finding]:
+    """A finding if draws, free energies or weights are NaN or infinite."""
+    posterior = get_dataset(idata, "posterior")
+    draws = {str(name): posterior[name].values for name in posterior.data_vars if posterior[name].dtype.kind == "f"}
+    # Some entries may be padding, and some weights zero.
+    lost = [f"all draws of {name}" for name, values in draws.items() if values.size and not np.isfinite(values).any()]
+    for group, name in (("truncated_posterior", "free_energy"), ("sample_stats", "log_weight")):
+        if group in groups and name in (data := get_dataset(idata, group)):
+            values = data[name].values
+            number = np.count_nonzero(~(values < np.inf))
+            lost += [f"{number} of {values.size} numbers in {name}"] * bool(number)
+    advice = "Look for parameters that are not finite, and train anew, at a lower learning rate."
+    return [Finding(f"NaN or infinite are {', '.join(lost)}.", advice)] if lost else []
 
 
 def _remarks_on_training(idata: Any) -> list[str]:

@@ -187,7 +187,7 @@ class CoregionalizedGPRegression(SavedRegression):
         max_seconds: float | None = None,
         tolerance: float = 1e-5,
         clock: Callable[[], float] = time.perf_counter,
-        progress: bool = False,
+        progress: bool | None = None,
     ) -> float:
         """Learns kernel parameters, correlations and noise by L-BFGS, from current values.
 
@@ -196,7 +196,7 @@ class CoregionalizedGPRegression(SavedRegression):
             max_seconds: most seconds by ``clock``. Default: no limit.
             tolerance: gain per observed entry below which it ends.
             clock: seconds from some moment on.
-            progress: whether to show a progress bar.
+            progress: whether to show a progress bar. Default: in a terminal.
 
         Returns:
             The objective reached, see :attr:`objective_value`.

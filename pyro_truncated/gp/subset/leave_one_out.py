@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from pyro_truncated.gp.subset.alternation import sample_rows
 from pyro_truncated.gp.subset.objectives import SubsetProblem
 from pyro_truncated.gp.subset.subset_search import Budget, ExchangeSearch
 from pyro_truncated.utils.arguments import check_count, check_kinds, describe, names_arguments
-from pyro_truncated.utils.arrays import check_column_names, remember_columns
+from pyro_truncated.utils.arrays import check_column_names, remember_columns, warn_about_units
 from pyro_truncated.utils.constraints import in_double
 
 Parameters = dict[str, Tensor]
@@ -181,6 +182,9 @@ class LeaveOneOutRegression:
     Raises:
         ValueError: for inputs that are no finite real matrix, a kernel that is none, or a number out of range.
 
+    Warns:
+        UserWarning: if units of the inputs are unlike.
+
     Reference: Shelton, Gasthaus, Dai, Lücke and Gretton, "GP-select: Accelerating EM using adaptive
         subspace preselection", Neural Computation 29 (2017), equation 6. The covariance there must
         include the noise.
@@ -212,7 +216,9 @@ class LeaveOneOutRegression:
         if rank is None and (fitc or pivots == "targets"):
             raise ValueError(("fitc=True" if fitc else 'pivots="targets"') + " needs a rank: without one nothing is approximated")
         self._centre = inputs.mean(0)
-        spread = (inputs - self._centre).square().mean().sqrt()
+        squares = (inputs - self._centre).square()
+        spread = squares.mean().sqrt()
+        warn_about_units("inputs", squares.mean(0).sqrt()[inputs.amax(0) > inputs.amin(0)], "distances")
         self._spread = torch.where(spread > 0, spread, torch.ones_like(spread))
         self.inputs = self.standardize(inputs)
         self.rank, self.fitc, self.tolerance, self.pivots, self.generator = rank, fitc, tolerance, pivots, generator
@@ -252,6 +258,9 @@ class LeaveOneOutRegression:
 
         Returns:
             The objective reached, in nats per target that varies; if none does, that of all targets, per target.
+
+        Warns:
+            UserWarning: if the largest targets hardly vary beside their mean.
         """
         self._targets, steps = self._check(targets), check_count("steps", steps, 0)
         index = slice(None) if rows is None else rows
@@ -263,6 +272,14 @@ class LeaveOneOutRegression:
             return float(self._objective(some / self.unit, inputs)(self.parameters).detach()) - math.log(self.unit)
         self.unit = float(varying.abs().max())
         varying /= self.unit
+        mean, deviation = (float(moment[varying.abs().amax(0).argmax()]) for moment in (varying.mean(0), varying.std(0)))
+        if abs(mean) > 10 * deviation:
+            warnings.warn(
+                f"targets of mean {self.unit * mean:.3g} vary by {self.unit * deviation:.3g}, about as much as the least noise that is "
+                "tried beside such means: subtract means from targets, and add them to predictions",
+                UserWarning,
+                stacklevel=3,
+            )
         if self.pivots == "targets":
             self._choose_pivots(varying)
         parameters, value = maximize(self._objective(varying[index], inputs), self.parameters, self._box, steps)

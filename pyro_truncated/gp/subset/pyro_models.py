@@ -81,7 +81,7 @@ class SubsetModel(UniqueModule, Parameterized):
         if not y.is_floating_point():
             # Noise and predictions take the type of the targets.
             y = y.to(getattr(module_number(self.kernel), "dtype", torch.get_default_dtype()))
-        num_inducing = check_count("num_inducing", num_inducing, most=n)
+        num_inducing = check_count("num_inducing", num_inducing, most=n, limit="the number of inputs")
         check_kinds(SubsetModel.__init__, jitter=jitter)
         index = torch.randperm(n)[:num_inducing].to(y.device) if index is None else check_index(index, n)
         if len(index) != num_inducing:

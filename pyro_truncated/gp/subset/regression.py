@@ -84,8 +84,9 @@ def warn_about_noise(targets: Tensor, prediction: Tensor, noise: float, num_indu
     if explained < min(0.05, 0.02 + 1.645 * error) and bool(targets.square().mean() > 1e-12):
         by, more = ("", "") if num_inducing is None else (f", by {num_inducing} inducing inputs,", "take more inducing inputs, ")
         warnings.warn(
-            f"the fit explains the targets as noise of variance {noise:.3g} (of 1): leave-one-out predictions{by} account for "
-            f"{max(0.0, explained):.3f} of the targets' variance. Start from more noise and other length-scales (as smooth_rbf does), "
+            f"the fit explains nearly all of the targets as noise: leave-one-out predictions{by} account for {max(0.0, explained):.3f} of "
+            f"their variance, and it has learned a noise variance of {noise:.3g} (of 1). Start from more noise and other length-scales "
+            "(as smooth_rbf does), "
             f"{more}or add an identity kernel (SumKernel(..., redundant_sum=True, identity=True)).",
             AllNoiseWarning,
             stacklevel=3,
@@ -292,7 +293,8 @@ class SubsetGPRegression(SavedRegression):
             raise ValueError(f"y, the targets, must be finite and of shape ({n},) or ({n}, H); got shape {tuple(targets.shape)}")
         check_kinds(SubsetGPRegression.__init__, noise=noise, generator=generator)
         self._grows = num_inducing is None and n > EXACT_UP_TO
-        num_inducing = default_size(n) if num_inducing is None else check_count("num_inducing", num_inducing, most=n)
+        limit = "the number of inputs"
+        num_inducing = default_size(n) if num_inducing is None else check_count("num_inducing", num_inducing, most=n, limit=limit)
         self.is_exact = num_inducing == n <= EXACT_UP_TO
         if not NOISE_FLOOR < noise < math.inf:
             raise ValueError(f"noise must be a variance above {NOISE_FLOOR}; got {noise}")
@@ -353,7 +355,7 @@ class SubsetGPRegression(SavedRegression):
         subset_share: float = 0.3,
         max_rows: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        progress: bool = False,
+        progress: bool | None = None,
     ) -> float:
         """Learns hyper-parameters and the subset, from where they are.
 
@@ -373,7 +375,7 @@ class SubsetGPRegression(SavedRegression):
                 is kept only if it lowers the objective of all data. Otherwise the next epoch uses
                 twice as many. Default: all of up to 50 000, else 20 000.
             clock: seconds from some moment on.
-            progress: whether to show a progress bar.
+            progress: whether to show a progress bar. Default: in a terminal.
 
         Returns:
             The objective reached, see :attr:`objective_value`.

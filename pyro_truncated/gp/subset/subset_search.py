@@ -622,7 +622,8 @@ class InducingSubset:
         check_kinds(InducingSubset.__init__, noise=noise, generator=generator)
         self.problem = SubsetProblem(self.kernel, matrix, float(noise), objective)
         check_data_kernel(self.kernel)
-        self.num_inducing = num_inducing = check_count("num_inducing", num_inducing, most=self.problem.num_data)
+        most = self.problem.num_data
+        self.num_inducing = num_inducing = check_count("num_inducing", num_inducing, most=most, limit="the number of inputs")
         self.search = make_search(algorithm)
         self.generator = generator
         self.history: list[tuple[float, int, float]] = []

@@ -89,7 +89,9 @@ def select_conditioning_set(
     if not projected and len(complete) < size:
         rows = order[: min(size, len(order))]
     elif size < len(complete):
-        rows = complete[choose(kernel, latents[complete], size)]
+        # A choice takes time and memory for each of them: of very many, some are looked at.
+        candidates = complete[:: max(1, len(complete) // max(20_000, size))]
+        rows = candidates[choose(kernel, latents[candidates], size)]
     else:
         rows = complete
     if projected:

@@ -92,7 +92,7 @@ class SASFunctionDecoder(SASDecoder):
     def _observe(self, z: Tensor, x: Tensor, split: Split) -> None:
         prior = ActiveSetGaussianProcess(z, self.kernel, self.noise_variance, split.num_active, self.num_outputs)
         functions = pyro.sample("f", prior)
-        pyro.sample("x", self.observe(functions), obs=x[split.indices])
+        pyro.sample("x", self.observe(functions), obs=self._as_numbers(x[split.indices]))
 
     @pyro_method
     @takes_arrays
@@ -142,14 +142,18 @@ class SASFunctionDecoder(SASDecoder):
             return self.observe(super().sample(num)).sample()
 
     def _outputs(self, x: Tensor) -> Tensor:
-        return self.sites(x).to(self.loc)
+        return self.sites(self._as_numbers(x)).to(self.loc)
+
+    def _as_numbers(self, x: Tensor) -> Tensor:
+        """Booleans as floats, and integers too where sites compute with them."""
+        return self._as_floats(x) if x.dtype == torch.bool or isinstance(self.sites, PointwiseSites) else x
 
     @property
     def _output_noise(self) -> Tensor:
         return self.noise_variance + self.width
 
     def _log_joint(self, posterior: Posterior, x: Tensor, latents: Tensor) -> Tensor:
-        return (self.observe(posterior.predict(latents)[0]).log_prob(x) - 0.5 * latents.square().sum(-1)).to(latents)
+        return (self.observe(posterior.predict(latents)[0]).log_prob(self._as_numbers(x)) - 0.5 * latents.square().sum(-1)).to(latents)
 
     def _best_candidates(self, posterior: Posterior, x: Tensor, num: int) -> Tensor:
         candidates = posterior.latents[:: -(-len(posterior.latents) // 200)]

@@ -57,8 +57,14 @@ from pyro_truncated.gplvm.decoders.latents import (
 )
 from pyro_truncated.gplvm.principal_components import principal_components
 from pyro_truncated.utils.arguments import check_count, check_counts, check_learning_rate, describe, leaves_inference_mode, names_arguments
-from pyro_truncated.utils.arrays import check_dense_real, remembers_columns, takes_arrays, warn_if_rounded
-from pyro_truncated.utils.console import progress_bar
+from pyro_truncated.utils.arrays import (
+    check_dense_real,
+    remembers_columns,
+    takes_arrays,
+    warn_about_noise_of_columns,
+    warn_if_rounded,
+)
+from pyro_truncated.utils.console import note_once, progress_bar
 from pyro_truncated.utils.devices import generator_device
 from pyro_truncated.utils.parameter_store import UniqueModule
 
@@ -187,11 +193,15 @@ class SASDecoder(UniqueModule):
 
         Raises:
             ValueError: if the data or the latents have another shape, the data are infinite or do not vary, or an output is never observed.
+
+        Warns:
+            UserWarning: if one noise does not suit the outputs: units are unlike, or most do not vary.
         """
         self._conditioning_points = None
         steps = check_count("steps", steps, least=0)
         with propagate_shard_errors(x):
-            x = self._check_data(x)
+            given, x = x, self._check_data(x)
+            warn_if_rounded(given, self.loc.dtype)
             if latents is not None:
                 if tuple(latents.shape) != (self.num_data, self.latent_dim):
                     raise ValueError(f"latents must have shape ({self.num_data}, {self.latent_dim}); got {tuple(latents.shape)}")
@@ -218,9 +228,11 @@ class SASDecoder(UniqueModule):
             raise ValueError(f"each output of x must be observed at least once; output {int((counts == 0).nonzero()[0])} has only NaN")
         self.loc.copy_(sums / counts)
         deviation = torch.where(observed, x - self.loc, 0.0)
-        variance = total([deviation.square().sum()])[0] / counts.sum()
+        squares, of_columns = total([deviation.square().sum(), deviation.square().sum(0)])
+        variance = squares / counts.sum()
         if not float(variance) > 0:
             raise ValueError(f"the data x must vary; got a variance of {float(variance):g}")
+        warn_about_noise_of_columns("the data", self.loc, of_columns / counts)
         self.noise = 0.5 * variance.to(self.loc)
         return as_shard_like(deviation, x), variance
 
@@ -269,8 +281,7 @@ class SASDecoder(UniqueModule):
         """Returns data points, new or not, as floats; refuses what is none."""
         if x.dim() != 2 or x.shape[1] != self.num_outputs:
             raise ValueError(f"data points x must have shape (M, {self.num_outputs}); got {tuple(x.shape)}")
-        given, x = x, self._as_floats(x)
-        warn_if_rounded(given, self.loc.dtype)
+        x = self._as_floats(x)
         # Sums of squares of larger numbers are infinite.
         largest = torch.finfo(x.dtype).max ** 0.4
         if bool((x.abs() > largest).any()):
@@ -397,7 +408,7 @@ class SASDecoder(UniqueModule):
         epochs: int | None = None,
         learning_rate: float = 0.03,
         generator: torch.Generator | None = None,
-        progress: bool = False,
+        progress: bool | None = None,
     ) -> Self:
         """Initialises from the data ``(N, D)``, trains, and calls :meth:`condition_`.
 
@@ -410,7 +421,7 @@ class SASDecoder(UniqueModule):
             epochs: passes over the data. Default: 60, and so many that there are 400 minibatches.
             learning_rate: that of latents or encoder at first; kernel and noise, which have far to go, have twice as much.
             generator: source of the splits and jumps.
-            progress: whether to show a progress bar.
+            progress: whether to show a progress bar. Default: in a terminal.
 
         Raises:
             ValueError: as :meth:`initialize` does, if a number is not positive, or ``learning_rate`` is above 10.
@@ -419,6 +430,8 @@ class SASDecoder(UniqueModule):
             splits = UniformSplits(self.num_data, self.batch_size, self.num_active, generator)
             epochs = self.default_epochs if epochs is None else check_count("epochs", epochs)
             check_learning_rate(learning_rate)
+            if epochs * self._batches >= 4000:
+                note_once(f"SASDecoder makes {epochs} passes over {self.num_data} data points; epochs=... (or max_iter=...) makes fewer")
             self.initialize(x)
             if self.portion is not None:
                 synchronize_generator(generator)
@@ -427,7 +440,7 @@ class SASDecoder(UniqueModule):
             elbo = SummedELBO(TraceMeanField_ELBO() if self.bayesian else Trace_ELBO())
             svi = SVI(self.model, self.guide, AllReduced(ClippedAdam(options)), elbo)
             every = max(2, round(_RELOCATION_SHARE * epochs / 20))
-            with progress_bar(progress and collectives.rank() == 0, total=epochs, unit="epoch") as bar:
+            with progress_bar(False if collectives.rank() else progress, total=epochs, unit="epoch") as bar:
                 for epoch in range(epochs):
                     if self.encoder is None and epoch % every == every - 1 and epoch < _RELOCATION_SHARE * epochs:
                         self.relocate_(x, generator=generator)
@@ -634,7 +647,8 @@ class SASDecoder(UniqueModule):
             lr: length of the first step, in units of the latent space.
             block: data points at a time.
         """
-        x = self._check_points(x)
+        given, x = x, self._check_points(x)
+        warn_if_rounded(given, self.loc.dtype)
         starts, steps, block = check_count("starts", starts), check_count("steps", steps, least=0), check_count("block", block)
         if not isinstance(lr, float | int) or not 0 < lr < math.inf:
             raise ValueError(f"lr must be a positive number; got {lr!r}")

@@ -26,7 +26,7 @@ from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
 from pyro_truncated.gplvm.spike_slab.view import View
 from pyro_truncated.utils.arguments import check_count, check_kinds, check_learning_rate, names_arguments
-from pyro_truncated.utils.arrays import takes_arrays
+from pyro_truncated.utils.arrays import takes_arrays, warn_about_noise_of_columns
 from pyro_truncated.utils.devices import generator_device
 from pyro_truncated.utils.parameter_store import load_snapshot, snapshot
 
@@ -56,6 +56,9 @@ def initialize(model: SpikeSlabMRD, y: Views, start: Start = "pca", generator: t
 
     Raises:
         ValueError: if the start is unknown or misshapen, or a view is constant.
+
+    Warns:
+        UserWarning: if one noise does not suit the columns of a view: units are unlike, or most do not vary.
     """
     views = model.check_data(y)
     complete = [_prepare(c, view, data) for c, (view, data) in enumerate(zip(model.views, views, strict=True))]
@@ -79,6 +82,8 @@ def _prepare(c: int, view: View, y: Tensor) -> Tensor:
     centred = (numbers - mean).double().nan_to_num()
     if not bool((centred != 0).any()):
         raise ValueError(f"view {c} of y does not vary (its outputs are constant, or all missing): there is nothing to learn from it")
+    if view.likelihood is None:
+        warn_about_noise_of_columns(f"view {c} of the data", mean, centred.square().sum(0) / (~y.isnan()).sum(0).clamp(min=1))
     return centred
 
 

@@ -191,6 +191,34 @@ def test_diagnose_refuses_what_holds_no_posterior(y):
 
 
 @pytest.mark.parametrize(
+    ("group", "name", "value", "is_trusted"),
+    [
+        ("posterior", "mu", np.nan, False),
+        ("sample_stats", "log_weight", np.nan, False),
+        ("sample_stats", "log_weight", np.inf, False),
+        ("sample_stats", "log_weight", -np.inf, True),
+        ("truncated_posterior", "free_energy", np.nan, False),
+    ],
+)
+def test_numbers_that_are_lost_are_not_trusted(group, name, value, is_trusted, y):
+    draws = np.random.default_rng(0).normal(size=(2, 100))
+    if group == "truncated_posterior":
+        idata = to_arviz(model, AutoTruncated(model, 24).infer(y, ExhaustiveSearch(), 1), y, num_samples=50, num_predictive=0)
+        groups = {group: get_dataset(idata, group) for group in ("posterior", "truncated_posterior")}
+    else:
+        groups = {
+            "posterior": xr.Dataset({"mu": (("chain", "draw"), draws)}),
+            "sample_stats": xr.Dataset({"log_weight": (("chain", "draw"), 0.1 * draws)}),
+        }
+    assert diagnose(make_idata(**groups), warn=False).is_trusted
+    spoiled = groups[group].copy(deep=True)
+    spoiled[name][{"draw": 0} if name == "log_weight" else ...] = value
+    verdict = diagnose(make_idata(**{**groups, group: spoiled}), warn=False)
+    assert verdict.is_trusted == is_trusted
+    assert is_trusted or name in str(verdict)
+
+
+@pytest.mark.parametrize(
     ("number", "told"),
     [(1, "mean, maximum"), (3, "mean, standard deviation, maximum"), (4, "mean, standard deviation, kurtosis, maximum")],
 )

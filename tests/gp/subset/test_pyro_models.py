@@ -246,7 +246,7 @@ def test_bad_input():
         SubsetSparseGPRegression(kernel, y, num_inducing=3, index=INDEX)
     with pytest.raises(ValueError, match='approx must be "VFE" or "DTC"'):
         SubsetSparseGPRegression(kernel, y, num_inducing=3, approx="FITC")
-    with pytest.raises(ValueError, match=r"num_inducing must lie in 1 \.\. 60"):
+    with pytest.raises(ValueError, match=r"num_inducing must lie in 1 \.\. 60, the number of inputs"):
         SubsetVariationalGP(kernel, y, likelihood=likelihoods.Binary(), num_inducing=61)
     with pytest.raises(ValueError, match=r"batch_size must lie in 1 \.\. 60"):
         SubsetVariationalGP(kernel, y, likelihood=likelihoods.Binary(), num_inducing=6, batch_size=0)

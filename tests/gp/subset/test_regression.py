@@ -208,7 +208,7 @@ class TestInducingSubset:
 
     def test_bad_input(self):
         kernel, Y = toy(20)
-        with pytest.raises(ValueError, match=r"num_inducing must lie in 1 \.\. 20"):
+        with pytest.raises(ValueError, match=r"num_inducing must lie in 1 \.\. 20, the number of inputs; got 21"):
             InducingSubset(kernel, Y, num_inducing=21, noise=0.1)
         with pytest.raises(ValueError, match='algorithm must be "exchange" or a SubsetSearch'):
             InducingSubset(kernel, Y, num_inducing=2, noise=0.1, algorithm="greedy")
