@@ -198,6 +198,8 @@ def test_diagnose_refuses_what_holds_no_posterior(y):
         ("sample_stats", "log_weight", np.inf, False),
         ("sample_stats", "log_weight", -np.inf, True),
         ("truncated_posterior", "free_energy", np.nan, False),
+        ("log_likelihood", "obs", np.nan, False),
+        ("log_likelihood", "obs", -np.inf, True),
     ],
 )
 def test_numbers_that_are_lost_are_not_trusted(group, name, value, is_trusted, y):
@@ -209,10 +211,11 @@ def test_numbers_that_are_lost_are_not_trusted(group, name, value, is_trusted, y
         groups = {
             "posterior": xr.Dataset({"mu": (("chain", "draw"), draws)}),
             "sample_stats": xr.Dataset({"log_weight": (("chain", "draw"), 0.1 * draws)}),
+            "log_likelihood": xr.Dataset({"obs": (("chain", "draw", "row"), -1 - 0.1 * draws[..., None] ** 2 * np.ones(5))}),
         }
     assert diagnose(make_idata(**groups), warn=False).is_trusted
     spoiled = groups[group].copy(deep=True)
-    spoiled[name][{"draw": 0} if name == "log_weight" else ...] = value
+    spoiled[name][{"draw": 0} if "draw" in spoiled[name].dims and group != "posterior" else ...] = value
     verdict = diagnose(make_idata(**{**groups, group: spoiled}), warn=False)
     assert verdict.is_trusted == is_trusted
     assert is_trusted or name in str(verdict)
