@@ -152,11 +152,14 @@ class StopRule:
     def min_restarts(self) -> int:
         """The least number of restarts: more where these easily agree by chance."""
         profile, config = self._profile, self._config
-        may_be_small = profile.is_mixture or (profile.optimizer == "gradients" and not self._pool.is_network)
-        is_small = may_be_small and profile.space is not None and profile.y.numel() * profile.space.size <= config.small_mixture
+        if profile.shares_latents or profile.has_companion:
+            return config.min_restarts
+        by_gradients = profile.optimizer == "gradients" and not self._pool.is_network
         # Restarts of a program without parameters differ in nothing.
-        is_small = is_small and bool(profile.parameters.learned())
-        return config.min_restarts if is_small or profile.shares_latents or profile.has_companion else 1
+        if profile.space is None or not (by_gradients or profile.is_mixture) or not profile.parameters.learned():
+            return 1
+        is_small = profile.y.numel() * profile.space.size <= config.small_mixture
+        return config.min_restarts if is_small or not (profile.is_mixture or self._compares_latents) else 1
 
     @property
     def max_restarts(self) -> int:
@@ -165,8 +168,12 @@ class StopRule:
             return self._profile.max_restarts
         if self._profile.is_resizable and self._profile.is_large:
             return self._config.max_large_restarts
-        compares_latents = self._pool.groups or self._profile.is_chain
-        return self._config.max_exchanging_restarts if compares_latents else self._config.max_restarts
+        return self._config.max_exchanging_restarts if self._compares_latents else self._config.max_restarts
+
+    @property
+    def _compares_latents(self) -> bool:
+        """Whether restarts are compared latent by latent."""
+        return bool(self._pool.groups) or self._profile.is_chain
 
     def reason(self) -> str | None:
         """Why no further restart is made, ``None`` if one is."""
