@@ -60,9 +60,9 @@ class LearnConfig:
         max_restarts: most restarts.
         max_exchanging_restarts: the same where restarts exchange latents, or are compared chain by chain.
         max_large_restarts: the same for more than 256 binary latents.
-        min_restarts: least number for problems in which two restarts often agree on a poor optimum: shared or continuous latents, small
-            mixtures, and small programs by gradients.
-        small_mixture: values of a restart's data times states up to which these are small.
+        min_restarts: least number where two restarts often agree on a poor optimum: shared or continuous latents, and small mixtures.
+            Among programs by gradients these are small ones, and those of one set of states that exchange nothing.
+        small_mixture: values of a restart's data times states up to which mixtures and programs are small.
         network_gap: nats per observed number by which networks of the same latents may differ.
         max_unmatched: share of unmatched latents up to which two networks have found the same.
         max_candidates: latents beside which a redundant one is tried.

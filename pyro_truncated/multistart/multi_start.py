@@ -152,11 +152,16 @@ class StopRule:
     def min_restarts(self) -> int:
         """The least number of restarts: more where these easily agree by chance."""
         profile, config = self._profile, self._config
-        may_be_small = profile.is_mixture or (profile.optimizer == "gradients" and not self._pool.is_network)
-        is_small = may_be_small and profile.space is not None and profile.y.numel() * profile.space.size <= config.small_mixture
+        if profile.shares_latents or profile.has_companion:
+            return config.min_restarts
+        by_gradients = profile.optimizer == "gradients" and not self._pool.is_network
         # Restarts of a program without parameters differ in nothing.
-        is_small = is_small and bool(profile.parameters.learned())
-        return config.min_restarts if is_small or profile.shares_latents or profile.has_companion else 1
+        if profile.space is None or not (by_gradients or profile.is_mixture) or not profile.parameters.learned():
+            return 1
+        is_small = profile.y.numel() * profile.space.size <= config.small_mixture
+        # Restarts of programs with several decisions see all data.
+        exchanges_nothing = not (profile.is_mixture or profile.is_product or self._pool.groups)
+        return config.min_restarts if is_small or exchanges_nothing else 1
 
     @property
     def max_restarts(self) -> int:

@@ -88,10 +88,11 @@ def candidates(y: torch.Tensor) -> None:
 
 
 @pytest.mark.slow
-def test_small_programs_by_gradients_do_not_end_where_their_first_restarts_agree() -> None:
+@pytest.mark.parametrize(("rows", "seed"), [(400, 2), (1000, 5)])
+def test_programs_that_exchange_nothing_do_not_end_where_their_first_restarts_agree(rows: int, seed: int) -> None:
     """Half of the restarts end a nat lower, where fields of the right record agree seldom."""
-    pyro.set_rng_seed(2)
-    is_right = torch.nn.functional.one_hot(dist.Categorical(torch.tensor([0.12] * 5 + [0.4])).sample((400,)), 6)[:, :5, None]
+    pyro.set_rng_seed(seed)
+    is_right = torch.nn.functional.one_hot(dist.Categorical(torch.tensor([0.12] * 5 + [0.4])).sample((rows,)), 6)[:, :5, None]
     wrong = torch.tensor([0.1, 0.3, 0.05, 0.25])
     y = torch.bernoulli(wrong + (torch.tensor([0.9, 0.85, 0.95, 0.8]) - wrong) * is_right)
     guide = learn(candidates, y, progress=False)
@@ -107,13 +108,31 @@ def component(y: torch.Tensor) -> None:
         pyro.sample("y", dist.Normal(loc[z].unsqueeze(-1), 1.0).expand([*z.shape, y.shape[1]]).to_event(1), obs=y)
 
 
-@pytest.mark.parametrize(("columns", "number"), [(12, 8), (13, 2)])
-def test_small_programs_by_gradients_have_eight_restarts_even_if_two_agree(columns: int, number: int) -> None:
-    """As small mixtures have, up to 50 000 values times states. Data points differ by 0.05, more than three tolerances of a mixture."""
+@pytest.mark.parametrize("columns", [12, 100])
+def test_programs_that_exchange_nothing_have_eight_restarts_even_if_two_agree(columns: int) -> None:
+    """Data points differ by 0.05, more than three tolerances of a mixture."""
     starts = itertools.cycle([start(EACH), start(EACH + 0.5 * NOISE)])
     found = scripted_restarts(component, torch.randn(1000, columns), lambda profile, *_: ended(profile, next(starts)))
-    assert len(found.pool.energies) == number
+    assert len(found.pool.energies) == 8
     assert disagreement(found) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("columns", "is_small"), [(12, True), (13, False)])
+def test_programs_that_exchange_values_have_eight_restarts_up_to_50_000_values_times_states(columns: int, is_small: bool) -> None:
+    """Four far classes, which the first restarts find; larger programs end before the eighth."""
+    pyro.set_rng_seed(0)
+    centre = 3.0 * torch.randn(4, columns)
+
+    def classes(y: torch.Tensor) -> None:
+        loc = pyro.param("loc", centre)
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Categorical(torch.ones(4)))
+            pyro.sample("y", dist.Normal(loc[z], 1.0).to_event(1), obs=y)
+
+    y = centre[torch.randint(4, (1000,))] + torch.randn(1000, columns)
+    guide = learn(classes, y, steps=5, config=LearnConfig(restart_steps=20), progress=False)
+    assert (len(guide.starts) >= 8) == is_small
 
 
 def test_programs_without_parameters_have_no_more_restarts_than_agree() -> None:
