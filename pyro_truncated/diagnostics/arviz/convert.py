@@ -81,9 +81,9 @@ def observed_sites(nodes: Mapping[str, Any], argument: Tensor) -> list[str]:
 
 
 def as_array(values: Tensor) -> np.ndarray:
-    """Values on the CPU; Boolean ones as integers."""
-    values = values.detach().cpu()
-    return (values.to(torch.int8) if values.dtype == torch.bool else values).numpy()
+    """Values on the CPU; Boolean ones as integers, ``bfloat16`` in single precision."""
+    types = {torch.bool: torch.int8, torch.bfloat16: torch.float32}
+    return values.detach().cpu().to(types.get(values.dtype, values.dtype)).numpy()
 
 
 def level_type(bounds: Sequence[int]) -> torch.dtype:
@@ -575,8 +575,10 @@ def _counts(num_samples: int, num_chains: int | None, num_predictive: int | None
 
 
 def _convert(model: Any, guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: _Settings) -> Any:
-    owner, data = (model, (guide, *args)) if find_converter(model) else (getattr(guide, "__self__", None), args)
+    owner = model if find_converter(model) else getattr(guide, "__self__", None)
     if converter := find_converter(owner):
+        # Without a guide the first argument of the model stands in its place.
+        data = args if guide is None or getattr(guide, "__self__", None) is owner else (guide, *args)
         if settings_without_use := [
             name for name in ("training", "checks", "stores", "dims", "coords") if getattr(settings, name) is not None
         ]:
