@@ -131,7 +131,7 @@ def share_plates(guide_list: AutoGuideList, truncated_guide: Any) -> None:
             part.forward = SharedPlates()(part.forward)
 
 
-def refuse_subsampled_latents(guide_list: AutoGuideList, plates: Mapping[str, Any]) -> None:
+def refuse_subsampled_latents(guide_list: Any, plates: Mapping[str, Any]) -> None:
     """Checks that guides can give latents of some data points.
 
     A guide that has one vector of all its latents cannot, nor one that has a vector for each site.
