@@ -701,14 +701,19 @@ def _predictive(call: Call, draws: Draws, writer: Writer, settings: _Settings) -
     affordable = min(num_predictive * chains, settings.memory_budget // (4 * max(1, largest)))
     count = max(1, affordable // chains)
     positions = [chain * settings.num_samples + position for chain in range(chains) for position in range(count)]
-    latents, observed = prior_draws(call, len(positions))
-    results = {
-        "prior": latents,
-        "prior_predictive": observed,
-        "posterior_predictive": posterior_draws(call, draws, positions, new_latents=False),
-    }
-    if draws.local:
-        results["marginal_predictive"] = posterior_draws(call, draws, positions, new_latents=True)
+    try:
+        latents, observed = prior_draws(call, len(positions))
+        results = {
+            "prior": latents,
+            "prior_predictive": observed,
+            "posterior_predictive": posterior_draws(call, draws, positions, new_latents=False),
+        }
+        if draws.local:
+            results["marginal_predictive"] = posterior_draws(call, draws, positions, new_latents=True)
+    except NotImplementedError as error:
+        # Those of torch say nothing.
+        error.add_note("Predictive groups draw from all distributions of the model; num_predictive=0 leaves these groups out.")
+        raise
     note = {"omitted": f"all but {count} of {num_predictive} draws per chain: over the memory budget"} if count < num_predictive else {}
     return {name: writer.sites(values).assign_attrs(note) for name, values in results.items()}
 
