@@ -165,7 +165,8 @@ class FactorialHMM(UniqueModule):
         with pyro.plate("sequences", size, subsample_size=batch_size) as index:
             rows = selected_rows(y, index)
             lengths = None if rows is None else _lengths(rows)
-            states = pyro.sample("s", BinaryChains(initial, transition, num_steps, lengths))
+            # Parameters satisfy their constraints by the way they are kept, to the digits of their type.
+            states = pyro.sample("s", BinaryChains(initial, transition, num_steps, lengths, validate_args=False))
             likelihood: Any = LinearSuperposition(states, weight, scale, bias)
             return pyro.sample("y", likelihood.to_event(1), obs=rows)
 

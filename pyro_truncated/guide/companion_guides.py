@@ -12,7 +12,7 @@ from typing import Any
 
 import pyro.poutine as poutine
 import torch
-from pyro.infer.autoguide import AutoContinuous, AutoGuide, AutoGuideList
+from pyro.infer.autoguide import AutoContinuous, AutoGaussian, AutoGuide, AutoGuideList, AutoStructured
 from pyro.infer.autoguide.guides import AutoCallable
 from torch import Tensor
 
@@ -131,21 +131,22 @@ def share_plates(guide_list: AutoGuideList, truncated_guide: Any) -> None:
             part.forward = SharedPlates()(part.forward)
 
 
-def refuse_subsampled_latents(guide_list: AutoGuideList, plates: Mapping[str, Any]) -> None:
+def refuse_subsampled_latents(guide_list: Any, plates: Mapping[str, Any]) -> None:
     """Checks that guides can give latents of some data points.
 
-    A guide that has one vector of all its latents cannot.
+    A guide that has one vector of all its latents cannot, nor one that has a vector for each site.
     """
     partial = {name for name, plate in plates.items() if len(plate.indices) < plate.size}
     for part in flatten_guides(guide_list):
-        if not partial or not isinstance(part, AutoContinuous) or part.prototype_trace is None:
+        if not partial or not isinstance(part, AutoContinuous | AutoGaussian | AutoStructured) or part.prototype_trace is None:
             continue
-        for name, site in part.prototype_trace.iter_stochastic_nodes():
-            inside = partial & {frame.name for frame in site["cond_indep_stack"]}
-            if inside:
+        # Some of these guides keep no more than the names of their sites.
+        for node in latent_nodes(guide_list.prototype_trace):
+            name, inside = node["name"], partial & {frame.name for frame in node["cond_indep_stack"]}
+            if inside and name in part.prototype_trace:
                 raise ValueError(
-                    f"{type(part).__name__} holds one vector for all latents and cannot take the latent '{name}' for a subsample of plate "
-                    f"'{min(inside)}'. Cover it by AutoNormal, AutoDelta or an amortised guide, or train without minibatches."
+                    f"{type(part).__name__} holds one vector for all data points and cannot take the latent '{name}' for a subsample of "
+                    f"plate '{min(inside)}'. Cover it by AutoNormal, AutoDelta or an amortised guide, or train without minibatches."
                 )
 
 

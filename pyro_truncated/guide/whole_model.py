@@ -403,7 +403,7 @@ class WholeModelGuide(AutoGuide):
         with SharedPlates():
             plates: dict[str, Any] = self._create_plates(*call.args, **call.kwargs)  # type: ignore[no-untyped-call]
         if self.master is not None:
-            refuse_subsampled_latents(self.master(), {name: plates[name] for name in self.layout.plates})
+            refuse_subsampled_latents(self.master(), plates)
         return plates
 
     def _refuse_another(self) -> None:
@@ -438,7 +438,7 @@ class WholeModelGuide(AutoGuide):
                 # What is observed altogether has no populations.
                 if not all(name in nodes and nodes[name]["is_observed"] for name in self.layout.sites):
                     refuse_other_size(self.layout.num_data, size, self.layout.plates)
-            refuse_subsampled_latents(guide_list, {name: plates[name] for name in self.layout.plates if name in plates})
+            refuse_subsampled_latents(guide_list, plates)
         return list(plates.values())
 
     # --- copies ---

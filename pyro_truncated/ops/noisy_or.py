@@ -93,15 +93,12 @@ def _equals_square(value: Tensor) -> bool:
     return torch.equal(number.clamp(0, 1).square(), number)
 
 
-# Weights of one have an infinite logarithm, for which this stands.
-_CERTAIN = 1e15
-
-
 def log_off(states: Tensor, log_complement: Tensor, log_leak_complement: Tensor) -> Tensor:
     """``log p(y_d = 0 | s)`` of states ``(..., H)``, where weights may be one."""
-    # Zero times infinity is no number: a finite number that is larger than all sums of others stands for it.
-    result = log_leak_complement + product(log_complement.clamp(min=-_CERTAIN), states)
-    return result.masked_fill(result < -_CERTAIN / 2, -torch.inf)
+    # Zero times the infinite logarithm of weights of one is no number: the largest number stands for it.
+    largest = torch.finfo(log_complement.dtype).max
+    result = log_leak_complement + product(log_complement.clamp(min=-largest), states)
+    return result.masked_fill(result < -largest / 2, -torch.inf)
 
 
 def log1mexp(x: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ class CandidateRuns:
         if self.run_mode == "together":
             try:
                 return self._terms(self._stack_candidates(words))
-            except (RuntimeError, IndexError, ValueError):
+            except Exception:  # whatever a program raises, as by an assertion
                 if not self.probe.layout.takes_shared_states:
                     raise
                 # In this call the program needs a state for each data point.
@@ -204,7 +204,7 @@ class CandidateRuns:
             # The candidates lie in the support by construction, and what may be wrong with the data the probe has shown.
             with pyro.validation_enabled(False):
                 return self.probe.run(values)
-        except (RuntimeError, IndexError, ValueError) as error:
+        except Exception as error:
             if self.run_mode != "together":
                 raise
             shapes = ", ".join(f"'{name}' of shape {tuple(values[name].shape)}" for name in self.probe.layout.sites)

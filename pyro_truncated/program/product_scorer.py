@@ -274,7 +274,7 @@ class ProductScorer(Probe):
         try:
             with pyro.validation_enabled(False):
                 return sample_nodes(self.run({**self.values, **states}))
-        except (RuntimeError, IndexError, ValueError) as error:
+        except Exception as error:
             error.add_note(
                 "This happened when the model ran on sets of states, each in one of some dimensions left of its plates. It may be that "
                 + other_structure("densities depend on other discrete latents")
@@ -466,7 +466,7 @@ class ProductScorer(Probe):
         """
         generator = torch.Generator().manual_seed(0)
         parameters = generic_parameters(self, self.product.graph.factors, generator)
-        with contextlib.suppress(RuntimeError, IndexError, ValueError), parameters:
+        with contextlib.suppress(Exception), parameters:
             return (is_reduction_known or self._reduced_site(generator) is None) and self._agrees()
         return False
 

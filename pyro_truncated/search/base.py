@@ -278,15 +278,40 @@ def propose_with(search: Search, batch: SearchBatch) -> Population:
     if proposals.log_joint.shape != proposals.words.shape[:2]:
         shapes = f"{tuple(proposals.words.shape)} and {tuple(proposals.log_joint.shape)}"
         raise ValueError(f"{name}.propose must return a log joint for each state; got words and log joints of shapes {shapes}")
-    batch.space.check(proposals.words)
+    _check_states(search, batch, proposals)
     return proposals
+
+
+def _check_states(search: Search, batch: SearchBatch, population: Population, *, rtol: float = 1e-3, atol: float = 1e-2) -> None:
+    """Refuses words that are no states, and log joints of another model.
+
+    Of the log joints it looks at the largest of each data point, to these tolerances.
+    """
+    batch.space.check(population.words)
+    if not population.words.shape[1]:
+        return
+    name = type(search).__name__
+    given, best = population.log_joint.max(1, keepdim=True)
+    words, score = population.words.take_along_dim(best.unsqueeze(-1), 1), _CheckedScore(name, batch)
+    scored = score(words)
+    # Given draws of a conditional, a second score of the same state is another one.
+    is_wrong = ~torch.isclose(given.to(scored), scored, rtol=rtol, atol=atol) & (score(words) == scored).all()
+
+    def complain() -> None:
+        row = int(is_wrong.flatten().nonzero()[0])
+        raise ValueError(
+            f"log joints that {name} returns must be those of the model, batch.score(words); "
+            f"got {float(given[row]):g} in the place of {float(scored[row]):g} for data point {row} of the batch"
+        )
+
+    ops.raise_if(is_wrong.any(), complain)
 
 
 def improve_with(search: Search, batch: SearchBatch, steps: int) -> Population:
     """Returns populations after some steps; those of a user's own are checked."""
     population = search.improve(batch, steps)
     if not (_comes_with_library(search.step) and _comes_with_library(search.improve)):
-        batch.space.check(population.words)
+        _check_states(search, batch, population)
         population.assert_distinct()
     return population
 

@@ -122,6 +122,8 @@ def test_comparison_prefers_the_right_noise_and_names_its_caveats(generator):
     elpd = table["elpd_loo" if "elpd_loo" in table else "elpd"].astype(float)
     np.testing.assert_allclose(elpd, [cross_validate(idatas[name]).elpd for name in table.index])
     plot_comparison(table, Figure().subplots())
+    with pytest.raises(TypeError, match="table must be what compare_models returns of several models; got "):
+        plot_comparison(idatas["right"], Figure().subplots())
     idatas["too noisy"] = converted(noisy, y[:7])
     with pytest.raises(ValueError, match="idatas must be of the same data"):
         compare_models(idatas)

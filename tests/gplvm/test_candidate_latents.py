@@ -39,6 +39,7 @@ def test_weights_and_moments_are_those_of_the_mixture(missing):
         torch.testing.assert_close(chances, (torch.stack(logs) / temperature).softmax(0), rtol=1e-6, atol=1e-9)
     components = torch.distributions.Normal(mean, (variance + found.noise).sqrt())
     predicted = found.predict(weights)
+    assert torch.equal(found.log_density(new, weights) == 0, new.isnan())
     complete, density = new.nan_to_num(0.3).double(), found.log_density(new.nan_to_num(0.3), weights)
     for n, chances in enumerate(weights):
         first = (chances[:, None] * mean).sum(0)

@@ -284,6 +284,8 @@ def test_arviz_holds_switches_and_latents():
     for same in (
         to_arviz(model.model, model.guide, views, **options),
         to_arviz(model, views, **options),
+        to_arviz(model, None, views, **options),
+        to_arviz(model, model.guide, y=views, **options),
         to_arviz(model, [view.numpy() for view in views], **options),
     ):
         np.testing.assert_array_equal(get_dataset(same, "posterior")["b"], posterior["b"])

@@ -11,7 +11,16 @@ import pyro.poutine as poutine
 import pytest
 import torch
 from pyro.infer import SVI, Predictive, TraceEnum_ELBO
-from pyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoGuide, AutoGuideList, AutoMultivariateNormal, AutoNormal
+from pyro.infer.autoguide import (
+    AutoDelta,
+    AutoDiagonalNormal,
+    AutoGaussian,
+    AutoGuide,
+    AutoGuideList,
+    AutoMultivariateNormal,
+    AutoNormal,
+    AutoStructured,
+)
 from pyro.infer.autoguide.initialization import init_to_value
 from pyro.optim import SGD, Adam
 from torch import Tensor
@@ -201,7 +210,7 @@ def test_latents_of_data_points_follow_a_loader(family):
     assert torch.allclose(z, (Y - 3 * on) / 1.25, atol=0.15)
 
 
-@pytest.mark.parametrize("family", [AutoDiagonalNormal, AutoMultivariateNormal])
+@pytest.mark.parametrize("family", [AutoDiagonalNormal, AutoMultivariateNormal, AutoStructured])
 def test_a_guide_with_one_vector_of_all_latents_cannot_follow_a_loader(family):
     guide = AutoGuideList(on_loader_with_locals)
     guide.append(family(poutine.block(on_loader_with_locals, hide=["s"])))
@@ -209,6 +218,25 @@ def test_a_guide_with_one_vector_of_all_latents_cannot_follow_a_loader(family):
     svi = SVI(on_loader_with_locals, guide, Adam({"lr": 0.01}), Truncated_ELBO(ExhaustiveSearch(), max_plate_nesting=1))
     with pytest.raises(ValueError, match=r"cannot take the latent 'z' for a subsample of plate 'data'.*AutoNormal, AutoDelta"):
         svi.step(Y[:3], torch.arange(3))
+
+
+@pytest.mark.filterwarnings("ignore:site 'y' lies in the subsampled plate 'rows'")
+@pytest.mark.parametrize("family", [AutoDiagonalNormal, AutoStructured, AutoGaussian])
+def test_nor_can_it_in_a_plate_without_discrete_latents(family):
+    def crossed(y):
+        rows, columns = pyro.plate("rows", 6, subsample_size=4, dim=-2), pyro.plate("columns", 3, dim=-1)
+        with columns:
+            s = pyro.sample("s", dist.Bernoulli(0.4))
+        with rows as index:
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            with columns:
+                pyro.sample("y", dist.Normal(z + 3 * s, 0.5), obs=y[index])
+
+    guide = AutoGuideList(crossed)
+    guide.append(family(poutine.block(crossed, hide=["s"])))
+    guide.append(AutoTruncated(crossed, 2))
+    with pytest.raises(ValueError, match=r"cannot take the latent 'z' for a subsample of plate 'rows'"):
+        SVI(crossed, guide, Adam({"lr": 0.01}), Truncated_ELBO(ExhaustiveSearch())).step(torch.randn(6, 3))
 
 
 def test_a_list_says_that_minibatches_need_their_positions():

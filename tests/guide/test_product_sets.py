@@ -110,6 +110,28 @@ def test_full_sets_of_many_categories_equal_enumeration(is_sparse):
         torch.testing.assert_close(gradient, parameters[name].grad, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.filterwarnings("ignore::pyro_truncated.VectorizationWarning")
+@pytest.mark.parametrize("error", [AssertionError, TypeError, KeyError])
+def test_programs_that_assert_shapes_keep_whole_states(error):
+    def chain(y):
+        z = torch.tensor(0)
+        for t in range(4):
+            z = pyro.sample(f"z_{t}", dist.Categorical(torch.tensor([[0.6, 0.4], [0.3, 0.7]])[z]))
+            if z.dim():
+                raise error("z must be a scalar")
+            pyro.sample(f"y_{t}", dist.Normal(1.0 * z, 1.0), obs=y[t])
+
+    y = torch.tensor([0.3, 1.2, -0.5, 2.0])
+    losses = [Truncated_ELBO().loss(chain, AutoTruncated(chain, size), y) for size in (8, 16)]
+    paths = itertools.product((0, 1), repeat=4)
+    table = torch.tensor([[0.6, 0.4], [0.3, 0.7]]).log()
+    joint = [sum(float(table[i, j]) for i, j in itertools.pairwise((0, *path))) for path in paths]
+    scores = dist.Normal(torch.tensor(list(itertools.product((0.0, 1.0), repeat=4))), 1.0).log_prob(y).sum(1)
+    exact = -float((torch.tensor(joint) + scores).logsumexp(0))
+    assert losses[1] == pytest.approx(exact, rel=1e-5)
+    assert losses[0] > exact
+
+
 def test_any_elbo_of_pyro_returns_the_free_energy_without_noise():
     y = torch.randn(2, 5)
     guide = AutoTruncated(chain, num_states=2)

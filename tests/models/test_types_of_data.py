@@ -22,12 +22,14 @@ from pyro_truncated import (
     Preselection,
     Truncated_ELBO,
     learn,
+    to_arviz,
 )
 from pyro_truncated.models import (
     BinarySparseCoding,
     BinaryVAE,
     DiscreteSparseCoding,
     ExponentialFamilyMaximalCauses,
+    FactorialHMM,
     GatedDecoder,
     GaussianMixture,
     MaximalCauses,
@@ -38,6 +40,7 @@ from pyro_truncated.models import (
     SpikeSlabSparseCoding,
 )
 from pyro_truncated.search import Singletons
+from pyro_truncated.utils.arviz_compat import get_dataset
 
 OF_BOOLEANS: dict[str, Callable[[], Any]] = {
     "noisy-OR": lambda: NoisyOr(5, 3),
@@ -89,6 +92,21 @@ def test_types_of_numbers_make_no_difference(number: int, name: str) -> None:
         found, reconstructed = trained(make, given)
         assert found == pytest.approx(loss, rel=1e-5)
         torch.testing.assert_close(reconstructed, means)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("make", [lambda: NoisyOr(5, 3), lambda: BinarySparseCoding(5, 3), lambda: FactorialHMM(5, 2)])
+def test_models_in_half_precision_start_from_the_same_loss(dtype: torch.dtype, make: Callable[[], Any]) -> None:
+    y = torch.randint(2, (6, 4, 5)).float() if isinstance(make(), FactorialHMM) else torch.randint(2, (20, 5)).float()
+    losses = []
+    for kind in (torch.float32, dtype):
+        pyro.set_rng_seed(0)
+        model = make().initialize(y).to(kind)
+        guide = AutoTruncated(model, num_states=8)
+        losses.append(Truncated_ELBO(ExhaustiveSearch()).loss(model, guide, y))
+        converted = get_dataset(to_arviz(model, guide, y, num_samples=5), "posterior_predictive")["y"]
+        assert bool(np.isfinite(converted).all())
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
 @pytest.mark.parametrize("name", [*OF_COUNTS, *OF_BOOLEANS, *OTHERS])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -127,6 +128,39 @@ def test_log_joints_are_those_of_the_states() -> None:
 
     with pytest.raises(ValueError, match=r"Halved\.propose must return a log joint for each state"):
         train(binary, Halved(torch.clone))
+
+
+@PROGRAMS
+@pytest.mark.parametrize("change", [lambda scores: scores + 100, lambda scores: scores * torch.nan])
+def test_log_joints_that_are_not_the_models_are_refused(model: Callable[[], None], change: Callable[[Tensor], Tensor]) -> None:
+    """The loss would be what the search says: 100 nats less for each data point."""
+
+    class Boasting(Own):
+        def propose(self, batch: SearchBatch) -> Any:
+            found = batch.evaluate(batch.population.words)
+            return dataclasses.replace(found, log_joint=change(found.log_joint))
+
+    class Returning(Boasting):
+        def step(self, batch: SearchBatch) -> Population:
+            return self.propose(batch)
+
+    for search in (Boasting(torch.clone), SampledSearch(2) + Boasting(torch.clone), Returning(torch.clone)):
+        with pytest.raises(ValueError, match=r"must be those of the model, batch\.score\(words\); got .* for data point 0"):
+            train(model, search)
+
+
+def test_log_joints_given_draws_of_a_conditional_may_differ() -> None:
+    def shifted() -> None:
+        with pyro.plate("data", len(Y)):
+            s = pyro.sample("s", dist.Bernoulli(torch.full((3,), 0.3)).to_event(1))
+            shift = pyro.sample("shift", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(s @ WEIGHT.mT + shift.unsqueeze(-1), 1.0).to_event(1), obs=Y)
+
+    def conditional(states: dict[str, Tensor]) -> None:
+        pyro.sample("shift", dist.Normal((Y - states["s"] @ WEIGHT.mT).mean(-1), 1.0))
+
+    guide = AutoTruncated(shifted, num_states=3, conditional=conditional)
+    assert math.isfinite(Truncated_ELBO(Own(torch.clone)).loss_and_grads(shifted, guide))
 
 
 @pytest.mark.parametrize("model", [binary, linear, counts, steps])

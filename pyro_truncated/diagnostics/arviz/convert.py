@@ -81,9 +81,9 @@ def observed_sites(nodes: Mapping[str, Any], argument: Tensor) -> list[str]:
 
 
 def as_array(values: Tensor) -> np.ndarray:
-    """Values on the CPU; Boolean ones as integers."""
-    values = values.detach().cpu()
-    return (values.to(torch.int8) if values.dtype == torch.bool else values).numpy()
+    """Values on the CPU; Boolean ones as integers, ``bfloat16`` in single precision."""
+    types = {torch.bool: torch.int8, torch.bfloat16: torch.float32}
+    return values.detach().cpu().to(types.get(values.dtype, values.dtype)).numpy()
 
 
 def level_type(bounds: Sequence[int]) -> torch.dtype:
@@ -575,8 +575,10 @@ def _counts(num_samples: int, num_chains: int | None, num_predictive: int | None
 
 
 def _convert(model: Any, guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: _Settings) -> Any:
-    owner, data = (model, (guide, *args)) if find_converter(model) else (getattr(guide, "__self__", None), args)
+    owner = model if find_converter(model) else getattr(guide, "__self__", None)
     if converter := find_converter(owner):
+        # Without a guide the first argument of the model stands in its place.
+        data = args if guide is None or getattr(guide, "__self__", None) is owner else (guide, *args)
         if settings_without_use := [
             name for name in ("training", "checks", "stores", "dims", "coords") if getattr(settings, name) is not None
         ]:
@@ -699,14 +701,19 @@ def _predictive(call: Call, draws: Draws, writer: Writer, settings: _Settings) -
     affordable = min(num_predictive * chains, settings.memory_budget // (4 * max(1, largest)))
     count = max(1, affordable // chains)
     positions = [chain * settings.num_samples + position for chain in range(chains) for position in range(count)]
-    latents, observed = prior_draws(call, len(positions))
-    results = {
-        "prior": latents,
-        "prior_predictive": observed,
-        "posterior_predictive": posterior_draws(call, draws, positions, new_latents=False),
-    }
-    if draws.local:
-        results["marginal_predictive"] = posterior_draws(call, draws, positions, new_latents=True)
+    try:
+        latents, observed = prior_draws(call, len(positions))
+        results = {
+            "prior": latents,
+            "prior_predictive": observed,
+            "posterior_predictive": posterior_draws(call, draws, positions, new_latents=False),
+        }
+        if draws.local:
+            results["marginal_predictive"] = posterior_draws(call, draws, positions, new_latents=True)
+    except NotImplementedError as error:
+        # Those of torch say nothing.
+        error.add_note("Predictive groups draw from all distributions of the model; num_predictive=0 leaves these groups out.")
+        raise
     note = {"omitted": f"all but {count} of {num_predictive} draws per chain: over the memory budget"} if count < num_predictive else {}
     return {name: writer.sites(values).assign_attrs(note) for name, values in results.items()}
 

@@ -333,7 +333,12 @@ def plot_comparison(table: Any, ax: Axes) -> Axes:
 
         table = compare_models({"six": idata, "three": other})
         ax = plot_comparison(table, Figure().subplots())
+
+    Raises:
+        TypeError: for anything but that table, data that are not compared yet for example.
     """
+    if not hasattr(table, "columns"):
+        raise TypeError(f"table must be what compare_models returns of several models; got {type(table).__name__}")
     # ArviZ 0.2x calls it otherwise.
     elpd = table["elpd_loo" if "elpd_loo" in table else "elpd"].astype(float)
     heights = np.arange(len(table))[::-1]

@@ -319,7 +319,7 @@ class CandidateLatents:
     def log_density(self, x: Tensor, weights: Tensor, most: int = 50) -> Tensor:
         """Returns each output's log density ``(M, D)`` under the mixture.
 
-        It has the ``most`` probable candidates of each data point.
+        It has the ``most`` probable candidates of each data point. Missing entries have zero.
         """
         x, weights = self._check(x), as_data("weights", weights).to(self._mean)
         chances, index = weights.topk(min(most, weights.shape[1]), 1)
@@ -329,7 +329,7 @@ class CandidateLatents:
             spread = self._variance[k] + self.noise
             log_prob = -((x - self._mean[k]).square() / spread + (2 * math.pi * spread).log()) / 2
             total = torch.logaddexp(total, share[:, None] + log_prob)
-        return total
+        return total.masked_fill(x.isnan(), 0.0)
 
     def _log_joint(self, x: Tensor, noise: Tensor) -> Tensor:
         """Returns log joint densities ``(M, K)`` of observed entries and candidates."""

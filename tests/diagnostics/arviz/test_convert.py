@@ -160,6 +160,33 @@ def test_conditional_likelihood_only_on_request(model: Callable[..., None], data
     np.testing.assert_allclose(likelihood.values[0], dist.Normal(drawn @ weight.mT, NOISE).log_prob(data).sum(-1), rtol=1e-10)
 
 
+def test_likelihoods_without_draws_have_no_predictive_groups(data: Tensor) -> None:
+    class Squares(dist.TorchDistribution):
+        arg_constraints = {"loc": dist.constraints.real_vector}  # noqa: RUF012
+        support = dist.constraints.real_vector
+
+        def __init__(self, loc: Tensor) -> None:
+            self.loc = loc
+            super().__init__(loc.shape[:-1], loc.shape[-1:], validate_args=False)
+
+        def log_prob(self, value: Tensor) -> Tensor:
+            return -(value - self.loc).square().sum(-1)
+
+    def model(y: Tensor) -> None:
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(torch.tensor(RATE).double()))
+            pyro.sample("y", Squares(s.unsqueeze(-1).expand(*s.shape, y.shape[1])), obs=y)
+
+    guide = fitted(model, data, num_states=2)
+    with pytest.raises(NotImplementedError) as caught:
+        to_arviz(model, guide, data, num_samples=2)
+    assert any("num_predictive=0 leaves these groups out" in note for note in caught.value.__notes__)
+    likelihood = get_dataset(to_arviz(model, guide, data, num_samples=2, num_predictive=0), "log_likelihood")["y"]
+    prior = torch.tensor([[1 - RATE], [RATE]]).double().log()
+    expected = (prior - torch.stack([data, data - 1]).square().sum(-1)).logsumexp(0)
+    np.testing.assert_allclose(likelihood[0, 0], expected)
+
+
 def test_constant_data_are_the_arguments_that_are_not_observed(data: Tensor) -> None:
     def model(y: Tensor, inputs: Tensor, size: Tensor, scale: float = 1.0) -> None:
         with pyro.plate("data", len(y)):
