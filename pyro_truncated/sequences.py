@@ -241,7 +241,7 @@ class ChainPosterior:
         Beyond the end of a sequence it is zero.
         """
         marginals = self.population().marginals().unflatten(0, self.words.shape[:2])
-        return marginals * (self.transitions.kind >= 0).unsqueeze(-1)  # type: ignore[no-any-return]
+        return marginals * (self.transitions.kind >= 0).unsqueeze(-1)
 
     @torch.no_grad()
     def pairwise_marginals(self) -> Tensor:
@@ -314,7 +314,7 @@ class ChainPosterior:
 
     def effective_states(self) -> Tensor:
         """Exponential of the entropy of each step's posterior, ``(N, T)``."""
-        return self.population().effective_states().unflatten(0, self.words.shape[:2])  # type: ignore[no-any-return]
+        return self.population().effective_states().unflatten(0, self.words.shape[:2])
 
     def best_additions(self) -> Tensor:
         """Returns how much the best single flip would add to the bound.
@@ -381,7 +381,7 @@ class ChainPosterior:
         if own is not None:
             rows = slice(0, words.shape[0] * words.shape[1])
             gains: Tensor = own(words.flatten(0, 1), rows)
-            return gains.unflatten(0, words.shape[:2])  # type: ignore[no-any-return]
+            return gains.unflatten(0, words.shape[:2])
         latent = torch.arange(self.space.num_latents, device=words.device)
         scores = self._score(words)
         parts = []
@@ -427,7 +427,7 @@ class ChainPosterior:
         population = dataclasses.replace(self.population(), indices=rows.flatten())
         candidates = propose_with(search, SearchBatch(population, score, **keys))
         best = candidates.log_joint.topk(min(2 * self.num_states, candidates.num_states), dim=1).indices
-        return candidates.take(best).unflatten(0, (num_data, num_steps))  # type: ignore[no-any-return]
+        return candidates.take(best).unflatten(0, (num_data, num_steps))
 
     def _select(self, words: Tensor, unary: Tensor, ahead: Tensor, forward: bool) -> tuple[Tensor, Tensor]:
         index, _, _ = chains.select(words, unary, self.transitions, self.num_states, ahead, forward=forward)
@@ -758,7 +758,7 @@ class LinearGaussianSteps:
         """Log likelihoods ``(N, T, C)`` of states ``(N, T, C, W)``."""
         if words.shape[:2] != self.shape:
             raise ValueError(f"states must be those of the {self.shape[0]} sequences of {self.shape[1]} steps; got {tuple(words.shape)}")
-        return self._likelihood.packed_log_prob(words.flatten(0, 1), self.value).unflatten(0, self.shape)  # type: ignore[no-any-return]
+        return self._likelihood.packed_log_prob(words.flatten(0, 1), self.value).unflatten(0, self.shape)
 
     @torch.no_grad()
     def flip_gains(self, words: Tensor, rows: slice) -> Tensor:

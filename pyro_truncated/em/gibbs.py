@@ -336,7 +336,7 @@ def _singleton_scores(model: Any, y: Tensor, space: StateSpace, words: Tensor) -
     ops.raise_if((states.sum(-1, dtype=torch.int64) > 1).any(), complain)
     # Position 0 is the state without any.
     numbers = torch.arange(1, states.shape[-1] + 1, device=states.device)
-    return model.singletons(y).gather(1, (states.long() * numbers).sum(-1))  # type: ignore[no-any-return]
+    return model.singletons(y).gather(1, (states.long() * numbers).sum(-1))
 
 
 class GibbsEM(ELBO):

@@ -117,13 +117,13 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
 
         From the first call on it is at most the number of states in the space.
         """
-        return self.populations.num_states  # type: ignore[no-any-return]
+        return self.populations.num_states
 
     @property
     def words(self) -> Tensor:
         """The packed states of all data points, ``(N, S, num_words)``."""
         self._refuse_product()
-        return self.populations.words  # type: ignore[no-any-return]
+        return self.populations.words
 
     @property
     def log_joint(self) -> Tensor:
@@ -132,7 +132,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         They are NaN if never scored.
         """
         self._refuse_product()
-        return self.populations.log_joint  # type: ignore[no-any-return]
+        return self.populations.log_joint
 
     def population(self, indices: Tensor | None = None) -> Any:
         """Returns the stored populations of all or the given data points.
@@ -248,7 +248,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
 
     def make_scorer(self, *args: Any, values: Mapping[str, Any] | None = None, **kwargs: Any) -> LogJoint:
         """The scorer of a batch, see :meth:`batch`."""
-        return self.batch(Call(self.model, args, kwargs), values).scorer  # type: ignore[no-any-return]
+        return self.batch(Call(self.model, args, kwargs), values).scorer
 
     batch_of = Renamed("make_batch")
     siblings = Renamed("companions")
@@ -401,7 +401,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
     def weights(self, indices: Tensor | None = None) -> Tensor:
         """Posterior weights of the states, ``(N, S)``, see :meth:`stored_posterior`."""
         self._refuse_product()
-        return self.stored_posterior(indices).population.weights()  # type: ignore[no-any-return]
+        return self.stored_posterior(indices).population.weights()
 
     def states(self, indices: Tensor | None = None) -> dict[str, Tensor]:
         """Returns the populations as site values ``(N, S, *site shape)``.
@@ -452,14 +452,14 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
             ValueError: if there is no such site.
             NotImplementedError: where each node has its own set, for sites that no density joins; for more pairs than memory holds.
         """
-        return self.stored_posterior(indices).pairwise_marginals(first, second)  # type: ignore[no-any-return]
+        return self.stored_posterior(indices).pairwise_marginals(first, second)
 
     def mode(self, indices: Tensor | None = None) -> dict[str, Tensor]:
         """The most probable joint state by site, ``(N, *site shape)``.
 
         :meth:`median` has the shapes of the model's sites.
         """
-        return self.stored_posterior(indices).mode()  # type: ignore[no-any-return]
+        return self.stored_posterior(indices).mode()
 
     def expectation(self, f: Callable[[dict[str, Tensor]], Tensor], indices: Tensor | None = None) -> Tensor:
         """Returns a function's posterior expectation ``(N, ...)``.
@@ -467,13 +467,13 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         The function maps site values ``(N, S, *site shape)`` to ``(N, S, ...)``.
         """
         self._refuse_product()
-        return self.stored_posterior(indices).expectation(f, self.memory_budget)  # type: ignore[no-any-return]
+        return self.stored_posterior(indices).expectation(f, self.memory_budget)
 
     def sample_posterior(
         self, num_samples: int, indices: Tensor | None = None, generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
         """Independent draws from the truncated posterior by site, ``(num_samples, N, *site shape)``."""
-        return self.stored_posterior(indices).sample(num_samples, generator)  # type: ignore[no-any-return]
+        return self.stored_posterior(indices).sample(num_samples, generator)
 
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Returns the most probable state, shaped as the model's sites.
@@ -482,14 +482,14 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
 
         Without the arguments that the model takes, those of all data points as they were last scored (in training, say).
         """
-        return self._given_medians(Call(self.model, args, kwargs)).median()  # type: ignore[no-any-return]
+        return self._given_medians(Call(self.model, args, kwargs)).median()
 
     def quantiles(self, quantiles: Sequence[float] | Tensor, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Returns quantiles of all latents' marginals.
 
         See :meth:`TruncatedPosterior.quantiles`. Arguments are those of :meth:`median`.
         """
-        return self._given_medians(Call(self.model, args, kwargs)).quantiles(quantiles)  # type: ignore[no-any-return]
+        return self._given_medians(Call(self.model, args, kwargs)).quantiles(quantiles)
 
     def _given_medians(self, call: Call) -> Any:
         """Returns it given the medians of other latents.

@@ -53,7 +53,7 @@ class ChainBatch(SetBatch[ChainScorer]):
     def words(self) -> Tensor:
         """The sets ``(N, T, S, W)``."""
         shape = self.scorer.num_data, self.scorer.product.num_steps
-        return self.populations.stores[0].take(self.scorer.rows).words.unflatten(0, shape)  # type: ignore[no-any-return]
+        return self.populations.stores[0].take(self.scorer.rows).words.unflatten(0, shape)
 
     def posterior(self, words: Tensor | None = None) -> ChainPosterior:
         """Returns the posterior on the stored sets, or on others."""

@@ -114,8 +114,7 @@ class WholeModelGuide(AutoGuide):
                 "this guide was pickled, which leaves its model behind. Its populations can be read; to use it, load its state_dict() "
                 "into a new AutoTruncated(model, ...)."
             )
-        model: Callable[..., Any] = self._model[0]
-        return model
+        return self._model[0]
 
     @property
     def conditional(self) -> Conditional | None:
@@ -169,8 +168,7 @@ class WholeModelGuide(AutoGuide):
     @property
     def frames(self) -> Mapping[str, Any]:
         """Returns the plates of the model's latents, from its first run."""
-        frames: Mapping[str, Any] = self._prototype_frames
-        return frames
+        return self._prototype_frames
 
     def setup(self, *args: Any, **kwargs: Any) -> None:
         """Inspects the model; called by the first use of the guide."""

@@ -139,7 +139,7 @@ def linear_code(profile: Profile, targets: Tensor) -> Tensor:
     assert best.population is not None
     with Trainer(linear_profile, solution=best) as trainer:
         trainer.insert_states(best.population.words)
-        return trainer.truncated_guide.population().mode()  # type: ignore[no-any-return]
+        return trainer.truncated_guide.population().mode()
 
 
 class StopRule:

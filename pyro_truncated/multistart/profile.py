@@ -129,7 +129,7 @@ class Profile:
         if self.search is not None:
             return self.search
         if hasattr(self.model, "default_search") and not self.is_product:
-            return self.model.default_search(self.num_states)  # type: ignore[no-any-return]
+            return self.model.default_search(self.num_states)
         is_crossed = 2 * space.cardinalities.count(2) > space.num_latents or self.is_resizable
         if self.is_product or not is_crossed or space.size <= self.num_states or has_many_latents(space):
             return AutomaticSearch()

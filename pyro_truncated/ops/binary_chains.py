@@ -154,13 +154,13 @@ def safe_log(probability: Tensor) -> Tensor:
 def forward_messages(words: Tensor, unary: Tensor, transitions: Transitions) -> tuple[Tensor, Tensor]:
     """Messages ``forward`` and ``log_norm`` of :class:`Messages`."""
     _check(words, unary, transitions)
-    return backend("binary_chains", words).messages(words, unary, *transitions, [True])[0]  # type: ignore[no-any-return]
+    return backend("binary_chains", words).messages(words, unary, *transitions, [True])[0]
 
 
 def backward_messages(words: Tensor, unary: Tensor, transitions: Transitions) -> Tensor:
     """Messages ``backward`` of :class:`Messages`."""
     _check(words, unary, transitions)
-    return backend("binary_chains", words).messages(words, unary, *transitions, [False])[0][0]  # type: ignore[no-any-return]
+    return backend("binary_chains", words).messages(words, unary, *transitions, [False])[0][0]
 
 
 def messages(words: Tensor, unary: Tensor, transitions: Transitions) -> Messages:
@@ -179,7 +179,7 @@ def free_energy(words: Tensor, unary: Tensor, transitions: Transitions) -> Tenso
     Differentiable once in ``unary``, by posterior probabilities, and in ``transitions.log_prob``, by expected numbers of transitions.
     """
     _check(words, unary, transitions)
-    return _FreeEnergy.apply(words, unary, *transitions)  # type: ignore[no-any-return, no-untyped-call]
+    return _FreeEnergy.apply(words, unary, *transitions)  # type: ignore[no-untyped-call]
 
 
 def expected_transitions(words: Tensor, unary: Tensor, transitions: Transitions, sums: Messages, weight: Tensor | None = None) -> Tensor:
@@ -199,7 +199,7 @@ def expected_transitions(words: Tensor, unary: Tensor, transitions: Transitions,
 def best_path(words: Tensor, unary: Tensor, transitions: Transitions) -> tuple[Tensor, Tensor]:
     """Positions ``(N, T)`` and log joints ``(N,)`` of the most probable paths (Viterbi)."""
     _check(words, unary, transitions)
-    return backend("binary_chains", words).best_path(words, unary, *transitions)  # type: ignore[no-any-return]
+    return backend("binary_chains", words).best_path(words, unary, *transitions)
 
 
 def draw_paths(words: Tensor, forward: Tensor, transitions: Transitions, uniform: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ def draw_paths(words: Tensor, forward: Tensor, transitions: Transitions, uniform
     _check(words, forward, transitions)
     if uniform.dim() != 3 or uniform.shape[1:] != words.shape[:2]:
         raise ValueError(f"uniform must have shape (R, N, T) with (N, T) = {tuple(words.shape[:2])}; got {tuple(uniform.shape)}")
-    return backend("binary_chains", words).draw_paths(words, forward, *transitions, uniform)  # type: ignore[no-any-return]
+    return backend("binary_chains", words).draw_paths(words, forward, *transitions, uniform)
 
 
 def select(
@@ -229,7 +229,7 @@ def select(
         raise ValueError(f"ahead must be messages (N, T, R) of the first of {words.shape[2]} candidates; got {tuple(ahead.shape)}")
     if size < 1:
         raise ValueError(f"size must be a positive number of states; got {size}")
-    return backend("binary_chains", words).select(words, unary, *transitions, size, ahead, forward)  # type: ignore[no-any-return]
+    return backend("binary_chains", words).select(words, unary, *transitions, size, ahead, forward)
 
 
 def best_flips(words: Tensor, unary: Tensor, transitions: Transitions, sums: Messages, gain: Tensor, rows: slice, size: int) -> Flips:
@@ -277,13 +277,13 @@ def block_posteriors(unary: Tensor, transitions: Transitions, block: Tensor) -> 
     Bit ``i`` of a position is the value of ``block[i]``. A step costs :math:`k 2^k`, by Kronecker products.
     """
     _check_block(unary, block)
-    return backend("binary_chains", unary).block_posteriors(unary, *transitions, block)  # type: ignore[no-any-return]
+    return backend("binary_chains", unary).block_posteriors(unary, *transitions, block)
 
 
 def draw_blocks(unary: Tensor, transitions: Transitions, block: Tensor, uniform: Tensor) -> Tensor:
     r"""Draws configurations ``(N, T)`` as in :func:`block_posteriors`, with ``uniform (N, T)``."""
     _check_block(unary, block)
-    return backend("binary_chains", unary).draw_blocks(unary, *transitions, block, uniform)  # type: ignore[no-any-return]
+    return backend("binary_chains", unary).draw_blocks(unary, *transitions, block, uniform)
 
 
 def _check_block(unary: Tensor, block: Tensor) -> None:
@@ -299,7 +299,7 @@ class _FreeEnergy(torch.autograd.Function):
         """Returns the bounds ``(N,)``: sums of log normalisers over steps."""
         ((forward, log_norm),) = backend("binary_chains", words).messages(words, unary, log_prob, kind, [True])
         save_with_context(ctx, words, unary, log_prob, kind, forward, log_norm)
-        return log_norm.sum(1)  # type: ignore[no-any-return]
+        return log_norm.sum(1)
 
     @staticmethod
     @gradient

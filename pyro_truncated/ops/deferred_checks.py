@@ -157,7 +157,7 @@ def defer_checks() -> Iterator[None]:
 def cholesky(matrix: Tensor) -> Tensor:
     """Returns Cholesky factors, with deferred checks that they exist."""
     if not is_vectorised(matrix):
-        return torch.linalg.cholesky(matrix)  # type: ignore[no-any-return]
+        return torch.linalg.cholesky(matrix)
     factor, info = torch.linalg.cholesky_ex(matrix)
     raise_if((info != 0).any(), lambda: torch.linalg.cholesky(matrix))
-    return factor  # type: ignore[no-any-return]
+    return factor

@@ -58,7 +58,7 @@ def most_flips(number: int, probability: float) -> int:
 def find_duplicates(words: Tensor) -> Tensor:
     """Which states of each data point equal an earlier one, Booleans ``(N, C)``."""
     check_words("words", words)
-    return backend("evolution", words).find_duplicates(words)  # type: ignore[no-any-return]
+    return backend("evolution", words).find_duplicates(words)
 
 
 def select_top(words_a: Tensor, log_joint_a: Tensor, words_b: Tensor, log_joint_b: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -112,7 +112,7 @@ def select_parents(
     if log_joint.dim() != 2 or not 1 <= num_parents <= log_joint.shape[1]:
         raise ValueError(f"cannot draw {num_parents} distinct parents from log joints of shape {tuple(log_joint.shape)}, expected (N, S)")
     keys = positions(rows, len(log_joint), log_joint.device), draw_seed(generator)
-    return backend("evolution", log_joint).select_parents(log_joint, num_parents, by_fitness, *keys)  # type: ignore[no-any-return]
+    return backend("evolution", log_joint).select_parents(log_joint, num_parents, by_fitness, *keys)
 
 
 def cross(parents: Tensor, fields: Fields, *, rows: Tensor | None = None, generator: Source = None) -> Tensor:
@@ -125,7 +125,7 @@ def cross(parents: Tensor, fields: Fields, *, rows: Tensor | None = None, genera
     if fields.num_latents < 2 or parents.shape[1] < 2:
         raise ValueError(f"crossover needs at least two latents and two parents; got {fields.num_latents} and {parents.shape[1]}")
     keys = positions(rows, len(parents), parents.device), draw_seed(generator)
-    return backend("evolution", parents).cross(parents, fields, *keys)  # type: ignore[no-any-return]
+    return backend("evolution", parents).cross(parents, fields, *keys)
 
 
 def flip_random(words: Tensor, fields: Fields, *, rows: Tensor | None = None, generator: Source = None) -> Tensor:
@@ -180,7 +180,7 @@ def flip_sparse(
     chances = sparse_flip_probabilities(len(fields.binary), target_activity, flip_probability)
     keys = positions(rows, len(words), words.device), draw_seed(generator)
     flips = sparse_flips(*chances, flip_probability, len(fields.several))
-    return backend("evolution", words).flip_sparse(words, fields, flips, *keys)  # type: ignore[no-any-return]
+    return backend("evolution", words).flip_sparse(words, fields, flips, *keys)
 
 
 def _check_mutable(words: Tensor, fields: Fields) -> None:
@@ -202,4 +202,4 @@ def initial_states(fields: Fields, num_data: int, num_states: int, generator: So
         others = everything[(unpack(everything, fields, torch.int64) != 0).sum(-1) > 1]
     if num_states == fields.size:
         return torch.cat([singletons.new_zeros(1, fields.num_words), singletons, others]).repeat(num_data, 1, 1)
-    return backend("evolution", singletons).initial_states(singletons, others, fields, num_states, *keys)  # type: ignore[no-any-return]
+    return backend("evolution", singletons).initial_states(singletons, others, fields, num_states, *keys)

@@ -16,8 +16,7 @@ def max_inner_products(features: Tensor, coefficients: Tensor, number: int) -> t
     Functions have ``coefficients (K, F)`` of ``features (N, F)``. Of equal ones any; NaN counts as the largest, as in ``torch.topk``.
     """
     features, coefficients = _compute(features, coefficients)
-    result: tuple[Tensor, Tensor] = backend("max_inner_products", features).max_inner_products(features, coefficients, number)
-    return result
+    return backend("max_inner_products", features).max_inner_products(features, coefficients, number)
 
 
 def max_inner_products_in_groups(

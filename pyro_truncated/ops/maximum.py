@@ -177,7 +177,7 @@ def maximum_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tenso
     C)``.
     """
     check_likelihood(words, value, weight, precision)
-    return _MaximumError.apply(words, value, weight, precision)  # type: ignore[no-any-return, no-untyped-call]
+    return _MaximumError.apply(words, value, weight, precision)  # type: ignore[no-untyped-call]
 
 
 def maximum_statistics(words: Tensor, weights: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -205,7 +205,7 @@ class _MaximumError(torch.autograd.Function):
     def forward(ctx: Any, words: Tensor, value: Tensor, weight: Tensor, precision: Tensor) -> Tensor:
         """Returns errors ``(N, C)``."""
         save_with_context(ctx, words, value, weight, precision)
-        return backend("maximum", words).maximum_error(words, value, weight, precision)  # type: ignore[no-any-return]
+        return backend("maximum", words).maximum_error(words, value, weight, precision)
 
     @staticmethod
     @gradient
@@ -236,7 +236,7 @@ def maximum_score(words: Tensor, value: Tensor, natural: Tensor, partition: Tens
     Parameters ``(D, H + 1)`` end with those of the background. Returns sums ``(N, C)``.
     """
     _check_score(words, value, natural, partition)
-    return _MaximumScore.apply(words, value, natural, partition)  # type: ignore[no-any-return, no-untyped-call]
+    return _MaximumScore.apply(words, value, natural, partition)  # type: ignore[no-untyped-call]
 
 
 def maximum_wins(words: Tensor, weights: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -259,7 +259,7 @@ class _MaximumScore(torch.autograd.Function):
     def forward(ctx: Any, words: Tensor, value: Tensor, natural: Tensor, partition: Tensor) -> Tensor:
         """Returns log densities ``(N, C)``."""
         save_with_context(ctx, words, value, natural, partition)
-        return backend("maximum", words).maximum_score(words, value, natural, partition)  # type: ignore[no-any-return]
+        return backend("maximum", words).maximum_score(words, value, natural, partition)
 
     @staticmethod
     @gradient
@@ -305,7 +305,7 @@ def maximum_slab_gibbs(
     start = coefficients.detach().double().gather(1, selected)
     prior = [parameter.detach().double()[selected] for parameter in (log_odds, slab_mean, slab_deviation)]
     kernels = backend("maximum", value)
-    return kernels.slab_gibbs(value, weight, precision, prior, selected, start, burn_in, sweeps, *keys)  # type: ignore[no-any-return]
+    return kernels.slab_gibbs(value, weight, precision, prior, selected, start, burn_in, sweeps, *keys)
 
 
 def maximum_slab_statistics(value: Tensor, weight: Tensor, selected: Tensor, draws: Tensor) -> tuple[Tensor, Tensor, Tensor]:

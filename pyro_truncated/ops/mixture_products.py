@@ -37,7 +37,7 @@ def mixture_products(
         if 0 < num_sharp < len(is_sharp):
             order = (~is_sharp).long().argsort(stable=True)
             rows, columns = tuple(f[:, order] for f in rows), tuple(f[order] for f in columns)  # type: ignore[assignment]
-    return _MixtureProducts.apply(num_sharp, sum_rows, *rows, *columns)  # type: ignore[no-any-return, no-untyped-call]
+    return _MixtureProducts.apply(num_sharp, sum_rows, *rows, *columns)  # type: ignore[no-untyped-call]
 
 
 class _MixtureProducts(torch.autograd.Function):
@@ -48,7 +48,7 @@ class _MixtureProducts(torch.autograd.Function):
         """Returns products ``(N, P)``, or ``(P,)`` if summed over rows."""
         save_with_context(ctx, *factors)
         ctx.num_sharp = num_sharp
-        return backend("mixture_products", factors[0]).products(factors, num_sharp, sum_rows).to(factors[0].dtype)  # type: ignore[no-any-return]
+        return backend("mixture_products", factors[0]).products(factors, num_sharp, sum_rows).to(factors[0].dtype)
 
     @staticmethod
     @gradient

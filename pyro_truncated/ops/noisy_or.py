@@ -36,7 +36,7 @@ def noisy_or_log_prob(
         linear = log_complement.new_zeros(1, log_complement.shape[1]).expand(len(value), -1)
     elif linear.shape != (len(value), log_complement.shape[1]):
         raise ValueError(f"linear must have shape (N, H) = {(len(value), log_complement.shape[1])}; got {tuple(linear.shape)}")
-    return _NoisyOrLogProb.apply(words, value, log_complement, log_leak_complement, linear)  # type: ignore[no-any-return, no-untyped-call]
+    return _NoisyOrLogProb.apply(words, value, log_complement, log_leak_complement, linear)  # type: ignore[no-untyped-call]
 
 
 def noisy_or_statistics(
@@ -50,7 +50,7 @@ def noisy_or_statistics(
     """
     check_weights(words, weights)
     _check_noisy_or(words, value, log_complement, log_leak_complement)
-    return backend("noisy_or", words).noisy_or_statistics(words, weights, value, log_complement, log_leak_complement)  # type: ignore[no-any-return]
+    return backend("noisy_or", words).noisy_or_statistics(words, weights, value, log_complement, log_leak_complement)
 
 
 class _NoisyOrLogProb(torch.autograd.Function):
@@ -62,7 +62,7 @@ class _NoisyOrLogProb(torch.autograd.Function):
         save_with_context(ctx, words, value, log_complement, log_leak_complement)
         ctx.linear_type = linear.dtype
         result = backend("noisy_or", words).noisy_or_log_prob(words, value, log_complement, log_leak_complement, linear)
-        return result.to(log_complement.dtype)  # type: ignore[no-any-return]
+        return result.to(log_complement.dtype)
 
     @staticmethod
     @gradient

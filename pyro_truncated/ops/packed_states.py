@@ -120,7 +120,7 @@ class Fields:
             return torch.where(position > word, -1, torch.where(position < word, 0, rest))
         what, _, kind = name.rpartition(" of ")
         if not what:
-            return getattr(self, name)  # type: ignore[no-any-return]
+            return getattr(self, name)
         latents = getattr(self, kind)
         return self.rows(latents) if what == "rows" else self.masks[latents]
 
@@ -298,7 +298,7 @@ def unpack(words: Tensor, fields: Fields, dtype: torch.dtype) -> Tensor:
         raise ValueError(f"words must be int64 and end in a dimension of {fields.num_words}; got {tuple(words.shape)} of {words.dtype}")
     # So many values torch unpacks as quickly as a kernel does.
     is_small = words.numel() * fields.num_latents <= 2**12
-    return backend("latent_values", words, is_small=is_small).unpack(words, fields, dtype)  # type: ignore[no-any-return]
+    return backend("latent_values", words, is_small=is_small).unpack(words, fields, dtype)
 
 
 def activation_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> Tensor:
@@ -311,7 +311,7 @@ def activation_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> 
         return value_probabilities(words, weights, fields)[..., 1:].sum(-1)
     _check_weights(words, weights, fields)
     check_bits(words, fields.num_latents)
-    return backend("latent_values", words).activation_probabilities(words, weights, fields)  # type: ignore[no-any-return]
+    return backend("latent_values", words).activation_probabilities(words, weights, fields)
 
 
 def value_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> Tensor:
@@ -328,7 +328,7 @@ def value_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> Tenso
         torch.as_tensor(num_invalid > 0, device=words.device),
         lambda: f"the states hold {int(num_invalid)} values outside of 0 .. cardinality - 1; they belong to another state space",
     )
-    return out  # type: ignore[no-any-return]
+    return out
 
 
 def draw_values(probabilities: Tensor, num_samples: int, fields: Fields, *, rows: Tensor | None = None, generator: Source = None) -> Tensor:
@@ -345,7 +345,7 @@ def draw_values(probabilities: Tensor, num_samples: int, fields: Fields, *, rows
     # Tail probabilities are summed from above, so a value of probability zero beyond the last one is never
     # drawn. Sums along the first axis: along a last one this short they are slow on a GPU.
     tails = probabilities.detach().double()[..., 1:].movedim(-1, 0).flip(0).cumsum(0).flip(0).movedim(0, -1).contiguous()
-    return backend("latent_values", tails).draw_values(tails, num_samples, fields, *keys)  # type: ignore[no-any-return]
+    return backend("latent_values", tails).draw_values(tails, num_samples, fields, *keys)
 
 
 def _check_weights(words: Tensor, weights: Tensor, fields: Fields) -> None:

@@ -27,7 +27,7 @@ def pair_energy(words: Tensor, linear: Tensor, pairwise: Tensor) -> Tensor:
     check_bits(words, num_latents)
     if pairwise.shape not in ((num_latents, num_latents), (num_data, num_latents, num_latents)):
         raise ValueError(f"pairwise must have shape (H, H) or (N, H, H) with N={num_data}, H={num_latents}; got {tuple(pairwise.shape)}")
-    return _PairEnergy.apply(words, linear, pairwise)  # type: ignore[no-any-return, no-untyped-call]
+    return _PairEnergy.apply(words, linear, pairwise)  # type: ignore[no-untyped-call]
 
 
 def linear_energy(words: Tensor, linear: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def linear_energy(words: Tensor, linear: Tensor) -> Tensor:
     energies ``(N, C)`` of the type of ``linear``.
     """
     check_bits(words, check_rows(words, linear, "linear (N, H)")[1])
-    return _PairEnergy.apply(words, linear, None)  # type: ignore[no-any-return, no-untyped-call]
+    return _PairEnergy.apply(words, linear, None)  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()
@@ -55,7 +55,7 @@ def flip_energy(words: Tensor, linear: Tensor, pairwise: Tensor) -> Tensor:
         raise ValueError(f"pairwise must have shape (H, H) with H={num_latents}; got {tuple(pairwise.shape)}")
     pairwise, diagonal = pairwise.double(), pairwise.double().diagonal()
     others = pairwise + pairwise.mT - 2 * torch.diag_embed(diagonal)
-    return backend("quadratic", words).flip_energy(words, linear.double() + diagonal, others)  # type: ignore[no-any-return]
+    return backend("quadratic", words).flip_energy(words, linear.double() + diagonal, others)
 
 
 def moments(words: Tensor, weights: Tensor, num_latents: int, per_datum: bool = False) -> tuple[Tensor, Tensor]:
@@ -66,7 +66,7 @@ def moments(words: Tensor, weights: Tensor, num_latents: int, per_datum: bool = 
     """
     check_weights(words, weights)
     check_bits(words, num_latents)
-    return backend("quadratic", words).moments(words, weights, num_latents, per_datum)  # type: ignore[no-any-return]
+    return backend("quadratic", words).moments(words, weights, num_latents, per_datum)
 
 
 class _PairEnergy(torch.autograd.Function):
@@ -78,7 +78,7 @@ class _PairEnergy(torch.autograd.Function):
         save_with_context(ctx, words)
         ctx.linear_type, ctx.num_latents = linear.dtype, linear.shape[-1]
         ctx.pairwise = None if pairwise is None else (pairwise.dtype, pairwise.dim() == 3)
-        return backend("quadratic", words).pair_energy(words, linear, pairwise).to(linear.dtype)  # type: ignore[no-any-return]
+        return backend("quadratic", words).pair_energy(words, linear, pairwise).to(linear.dtype)
 
     @staticmethod
     @differentiable_gradient
@@ -99,7 +99,7 @@ class _Moments(torch.autograd.Function):
         kernels = backend("quadratic", weights)
         if per_datum is None:
             return kernels.first_moments(words, weights, num_latents), None
-        return kernels.moments(words, weights, num_latents, per_datum)  # type: ignore[no-any-return]
+        return kernels.moments(words, weights, num_latents, per_datum)
 
     @staticmethod
     @differentiable_gradient
@@ -116,7 +116,7 @@ def square_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tensor
     float64.
     """
     check_likelihood(words, value, weight, precision)
-    return _SquareError.apply(words, value, weight, precision)  # type: ignore[no-any-return, no-untyped-call]
+    return _SquareError.apply(words, value, weight, precision)  # type: ignore[no-untyped-call]
 
 
 class _SquareError(torch.autograd.Function):
@@ -126,7 +126,7 @@ class _SquareError(torch.autograd.Function):
     def forward(ctx: Any, words: Tensor, value: Tensor, weight: Tensor, precision: Tensor) -> Tensor:
         """Returns errors ``(N, C)``."""
         save_with_context(ctx, words, value, weight, precision)
-        return backend("quadratic", words).square_error(words, value, weight, precision)  # type: ignore[no-any-return]
+        return backend("quadratic", words).square_error(words, value, weight, precision)
 
     @staticmethod
     @gradient

@@ -38,14 +38,14 @@ def scene_log_prob(places: Tensor, images: Tensor, scene: SceneParameters, canva
     H)`` lies in front.
     """
     _check(places, images, scene, canvas, rank)
-    return _SceneLogProb.apply(places, rank, images, canvas, *scene)  # type: ignore[no-any-return, no-untyped-call]
+    return _SceneLogProb.apply(places, rank, images, canvas, *scene)  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()
 def scene_pixel_log_prob(places: Tensor, images: Tensor, scene: SceneParameters, canvas: Canvas, rank: Tensor | None = None) -> Tensor:
     """Log densities ``(N, C, D)`` of the pixels, which :func:`scene_log_prob` sums."""
     _check(places, images, scene, canvas, rank)
-    return backend("scenes", places).pixel_log_prob(places, rank, images, scene, canvas)  # type: ignore[no-any-return]
+    return backend("scenes", places).pixel_log_prob(places, rank, images, scene, canvas)
 
 
 def scene_statistics(
@@ -74,7 +74,7 @@ class _SceneLogProb(torch.autograd.Function):
         """Returns log densities ``(N, C)``."""
         save_with_context(ctx, places, rank, images, *inputs)
         ctx.canvas = canvas
-        return backend("scenes", places).log_prob(places, rank, images, SceneParameters(*inputs), canvas)  # type: ignore[no-any-return]
+        return backend("scenes", places).log_prob(places, rank, images, SceneParameters(*inputs), canvas)
 
     @staticmethod
     @gradient
@@ -165,7 +165,7 @@ def scan_places(
     is_compared = scene.masks >= min_mask
     scene = scene._replace(masks=scene.masks.clamp(max=max_mask))
     terms = (*_terms(images, scene, behind, clutter), is_compared)
-    return backend("scenes", images).scan(images, scene, canvas, *terms)  # type: ignore[no-any-return]
+    return backend("scenes", images).scan(images, scene, canvas, *terms)
 
 
 @torch.no_grad()
@@ -177,7 +177,7 @@ def scan_at(
     On the CPU it costs only these places, elsewhere the whole scan.
     """
     terms = (*_terms(images, scene, _background(images, scene), clutter), scene.masks >= min_mask)
-    return backend("scenes", images).scan_at(images, scene, canvas, *terms, objects, places)  # type: ignore[no-any-return]
+    return backend("scenes", images).scan_at(images, scene, canvas, *terms, objects, places)
 
 
 def _background(images: Tensor, scene: SceneParameters) -> Tensor:

@@ -123,7 +123,7 @@ def slab_moments(
     _check(words, value, weight, precision, slab_mean, spread)
     kernels = backend("slabs", words)
     moments = kernels.moments if spread.dim() == 1 else kernels.correlated_moments
-    return moments(words, weights, _terms(value, weight, precision, slab_mean, spread), per_datum)  # type: ignore[no-any-return]
+    return moments(words, weights, _terms(value, weight, precision, slab_mean, spread), per_datum)
 
 
 @renames(slab_deviation="spread", slab_covariance="spread")
@@ -169,7 +169,7 @@ def expected_log_slab_prior(
     if slab_covariance.dim() != 2 or covariances.shape != (*means.shape, weight.shape[1]) or means.shape[1:] != weight.shape[1:]:
         raise ValueError(f"means (T, H) and covariances (T, H, H) do not fit; got {tuple(means.shape)} and {tuple(covariances.shape)}")
     terms = _terms(value, weight, precision, slab_mean, slab_covariance)
-    return backend("slabs", words).expected_log_prior(words, weights, terms, means, covariances)  # type: ignore[no-any-return]
+    return backend("slabs", words).expected_log_prior(words, weights, terms, means, covariances)
 
 
 class _LogProb(torch.autograd.Function):

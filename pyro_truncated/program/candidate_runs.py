@@ -266,7 +266,7 @@ class CandidateRuns:
 
     def _usual_log_prob(self, node: Any) -> Tensor:
         if self.run_mode == "vmap":
-            return node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"])  # type: ignore[no-any-return]
+            return node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"])
         return site_log_density(node)
 
     def _mask(self, node: Any) -> Any:

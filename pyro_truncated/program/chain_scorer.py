@@ -164,7 +164,7 @@ class ChainScorer(Probe):
         mask = mask.unsqueeze(-1) if isinstance(mask, Tensor) else mask
         log_prob = scale_and_mask(log_prob, node["scale"] / self.scale, mask).double()
         log_prob = log_prob.expand(num_candidates, *plates, self.product.num_steps)
-        return log_prob.reshape(num_candidates, self.num_data, self.product.num_steps)  # type: ignore[no-any-return]
+        return log_prob.reshape(num_candidates, self.num_data, self.product.num_steps)
 
     @torch.no_grad()
     def refuse_coupled_steps(self) -> None:

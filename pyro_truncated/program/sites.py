@@ -170,7 +170,7 @@ def is_subsampled(frame: Any) -> bool:
 def scale_beyond_subsamples(node: Mapping[str, Any]) -> float | Tensor:
     """The part of a site's scale that comes from no subsampling."""
     share: float = math.prod(frame.size / (frame.full_size or frame.size) for frame in node["cond_indep_stack"])
-    return node["scale"] * share  # type: ignore[no-any-return]
+    return node["scale"] * share
 
 
 def has_stock_density(fn: Any) -> bool:

@@ -167,7 +167,7 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
                 _warn_if_infinite(float(loss.detach()), guide)
                 return total_loss_for_ddp([guide], loss)
             with explain_enumeration():
-                return self._others.differentiable_loss(model, guide, *args, **kwargs)  # type: ignore[no-any-return]
+                return self._others.differentiable_loss(model, guide, *args, **kwargs)
         with propagate_errors(guide, (args, kwargs)), self._prepare_shared_loss(call, guide, searches=torch.is_grad_enabled()):
             return total_loss_for_ddp(self._others.parts(call, guide), self._others.differentiable_loss(model, guide, *args, **kwargs))
 
@@ -545,4 +545,4 @@ def free_energy_given_draws(part: AutoTruncated, guide: Call) -> Tensor:
     if observed := [name for name, node in others.items() if node["is_observed"]]:
         warnings.warn(f"the model observes {observed}, which the guide samples: its density counts, as in Pyro's ELBOs", stacklevel=2)
     beyond = [node for node in others.values() if not node["is_observed"] and not batch.scorer.is_inside(node)]
-    return batch.free_energy() + batch.scorer.shared_density(beyond, batch.share) - log_q  # type: ignore[no-any-return]
+    return batch.free_energy() + batch.scorer.shared_density(beyond, batch.share) - log_q

@@ -61,7 +61,7 @@ def get_dataset(idata: Any, group: str) -> xr.Dataset:
     if group not in groups:
         raise ValueError(f"the data have no group {group}, only {groups}; see to_arviz for what makes it")
     node = idata[group]
-    return node.to_dataset() if isinstance(node, _tree()) else node  # type: ignore[no-any-return]
+    return node.to_dataset() if isinstance(node, _tree()) else node
 
 
 def group_names(idata: Any) -> list[str]:

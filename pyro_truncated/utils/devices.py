@@ -40,7 +40,7 @@ class DoubleModule(torch.nn.Module):
         dtype = fn(torch.empty(0, dtype=torch.float64, device=module_device(self))).dtype
         if dtype != torch.float64:
             raise TypeError(f"{type(self).__name__} computes in float64 and does not convert to {dtype}; convert what it predicts")
-        return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
 
 def to_device(state: Any, device: torch.device) -> Any:

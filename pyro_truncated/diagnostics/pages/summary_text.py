@@ -253,7 +253,7 @@ def _judge_numbers(idata: Any, groups: set[str]) -> list[Finding]:
     # Some entries may be padding, and some weights zero.
     lost = [f"all draws of {name}" for name, values in draws.items() if values.size and not np.isfinite(values).any()]
     counted = [("truncated_posterior", "free_energy"), ("sample_stats", "log_weight")]
-    counted += [("log_likelihood", name) for name in (get_dataset(idata, "log_likelihood") if "log_likelihood" in groups else ())]
+    counted += [("log_likelihood", str(name)) for name in (get_dataset(idata, "log_likelihood") if "log_likelihood" in groups else ())]
     for group, name in counted:
         if group in groups and name in (data := get_dataset(idata, group)):
             values = data[name].values
