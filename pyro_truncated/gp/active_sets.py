@@ -421,6 +421,15 @@ class UniformSplits:
             yield Split(part if len(part) > 2 * size else torch.cat([part, order[: self.batch_size - len(part)]]), size)
 
 
+def some_positions(total: int, number: int) -> Tensor:
+    """Draws at most so many positions, ascending, the same at each call.
+
+    Every so many-th row may be of one kind.
+    """
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(0), device="cpu")
+    return order[:number].sort().values
+
+
 def least_variance(kernel: Kernel, latents: Tensor, size: int, noise: Tensor | float | None = None, num_targets: int = 500) -> Tensor:
     r"""Returns positions ``(size,)`` of latents that leave the least predictive variance.
 
@@ -434,7 +443,7 @@ def least_variance(kernel: Kernel, latents: Tensor, size: int, noise: Tensor | f
         raise ValueError(f"size must lie in 1 .. {len(latents)}, the number of candidates; got {size}")
     with torch.no_grad():
         points = latents.detach().double()
-        which = torch.arange(0, len(points), -(-len(points) // num_targets), device=points.device)
+        which = some_positions(len(points), num_targets).to(points.device)
         prior = covariance(kernel, points[which], points).double()
         spread = prior_variance(kernel, points).double()
         noise = 1e-2 * spread.mean() if noise is None else noise

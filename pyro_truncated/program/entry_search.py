@@ -62,7 +62,7 @@ def _find_entries(scorer: ProductScorer, scopes: Mapping[str, frozenset[str]], n
     generator = torch.Generator().manual_seed(0)
     with generic_parameters(scorer, [search.name for search in searches], generator), torch.no_grad(), pyro.validation_enabled(False):
         for run in range(changes.count_runs()):
-            with contextlib.suppress(RuntimeError, IndexError, ValueError):
+            with contextlib.suppress(Exception):
                 changes.look(run, generator)
     return {search.name: entries for search in searches if (entries := search.read()) is not None}
 

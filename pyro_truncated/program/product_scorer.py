@@ -116,7 +116,7 @@ class ProductScorer(Probe):
         frames = [frame for site in product.layout.sites.values() for frame in site.frames]
         if not any(map(is_subsampled, frames)):
             sets = read()
-            with contextlib.suppress(RuntimeError, IndexError, ValueError):
+            with contextlib.suppress(Exception):
                 scorer = cls(call, product, values, sets)
                 if scorer._selects(sets):
                     return scorer

@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         missing = float(image.isnan().double().mean())
         has_holes = missing > 0
         _check_output(args.output, "L" if image.dim() == 2 else "RGB", *image.shape[:2])
-        torch.manual_seed(check_count("--seed", args.seed, least=-(2**63), most=2**63 - 1))
+        torch.manual_seed(check_count("--seed", args.seed, least=-(2**63), most=2**64 - 1))
         options = {"side": args.side, "num_components": args.components, "rounds": args.rounds, "stride": args.stride}
         noise, method = (args.noise or 0.0, inpaint) if has_holes else (args.noise, denoise)
         keeps_seen = has_holes and noise == 0.0

@@ -326,7 +326,7 @@ def warn_about_units(name: str, deviation: Tensor, shared: str) -> None:
     if len(deviation) and bool(deviation.max() > 10 * deviation.median()):
         warnings.warn(
             f"columns of {name} share {shared}, and have standard deviations of up to {float(deviation.max()):.3g}, but half of them of at "
-            f"most {float(deviation.median()):.3g}: standardise columns of unlike units",
+            f"most {float(deviation.median()):.3g}: standardise them if their units are unlike",
             UserWarning,
             stacklevel=3,
         )

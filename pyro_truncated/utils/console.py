@@ -38,7 +38,9 @@ class ProgressBar(tqdm):  # type: ignore[misc]
 
 def progress_bar(progress: bool | None, **options: Any) -> ProgressBar:
     """A bar on standard error."""
-    return ProgressBar(disable=None if progress is None else not progress, miniters=1, **options)
+    # Programs without a console have no standard error.
+    is_shown = progress if sys.stderr is not None else False
+    return ProgressBar(disable=None if is_shown is None else not is_shown, miniters=1, **options)
 
 
 def _renew_lock() -> None:

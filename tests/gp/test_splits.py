@@ -47,6 +47,12 @@ def test_least_variance_takes_the_best_point_at_every_step(generator):
     assert len(set(least_variance(kernel, latents, 30).tolist())) == 30
 
 
+def test_least_variance_looks_at_rows_of_all_kinds_where_these_take_turns(generator):
+    latents = torch.rand(40, 1, generator=generator) + 100.0 * (torch.arange(40) % 2).unsqueeze(1)
+    chosen = least_variance(kernels.RBF(1), latents, 2, num_targets=20)
+    assert latents[chosen].sort(0).values[0] < 50 < latents[chosen].sort(0).values[1]
+
+
 def test_growing_sizes(generator):
     size = linear_growth(2, 6, 4)
     assert [size(epoch) for epoch in range(7)] == [2, 3, 4, 5, 6, 6, 6]

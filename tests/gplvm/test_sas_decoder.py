@@ -502,16 +502,21 @@ def test_a_line_says_where_passes_are_many(epochs, expected, caplog):
 
 
 def test_a_choice_among_very_many_latents_looks_at_some(generator):
-    z = torch.rand(50_000, 1, generator=generator)
+    # Rows of two kinds take turns.
+    kind = torch.arange(50_000) % 2
+    z = torch.rand(50_000, 1, generator=generator) + 2 * kind.unsqueeze(1)
     decoder = SASDecoder(50_000, 2, 1, batch_size=100).initialize(torch.cat([z.sin(), z.cos()], 1), latents=z)
     seen = []
 
     def choose(kernel, latents, size):
-        seen.append(len(latents))
+        seen.append((len(latents), int((latents > 1.5).sum())))
         return torch.arange(0, len(latents), len(latents) // size)[:size]
 
-    decoder.condition_(torch.cat([z.sin(), z.cos()], 1), 50, choose=choose)
-    assert seen == [25_000]
+    decoder.condition_(torch.cat([z.sin(), z.cos()], 1), 200, choose=choose)
+    ((number, of_one_kind),) = seen
+    assert number == 20_000
+    # Seven standard deviations of a fair draw.
+    assert abs(of_one_kind - 10_000) < 500
     torch.testing.assert_close(decoder.predict(z[:9])[0], torch.cat([z[:9].sin(), z[:9].cos()], 1), rtol=0, atol=0.1)
 
 

@@ -149,6 +149,16 @@ def test_log_joints_that_are_not_the_models_are_refused(model: Callable[[], None
             train(model, search)
 
 
+@pytest.mark.parametrize("change", [lambda scores: scores.bfloat16(), lambda scores: scores - math.inf])
+def test_log_joints_may_be_rounded_or_impossible(change: Callable[[Tensor], Tensor]) -> None:
+    class Rounding(Own):
+        def propose(self, batch: SearchBatch) -> Any:
+            found = batch.evaluate(batch.population.words)
+            return dataclasses.replace(found, log_joint=change(found.log_joint))
+
+    assert math.isfinite(train(binary, SampledSearch(2) + Rounding(torch.clone)))
+
+
 def test_log_joints_given_draws_of_a_conditional_may_differ() -> None:
     def shifted() -> None:
         with pyro.plate("data", len(Y)):

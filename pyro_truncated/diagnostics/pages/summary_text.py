@@ -248,16 +248,20 @@ def _judge_guide(idata: Any, groups: set[str]) -> tuple[list[Finding], dict[str,
 
 def _judge_numbers(idata: Any, groups: set[str]) -> list[Finding]:
     """A finding if draws, bounds, weights or likelihoods are NaN or infinite."""
-    posterior = get_dataset(idata, "posterior")
-    draws = {str(name): posterior[name].values for name in posterior.data_vars if posterior[name].dtype.kind == "f"}
-    # Some entries may be padding, and some weights zero.
-    lost = [f"all draws of {name}" for name, values in draws.items() if values.size and not np.isfinite(values).any()]
+    posterior, lost = get_dataset(idata, "posterior"), []
+    for site in posterior.data_vars:
+        values = posterior[site].values
+        if values.dtype.kind == "f" and values.size:
+            # Padding has no draws at all.
+            missing = np.isnan(values).mean((0, 1))
+            lost += [f"draws of {site}"] * bool(not np.isfinite(values).any() or ((missing > 0) & (missing < 1)).any())
     counted = [("truncated_posterior", "free_energy"), ("sample_stats", "log_weight")]
     counted += [("log_likelihood", str(name)) for name in (get_dataset(idata, "log_likelihood") if "log_likelihood" in groups else ())]
     for group, name in counted:
         if group in groups and name in (data := get_dataset(idata, group)):
             values = data[name].values
-            number = np.count_nonzero(~(values < np.inf))
+            # Some of them may be impossible, not all.
+            number = np.count_nonzero(~(values < np.inf)) if np.isfinite(values).any() else values.size
             lost += [f"{number} of {values.size} numbers in {name} ({group})"] * bool(number)
     advice = "Look for parameters that are not finite, and train anew, at a lower learning rate."
     return [Finding(f"NaN or infinite are {', '.join(lost)}.", advice)] if lost else []

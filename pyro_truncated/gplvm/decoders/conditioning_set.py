@@ -21,6 +21,7 @@ from pyro_truncated.gp.active_sets import (
     ProjectedSet,
     ProjectedStatistics,
     projected_statistics,
+    some_positions,
 )
 from pyro_truncated.utils.arguments import check_count
 
@@ -90,7 +91,7 @@ def select_conditioning_set(
         rows = order[: min(size, len(order))]
     elif size < len(complete):
         # A choice takes time and memory for each of them: of very many, some are looked at.
-        candidates = complete[:: max(1, len(complete) // max(20_000, size))]
+        candidates = complete[some_positions(len(complete), max(20_000, size)).to(complete.device)]
         rows = candidates[choose(kernel, latents[candidates], size)]
     else:
         rows = complete

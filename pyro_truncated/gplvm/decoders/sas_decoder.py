@@ -430,7 +430,7 @@ class SASDecoder(UniqueModule):
             splits = UniformSplits(self.num_data, self.batch_size, self.num_active, generator)
             epochs = self.default_epochs if epochs is None else check_count("epochs", epochs)
             check_learning_rate(learning_rate)
-            if epochs * self._batches >= 4000:
+            if epochs * self._batches >= 4000 and not collectives.rank():
                 note_once(f"SASDecoder makes {epochs} passes over {self.num_data} data points; epochs=... (or max_iter=...) makes fewer")
             self.initialize(x)
             if self.portion is not None:

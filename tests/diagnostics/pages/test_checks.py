@@ -191,18 +191,20 @@ def test_diagnose_refuses_what_holds_no_posterior(y):
 
 
 @pytest.mark.parametrize(
-    ("group", "name", "value", "is_trusted"),
+    ("group", "name", "where", "value", "is_trusted"),
     [
-        ("posterior", "mu", np.nan, False),
-        ("sample_stats", "log_weight", np.nan, False),
-        ("sample_stats", "log_weight", np.inf, False),
-        ("sample_stats", "log_weight", -np.inf, True),
-        ("truncated_posterior", "free_energy", np.nan, False),
-        ("log_likelihood", "obs", np.nan, False),
-        ("log_likelihood", "obs", -np.inf, True),
+        ("posterior", "mu", ..., np.nan, False),
+        ("posterior", "mu", {"chain": 0}, np.nan, False),
+        ("sample_stats", "log_weight", {"draw": 0}, np.nan, False),
+        ("sample_stats", "log_weight", {"draw": 0}, np.inf, False),
+        ("sample_stats", "log_weight", {"draw": 0}, -np.inf, True),
+        ("sample_stats", "log_weight", ..., -np.inf, False),
+        ("truncated_posterior", "free_energy", ..., np.nan, False),
+        ("log_likelihood", "obs", {"draw": 0}, np.nan, False),
+        ("log_likelihood", "obs", {"draw": 0}, -np.inf, True),
     ],
 )
-def test_numbers_that_are_lost_are_not_trusted(group, name, value, is_trusted, y):
+def test_numbers_that_are_lost_are_not_trusted(group, name, where, value, is_trusted, y):
     draws = np.random.default_rng(0).normal(size=(2, 100))
     if group == "truncated_posterior":
         idata = to_arviz(model, AutoTruncated(model, 24).infer(y, ExhaustiveSearch(), 1), y, num_samples=50, num_predictive=0)
@@ -215,7 +217,7 @@ def test_numbers_that_are_lost_are_not_trusted(group, name, value, is_trusted, y
         }
     assert diagnose(make_idata(**groups), warn=False).is_trusted
     spoiled = groups[group].copy(deep=True)
-    spoiled[name][{"draw": 0} if "draw" in spoiled[name].dims and group != "posterior" else ...] = value
+    spoiled[name][where] = value
     verdict = diagnose(make_idata(**{**groups, group: spoiled}), warn=False)
     assert verdict.is_trusted == is_trusted
     assert is_trusted or name in str(verdict)
