@@ -132,6 +132,23 @@ def test_programs_that_assert_shapes_keep_whole_states(error):
     assert losses[0] > exact
 
 
+@pytest.mark.filterwarnings("ignore::pyro_truncated.VectorizationWarning")
+@pytest.mark.parametrize("error", [AssertionError, TypeError])
+def test_programs_that_assert_shapes_of_one_of_two_decisions_keep_whole_states(error):
+    def pairs(y):
+        with pyro.plate("data", len(y)):
+            a, b = pyro.sample("a", dist.Bernoulli(0.3)), pyro.sample("b", dist.Categorical(torch.ones(3) / 3))
+            if a.dim() > 1:
+                raise error("a must have a number for each data point")
+            pyro.sample("y", dist.Normal(a + b, 1.0), obs=y)
+
+    y = torch.tensor([0.3, 1.2, -0.5, 2.0])
+    joint = [[math.log(p / 3) + dist.Normal(a + b, 1.0).log_prob(y) for b in range(3)] for a, p in enumerate((0.7, 0.3))]
+    exact = -torch.stack([score for row in joint for score in row]).logsumexp(0).sum()
+    assert Truncated_ELBO().loss(pairs, AutoTruncated(pairs, 6), y) == pytest.approx(float(exact), rel=1e-5)
+    assert Truncated_ELBO().loss(pairs, AutoTruncated(pairs, 4), y) > exact
+
+
 def test_any_elbo_of_pyro_returns_the_free_energy_without_noise():
     y = torch.randn(2, 5)
     guide = AutoTruncated(chain, num_states=2)

@@ -37,3 +37,11 @@ def test_long_fits_show_a_bar_in_a_terminal_only(kind, is_terminal, monkeypatch)
     monkeypatch.setattr(sys, "stderr", screen)
     fits[kind]()
     assert ("epoch" in screen.getvalue() or "phase" in screen.getvalue()) == is_terminal
+
+
+@pytest.mark.parametrize("progress", [None, True])
+def test_programs_without_standard_error_have_no_bar(progress, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    with progress_bar(progress, total=2) as bar:
+        bar.update(2)
+    assert bar.disable
