@@ -140,10 +140,10 @@ def test_programs_that_assert_shapes_of_one_of_two_decisions_keep_whole_states(e
             a, b = pyro.sample("a", dist.Bernoulli(0.3)), pyro.sample("b", dist.Categorical(torch.ones(3) / 3))
             if a.dim() > 1:
                 raise error("a must have a number for each data point")
-            pyro.sample("y", dist.Normal(a + b, 1.0), obs=y)
+            pyro.sample("y", dist.Normal((a + b).unsqueeze(-1), 1.0).expand([*b.shape, 2]).to_event(1), obs=y)
 
-    y = torch.tensor([0.3, 1.2, -0.5, 2.0])
-    joint = [[math.log(p / 3) + dist.Normal(a + b, 1.0).log_prob(y) for b in range(3)] for a, p in enumerate((0.7, 0.3))]
+    y = torch.tensor([[0.3, 1.2], [-0.5, 2.0], [1.0, 0.0]])
+    joint = [[math.log(p / 3) + dist.Normal(a + b, 1.0).log_prob(y).sum(1) for b in range(3)] for a, p in enumerate((0.7, 0.3))]
     exact = -torch.stack([score for row in joint for score in row]).logsumexp(0).sum()
     assert Truncated_ELBO().loss(pairs, AutoTruncated(pairs, 6), y) == pytest.approx(float(exact), rel=1e-5)
     assert Truncated_ELBO().loss(pairs, AutoTruncated(pairs, 4), y) > exact
