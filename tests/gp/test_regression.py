@@ -355,5 +355,5 @@ def test_units_that_hide_a_function_are_named(unit, offset):
 
     with warnings.catch_warnings(action="error"):
         assert error(x, y) < 0.1
-    with pytest.warns(UserWarning, match="standardise columns of unlike units" if offset == 0 else "subtract means from targets"):
+    with pytest.warns(UserWarning, match="standardise them if their units are unlike" if offset == 0 else "subtract means from targets"):
         assert error(x * torch.tensor([1.0, unit]), y + offset) > 0.5
