@@ -249,12 +249,11 @@ def _judge_guide(idata: Any, groups: set[str]) -> tuple[list[Finding], dict[str,
 def _judge_numbers(idata: Any, groups: set[str]) -> list[Finding]:
     """A finding if draws, bounds, weights or likelihoods are NaN or infinite."""
     posterior, lost = get_dataset(idata, "posterior"), []
-    for site in posterior.data_vars:
-        values = posterior[site].values
-        if values.dtype.kind == "f" and values.size:
+    for site, draws in posterior.items():
+        if draws.dtype.kind == "f" and draws.size:
             # Padding has no draws at all.
-            missing = np.isnan(values).mean((0, 1))
-            lost += [f"draws of {site}"] * bool(not np.isfinite(values).any() or ((missing > 0) & (missing < 1)).any())
+            missing = draws.isnull().mean([dim for dim in ("chain", "draw") if dim in draws.dims])
+            lost += [f"draws of {site}"] * bool(not np.isfinite(draws).any() or ((missing > 0) & (missing < 1)).any())
     counted = [("truncated_posterior", "free_energy"), ("sample_stats", "log_weight")]
     counted += [("log_likelihood", str(name)) for name in (get_dataset(idata, "log_likelihood") if "log_likelihood" in groups else ())]
     for group, name in counted:
