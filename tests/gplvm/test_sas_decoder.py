@@ -22,6 +22,7 @@ from pyro_truncated.gp import ActiveSet, Split, UniformSplits
 from pyro_truncated.gp.active_sets import ProjectedSet, projected_statistics
 from pyro_truncated.gplvm import CandidateLatents, SASDecoder, SpikeSlabGPLVM, fit, principal_components
 from pyro_truncated.gplvm.decoders.latents import best_candidates, log_joint, maximize
+from pyro_truncated.utils.console import note_once
 
 
 class SeesActive(nn.Module):
@@ -496,6 +497,8 @@ def test_columns_that_one_noise_does_not_suit_are_named(kind, generator):
 
 @pytest.mark.parametrize(("epochs", "expected"), [(1999, []), (2000, ["SASDecoder makes 2000 passes over 20 data points"])])
 def test_a_line_says_where_passes_are_many(epochs, expected, caplog):
+    # Each line is said once per process.
+    note_once.cache_clear()
     with caplog.at_level(logging.INFO), pytest.raises(ValueError, match="must vary"):
         SASDecoder(20, 3, batch_size=10).fit(torch.ones(20, 3), epochs=epochs)
     assert [record.getMessage().partition(";")[0] for record in caplog.records] == expected

@@ -135,28 +135,28 @@ def test_log_joints_are_those_of_the_states() -> None:
 def test_log_joints_that_are_not_the_models_are_refused(model: Callable[[], None], change: Callable[[Tensor], Tensor]) -> None:
     """The loss would be what the search says: 100 nats less for each data point."""
 
-    class Boasting(Own):
+    class WrongScores(Own):
         def propose(self, batch: SearchBatch) -> Any:
             found = batch.evaluate(batch.population.words)
             return dataclasses.replace(found, log_joint=change(found.log_joint))
 
-    class Returning(Boasting):
+    class WrongStep(WrongScores):
         def step(self, batch: SearchBatch) -> Population:
             return self.propose(batch)
 
-    for search in (Boasting(torch.clone), SampledSearch(2) + Boasting(torch.clone), Returning(torch.clone)):
+    for search in (WrongScores(torch.clone), SampledSearch(2) + WrongScores(torch.clone), WrongStep(torch.clone)):
         with pytest.raises(ValueError, match=r"must be those of the model, batch\.score\(words\); got .* for data point 0"):
             train(model, search)
 
 
 @pytest.mark.parametrize("change", [lambda scores: scores.bfloat16(), lambda scores: scores - math.inf])
 def test_log_joints_may_be_rounded_or_impossible(change: Callable[[Tensor], Tensor]) -> None:
-    class Rounding(Own):
+    class ChangedScores(Own):
         def propose(self, batch: SearchBatch) -> Any:
             found = batch.evaluate(batch.population.words)
             return dataclasses.replace(found, log_joint=change(found.log_joint))
 
-    assert math.isfinite(train(binary, SampledSearch(2) + Rounding(torch.clone)))
+    assert math.isfinite(train(binary, SampledSearch(2) + ChangedScores(torch.clone)))
 
 
 def test_log_joints_given_draws_of_a_conditional_may_differ() -> None:
