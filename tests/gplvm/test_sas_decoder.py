@@ -523,6 +523,15 @@ def test_a_choice_among_very_many_latents_looks_at_some(generator):
     torch.testing.assert_close(decoder.predict(z[:9])[0], torch.cat([z[:9].sin(), z[:9].cos()], 1), rtol=0, atol=0.1)
 
 
+def test_inference_starts_from_kept_latents_of_all_kinds_where_these_take_turns(generator):
+    z = 0.8 * torch.rand(4002, 1, generator=generator) + 2.0 * (torch.arange(4002) % 3 - 1).unsqueeze(1)
+    x = torch.cat([(2 * z).sin(), (2 * z).cos(), z], 1)
+    decoder = SASDecoder(4002, 3, 1, batch_size=100).initialize(x, latents=z)
+    decoder.condition_(x, 4002)
+    # Kinds lie more than one apart.
+    assert float((decoder.infer(x[:6], starts=1, steps=0) - z[:6]).abs().max()) < 0.5
+
+
 @pytest.mark.parametrize("kind", ["free", "active"])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool])
 def test_integers_are_taken_as_floats(kind, dtype, generator):

@@ -13,7 +13,7 @@ from torch.distributions import constraints
 
 from pyro_truncated.distributed.shards import refuse_shards
 from pyro_truncated.gp.active_set_distributions import ActiveSetGaussianProcess, ActiveSetPosterior
-from pyro_truncated.gp.active_sets import Choose, Split
+from pyro_truncated.gp.active_sets import Choose, Split, some_positions
 from pyro_truncated.gplvm.decoders.conditioning_set import Posterior
 from pyro_truncated.gplvm.decoders.sas_decoder import SASDecoder
 from pyro_truncated.utils.arguments import describe, names_arguments
@@ -156,7 +156,7 @@ class SASFunctionDecoder(SASDecoder):
         return (self.observe(posterior.predict(latents)[0]).log_prob(self._as_numbers(x)) - 0.5 * latents.square().sum(-1)).to(latents)
 
     def _best_candidates(self, posterior: Posterior, x: Tensor, num: int) -> Tensor:
-        candidates = posterior.latents[:: -(-len(posterior.latents) // 200)]
+        candidates = posterior.latents[some_positions(len(posterior.latents), 200).to(posterior.latents.device)]
         # One candidate at a time: all at once would need a tensor of candidates by data points by functions.
         values = torch.stack([self._log_joint(posterior, x, z.expand(len(x), -1)) for z in candidates])
         return candidates[values.topk(min(num, len(candidates)), 0).indices]

@@ -41,6 +41,7 @@ from pyro_truncated.gp.active_sets import (
     Split,
     UniformSplits,
     least_variance,
+    some_positions,
     split_weights,
 )
 from pyro_truncated.gp.data_kernels.protocol import check_kernel
@@ -519,7 +520,7 @@ class SASDecoder(UniqueModule):
 
     def _best_candidates(self, posterior: Posterior, x: Tensor, num: int) -> Tensor:
         """The best ``num`` of 2000 latents for each data point, ``(num, M, Q)``."""
-        candidates = posterior.latents[:: -(-len(posterior.latents) // 2000)]
+        candidates = posterior.latents[some_positions(len(posterior.latents), 2000).to(posterior.latents.device)]
         return best_candidates(posterior, x - self.loc, candidates, min(num, len(candidates)))
 
     @names_arguments
