@@ -98,7 +98,7 @@ class LinearSuperposition(GaussianSuperposition):
             pairwise = pairwise + logits.expand(self.weight.shape[-1]).diag_embed()
         else:
             linear = linear + logits
-        return (ops.pair_energy(words, linear, pairwise) + constant.unsqueeze(-1)).to(dtype)
+        return ops.pair_energy(words, linear, pairwise).add_(constant.unsqueeze(-1)).to(dtype)
 
     @torch.no_grad()
     def packed_flip_gains(self, words: Tensor, value: Tensor, state_logits: Tensor | None = None) -> Tensor | None:

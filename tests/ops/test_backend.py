@@ -107,6 +107,9 @@ def test_states_are_taken_by_their_positions():
     positions = torch.tensor([[4, 0], [1, 1], [2, 3]])
     taken = population.take(positions)
     assert all(torch.equal(taken[n, k], population.words[n, positions[n, k]]) for n in range(3) for k in range(2))
+    for wrong in (positions + 1, positions - 1):
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            population.take(wrong)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA devices")

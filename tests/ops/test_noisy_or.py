@@ -45,17 +45,19 @@ def test_noisy_or_gradients(kind: str, missing: bool) -> None:
     )
 
 
-def test_noisy_or_keeps_tiny_probabilities_and_exact_zeros(kind: str) -> None:
+@pytest.mark.parametrize("num_observed", [25, 100])
+def test_noisy_or_keeps_tiny_probabilities_and_exact_zeros(kind: str, num_observed: int) -> None:
     space = StateSpace([2, 2])
     words = space.pack(torch.tensor([[[0, 0], [1, 0], [0, 1], [1, 1]]]))
-    value = torch.ones(1, 100, dtype=torch.float64)
-    weight = torch.tensor([1e-15, 1.0], dtype=torch.float64).expand(100, 2)
-    actual = ops.noisy_or_log_prob(words, value, torch.log1p(-weight), torch.zeros(100, dtype=torch.float64))
-    # A product of a hundred factors 1e-15 is far below the smallest float64.
-    expected = torch.tensor([[-math.inf, 100 * math.log(1e-15), 0.0, 0.0]], dtype=torch.float64)
+    value = torch.ones(1, num_observed, dtype=torch.float64)
+    weight, leak = torch.tensor([1e-15, 1.0], dtype=torch.float64).expand(num_observed, 2), torch.zeros(num_observed).double()
+    actual = ops.noisy_or_log_prob(words, value, torch.log1p(-weight), leak)
+    # A product of so many factors 1e-15 is far below the smallest float64.
+    expected = torch.tensor([[-math.inf, num_observed * math.log(1e-15), 0.0, 0.0]], dtype=torch.float64)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-    off = ops.noisy_or_log_prob(words, 1 - value, torch.log1p(-weight), torch.zeros(100, dtype=torch.float64))
-    torch.testing.assert_close(off, torch.tensor([[0.0, -1e-13, -math.inf, -math.inf]], dtype=torch.float64), rtol=1e-12, atol=1e-25)
+    off = ops.noisy_or_log_prob(words, 1 - value, torch.log1p(-weight), leak)
+    expected = torch.tensor([[0.0, -num_observed * 1e-15, -math.inf, -math.inf]], dtype=torch.float64)
+    torch.testing.assert_close(off, expected, rtol=1e-12, atol=1e-25)
 
 
 def test_impossible_states_of_weight_zero_do_not_spoil_gradients(kind: str) -> None:

@@ -39,7 +39,7 @@ def count_blocks(num_data: int, accumulator_size: int, scratch_size: int = 0) ->
 
 @intrinsic
 def trailing_zeros(typing_context, word):
-    """The number of zero bits below an int64's lowest set bit."""
+    """Zero bits below an int64's lowest set bit; 64 without one."""
 
     def generate(context, builder, signature, arguments):
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
@@ -68,6 +68,24 @@ def active_latents(words, n, c, active):
             word &= word - 1
             count += 1
     return count
+
+
+@njit(forceinline=True)
+def first_active(words, n, c, none):
+    """A state's first five active latents, with ``none`` for those it lacks.
+
+    There is no branch on the bits of a word, which processors would predict wrongly.
+    """
+    last = words.shape[2] - 1
+    w, word = 0, words[n, c, 0]
+    i = j = k = m = r = none
+    for _ in range(5):
+        while w < last and word == 0:
+            w += 1
+            word = words[n, c, w]
+        i, j, k, m, r = j, k, m, r, min(64 * w + trailing_zeros(word), none)
+        word &= word - 1
+    return i, j, k, m, r
 
 
 @njit

@@ -16,6 +16,7 @@ from pyro_truncated.ops.compiled.iterate_active import (
     as_words,
     count_blocks,
     ever_active,
+    first_active,
     gather,
     least_weight,
     round_up,
@@ -80,19 +81,34 @@ def _noisy_or(leak, weight, active, count, size, probability):
             probability[j] += row[j] * (1.0 - probability[j])
 
 
+@njit(fastmath={"reassoc", "contract"})
+def _product(leak, first, second, third, fourth, size):
+    """The product of all pixels' probabilities under four latents, kept in registers."""
+    product = 1.0
+    for j in range(size):
+        probability = leak[j]
+        probability += first[j] * (1.0 - probability)
+        probability += second[j] * (1.0 - probability)
+        probability += third[j] * (1.0 - probability)
+        probability += fourth[j] * (1.0 - probability)
+        product *= probability
+    return product
+
+
 @njit(fastmath={"reassoc"})
 def _sum_log(factors, size):
     total = 0.0
     for start in range(0, size, _GROUP):
-        stop = min(start + _GROUP, size)
+        # Of a view the compiler knows that no position is negative.
+        group = factors[start : min(start + _GROUP, size)]
         product = 1.0
-        for j in range(start, stop):
-            product *= factors[j]
+        for j in range(len(group)):
+            product *= group[j]
         if product > _TINY:
             total += np.log(product)
         else:
-            for j in range(start, stop):
-                total += np.log(factors[j])
+            for j in range(len(group)):
+                total += np.log(group[j])
     return total
 
 
@@ -104,8 +120,8 @@ def _noisy_or_log_prob(words, value, linear, log_complement, weight, log_leak_co
     for block in prange(num_blocks):
         active = np.empty(64 * num_words, np.int64)
         index = np.empty(num_observed + 1, np.int64)
-        base = np.empty(num_latents)
-        near_weight = np.empty((num_latents, round_up(num_observed)))
+        # The last entry and row stand for no latent.
+        base, near_weight = np.zeros(num_latents + 1), np.zeros((num_latents + 1, round_up(num_observed)))
         near_leak = np.empty(round_up(num_observed))
         probability = np.empty(round_up(num_observed))
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
@@ -117,16 +133,23 @@ def _noisy_or_log_prob(words, value, linear, log_complement, weight, log_leak_co
                 h = active[a]
                 base[h] = linear[n, h] + _sum_off(log_complement[h], value[n])
             count = _find_on(value[n], index)
+            size = round_up(count)
             gather(leak, index, count, 1.0, near_leak)
             for a in range(num_used):
                 gather(weight[active[a]], index, count, 1.0, near_weight[active[a]])
             for c in range(num_candidates):
+                i, j, k, m, fifth = first_active(words, row, c, num_latents)
+                if fifth == num_latents and size <= _GROUP:
+                    product = _product(near_leak, near_weight[i], near_weight[j], near_weight[k], near_weight[m], size)
+                    if product > _TINY:
+                        out[n, c] = offset + base[i] + base[j] + base[k] + base[m] + np.log(product)
+                        continue
                 num_active = active_latents(words, row, c, active)
                 energy = offset
                 for a in range(num_active):
                     energy += base[active[a]]
-                _noisy_or(near_leak, near_weight, active, num_active, round_up(count), probability)
-                out[n, c] = energy + _sum_log(probability, round_up(count))
+                _noisy_or(near_leak, near_weight, active, num_active, size, probability)
+                out[n, c] = energy + _sum_log(probability, size)
 
 
 @njit

@@ -35,8 +35,8 @@ def pair_energy(words: Tensor, linear: Tensor, pairwise: Tensor | None) -> Tenso
         _linear_energy(as_words(words), as_array(linear), out.numpy())
         return out
     pairwise = pairwise.double()
-    # Each unordered pair is visited once: fold the matrix into its lower triangle.
-    folded = (pairwise + pairwise.mT).tril(-1) + torch.diag_embed(pairwise.diagonal(dim1=-2, dim2=-1))
+    # The square of a binary value is the value, and each unordered pair is visited once: fold the matrix into its lower triangle.
+    linear, folded = linear + pairwise.diagonal(dim1=-2, dim2=-1), (pairwise + pairwise.mT).tril(-1)
     # Sums over all latents of a table have no place for infinite energies.
     if pairwise.dim() == 2 and linear.shape[1] <= _MOST_TABULATED and bool(pairwise.isfinite().all()):
         _tabulated_energy(as_words(words), as_array(linear), *_tabulate(folded), out.numpy())
@@ -96,12 +96,31 @@ def _linear_energy(words, linear, out):
                 out[n, c] = energy
 
 
+@njit(forceinline=True)
+def _look_up(words, own, pairs, num_chunks, out):
+    """Sums the energies of states' chunks, and of all pairs of chunks."""
+    low, four, size = np.uint64(15), np.uint64(4), np.uint64(256)
+    for c in range(len(out)):
+        word, energy = np.uint64(words[c, 0]), 0.0
+        left, place, table = word, np.uint64(0), np.uint64(0)
+        for i in range(num_chunks):
+            state = left & low
+            energy += own[place + state]
+            others = word
+            for _ in range(i):
+                energy += pairs[table + (state << four) + (others & low)]
+                others >>= four
+                table += size
+            left >>= four
+            place += np.uint64(16)
+        out[c] = energy
+
+
 @parallel_kernel()
 def _tabulated_energy(words, linear, alone, pairs, out):
-    num_rows, num_candidates, _ = words.shape
+    num_rows = len(words)
     num_data, num_latents = linear.shape
     num_chunks = (num_latents + 3) // 4
-    low, four, size = np.uint64(15), np.uint64(4), np.uint64(256)
     num_blocks = min(num_data, MAX_BLOCKS)
     for block in prange(num_blocks):
         own = np.empty(16 * num_chunks)
@@ -115,20 +134,18 @@ def _tabulated_energy(words, linear, alone, pairs, out):
             for place in range(len(own)):
                 own[place] += alone[place]
             row = n if num_rows > 1 else 0
-            for c in range(num_candidates):
-                word, energy = np.uint64(words[row, c, 0]), 0.0
-                left, place, table = word, np.uint64(0), np.uint64(0)
-                for i in range(num_chunks):
-                    state = left & low
-                    energy += own[place + state]
-                    others = word
-                    for _ in range(i):
-                        energy += pairs[table + (state << four) + (others & low)]
-                        others >>= four
-                        table += size
-                    left >>= four
-                    place += np.uint64(16)
-                out[n, c] = energy
+            states, energies = words[row], out[n]
+            # With a constant number of chunks the compiler leaves no loop.
+            if num_chunks == 5:
+                _look_up(states, own, pairs, 5, energies)
+            elif num_chunks == 4:
+                _look_up(states, own, pairs, 4, energies)
+            elif num_chunks == 3:
+                _look_up(states, own, pairs, 3, energies)
+            elif num_chunks == 2:
+                _look_up(states, own, pairs, 2, energies)
+            else:
+                _look_up(states, own, pairs, 1, energies)
 
 
 @parallel_kernel()
@@ -151,11 +168,11 @@ def _pair_energy(words, linear, tables, out):
                     while word != 0:
                         h = 64 * w + trailing_zeros(word)
                         word &= word - 1
-                        active[count] = h
-                        count += 1
                         energy += field[h]
                         for b in range(count):
                             energy += table[h, active[b]]
+                        active[count] = h
+                        count += 1
                 out[n, c] = energy
 
 
