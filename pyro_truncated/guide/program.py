@@ -52,10 +52,7 @@ class SearchRequest(Messenger):
 
 @effectful(type="truncated_search")
 def find_search_request() -> SearchRequest | None:
-    """Returns the surrounding handler that asks for a search, if any.
-
-    It is a message that only :class:`SearchRequest` answers.
-    """
+    """Returns the surrounding handler that asks for a search, if any."""
     return None
 
 
@@ -89,10 +86,7 @@ def _move_left(value: Any, event_dim: int, dims: Sequence[int], depth: int) -> A
 
 
 class ProgramRun:
-    """One run of a guide that has seen its model.
-
-    :meth:`sample` samples the discrete sites, and what ``conditional`` samples.
-    """
+    """One run of a guide that has seen its model."""
 
     def __init__(self, guide: WholeModelGuide, call: Call) -> None:
         self._guide, self._call, self._layout = guide, call, guide.layout
@@ -155,10 +149,7 @@ class ProgramRun:
             return recorded_values(self._guide), plates
 
     def _sample_given_states(self, values: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Handles models that observe all discrete sites.
-
-        Nothing is left to sample but what ``conditional`` does.
-        """
+        """Handles models that observe all discrete sites."""
         if self._guide.conditional is None:
             return {}
         with SharedPlates(), ExitStack() as stack:
@@ -176,10 +167,7 @@ class ProgramRun:
     # --- plates ---
 
     def _open(self, values: Mapping[str, Any], plates: dict[str, Any] | None) -> tuple[dict[str, Any], Batch]:
-        """Returns the plates to sample in, with the batch in them.
-
-        They are given, or come from the guide list, ``create_plates`` or the model.
-        """
+        """Returns the plates to sample in, with the batch in them."""
         plates = self._guide.created_plates(self._call) if plates is None else plates
         if plates is None:
             return self._open_as_the_model(values)
@@ -244,10 +232,7 @@ class ProgramRun:
         return sorted((frame for frame in frames if frame.size > 1), key=lambda frame: frame.dim)
 
     def _sample_index(self, own: SiteLayout, position: Tensor, log_prob: Tensor, plates: Mapping[str, Any], scorer: Probe) -> None:
-        """Samples an auxiliary site of some sites' states.
-
-        It has their log probability, and says that this guide is truncated.
-        """
+        """Samples an auxiliary site of some sites' states."""
         infer: Any = {"is_auxiliary": True, "truncated": {"guide": weakref.ref(self._guide)}}
         with ExitStack() as stack:
             for name in own.plates:
@@ -267,10 +252,7 @@ class ProgramRun:
         scale: float | Tensor = 1.0,
         is_auxiliary: bool = False,
     ) -> Tensor:
-        """Samples a site as a point mass of some density.
-
-        Auxiliary ones are none of the model's.
-        """
+        """Samples a site as a point mass of some density."""
         with ExitStack() as stack:
             for frame in site.frames:
                 if frame.vectorized:

@@ -99,10 +99,7 @@ class ScoredSets:
 
 
 def _concatenate(tables: tuple[Tensor, Tensor], sizes: tuple[int, int], dim: int) -> Tensor:
-    """Concatenates tables over sets.
-
-    One that no state changes stays as it is.
-    """
+    """Concatenates tables over sets."""
     one, other = tables
     if one.shape[dim] == 1 and other.shape[dim] == 1 and torch.equal(one, other):
         return one
@@ -299,10 +296,7 @@ def _exclude_others(positions: Tensor, log_weights: Tensor) -> Tensor:
 
 
 class NodeScores:
-    """Scores candidate states of a group of nodes.
-
-    The sets of all nodes are given.
-    """
+    """Scores candidate states of a group of nodes."""
 
     def __init__(self, current: ScoredSets, number: int) -> None:
         self._current, self._number = current, number
@@ -325,10 +319,7 @@ class NodeScores:
         return scores[:, size:] + union.log_weights(number)[:, size:]
 
     def take(self, words: Tensor, places: Tensor) -> ScoredSets:
-        """Returns some of the candidates, scored as in their run.
-
-        That run serves if they are all of it.
-        """
+        """Returns some of the candidates, scored as in their run."""
         if len(self._runs) == 1 and torch.equal(self._runs[0].sets[self._number], words):
             return self._runs[0].take({self._number: places})
         return self._run(ops.gather_states(words, places))

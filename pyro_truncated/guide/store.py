@@ -460,10 +460,7 @@ class FileStore(PopulationStore):
             self._is_started[rows] = True
 
     def _let_go(self, number: int) -> None:
-        """Frees the memory of earlier minibatches' populations, from 128 MiB on.
-
-        Files keep them.
-        """
+        """Frees the memory of earlier minibatches' populations, from 128 MiB on."""
         self._num_rows_in_memory += number
         if self._num_rows_in_memory * self.words[0].nbytes > 2**27:
             self._num_rows_in_memory = 0
@@ -494,10 +491,7 @@ def _refuse_elsewhere(device: torch.device) -> None:
 
 
 def _map(file: Path, dtype: Any, shape: tuple[int, ...]) -> tuple[mmap.mmap, np.ndarray]:
-    """Creates an array of zeros in a file, with its memory map.
-
-    No more of it is read than is asked for.
-    """
+    """Creates an array of zeros in a file, with its memory map."""
     np.lib.format.open_memmap(file, mode="w+", dtype=dtype, shape=shape)
     with file.open("r+b") as stream:
         memory = mmap.mmap(stream.fileno(), 0)

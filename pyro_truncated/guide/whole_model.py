@@ -151,10 +151,7 @@ class WholeModelGuide(AutoGuide):
 
     @property
     def index_names(self) -> list[str]:
-        """Returns names of all auxiliary index sites.
-
-        There is one for each node of the factor graph if each has a set of states.
-        """
+        """Returns names of all auxiliary index sites."""
         nodes = [self.layout.sites] if self._product is None else [own.sites for own in self._product.node_layouts]
         return [self.name_index(sites) for sites in nodes]
 
@@ -355,10 +352,7 @@ class WholeModelGuide(AutoGuide):
 
     @property
     def companions(self) -> Companions | None:
-        """The guides beside this one.
-
-        They are in its list or in that of the guide it was inferred from.
-        """
+        """The guides beside this one."""
         return self._inherited_companions if self.master is None else Companions.from_guide(self)
 
     def other_values(self, call: Call, *, median: bool = False, subsamples: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
@@ -392,10 +386,7 @@ class WholeModelGuide(AutoGuide):
             self._inherited_companions = dataclasses.replace(companions, frames=self.frames)
 
     def created_plates(self, call: Call) -> dict[str, Any] | None:
-        """Returns the plates of the guide list or of ``create_plates``.
-
-        ``None`` means that the guide has neither.
-        """
+        """Returns the plates of the guide list or of ``create_plates``."""
         if self.master is None and self.create_plates is None:
             return None
         with SharedPlates():

@@ -100,17 +100,11 @@ class Transitions(NamedTuple):
 
 
 class Messages(NamedTuple):
-    r"""Messages along sequences.
+    """Messages along sequences, within the sets."""
 
-    Attributes:
-        forward: :math:`\log p(s_t \mid y_1, \dots, y_t)` within the sets, ``(N, T, S)``.
-        backward: logarithm of :math:`p(y_{t+1}, \dots, y_T \mid s_t)` within the sets, up to a constant of each step, ``(N, T, S)``.
-        log_norm: :math:`c_t = \log p(y_t \mid y_1, \dots, y_{t-1})` within the sets, ``(N, T)``.
-    """
-
-    forward: Tensor
-    backward: Tensor
-    log_norm: Tensor
+    forward: Tensor  # log p(s_t | y_1, ..., y_t), (N, T, S)
+    backward: Tensor  # log p(y_{t+1}, ..., y_T | s_t), up to a constant of each step, (N, T, S)
+    log_norm: Tensor  # c_t = log p(y_t | y_1, ..., y_{t-1}), (N, T)
 
     def free_energy(self) -> Tensor:
         r"""The bound :math:`\mathcal F = \sum_t c_t` of every sequence, ``(N,)``."""
@@ -124,17 +118,11 @@ class Messages(NamedTuple):
 
 
 class Flips(NamedTuple):
-    """Candidates that differ from a member of their step in one latent.
+    """Candidates ``(N, T, P)`` that differ from a member of their step."""
 
-    Attributes:
-        member: position of the member, ``(N, T, P)``.
-        latent: the latent, ``(N, T, P)``.
-        log_mass: logarithm of what the candidate adds, relative to the sum over the sets, ``(N, T, P)``.
-    """
-
-    member: Tensor
-    latent: Tensor
-    log_mass: Tensor
+    member: Tensor  # position of the member
+    latent: Tensor  # the one latent in which they differ
+    log_mass: Tensor  # logarithm of what the candidate adds, relative to the sum over the sets
 
     def words(self, words: Tensor) -> Tensor:
         """The candidates ``(N, T, P, W)``, of members ``(N, T, S, W)``."""

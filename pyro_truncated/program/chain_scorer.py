@@ -168,10 +168,7 @@ class ChainScorer(Probe):
 
     @torch.no_grad()
     def refuse_coupled_steps(self) -> None:
-        """Checks that a step's likelihood depends on its own state alone.
-
-        It is checked on two paths and their mixtures.
-        """
+        """Checks that a step's likelihood depends on its own state alone."""
         generator = torch.Generator().manual_seed(0)
         space, num_steps = self.product.groups[0].space, self.product.num_steps
         words = space.random((self.num_data, num_steps, 2), 0.5, generator).to(self.device)

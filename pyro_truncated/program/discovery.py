@@ -276,11 +276,7 @@ def _limit_bounds(node: Any, dependencies: Dependencies, limit: int | None) -> B
 
 
 def widest_support(node: Mapping[str, Any], parents: Mapping[DiscreteSite, Tensor], dependencies: Dependencies) -> Bounds | None:
-    """Returns a site's widest support over other sites' joint values.
-
-    Returns:
-        Lowest and highest values, or ``None`` if there are too many joint values to look at.
-    """
+    """Returns a site's widest support over other sites' joint values."""
     runs = _JointRuns(dependencies.call, node, parents)
     if runs.number > 4096:  # runs of the model, at most
         return None
@@ -312,10 +308,7 @@ class _JointRuns:
         self._depth = max([-dim for dim in shared] + [site.depth for site in parents], default=0)
 
     def joint_bounds(self) -> Bounds | None:
-        """Returns bounds over all joint values at once, or ``None``.
-
-        They use a new left-most dimension. ``None`` means that single runs disagree.
-        """
+        """Returns bounds over all joint values at once, or ``None``."""
         try:
             bounds = self._run_to_node(self._select(torch.arange(self.number))).bounds(self._depth)
         except Exception:  # whatever a program raises, as by an assertion
@@ -371,10 +364,7 @@ class _ReachedError(Exception):
 
 
 class _StopAt(Messenger):
-    """Ends a run at a site and keeps its distribution.
-
-    It also keeps whether given values of other sites lie in their supports.
-    """
+    """Ends a run at a site and keeps its distribution."""
 
     def __init__(self, node: Mapping[str, Any], values: Mapping[str, Tensor]) -> None:
         super().__init__()

@@ -170,10 +170,7 @@ class _EntrySearch:
 
 
 class _Changes:
-    """Runs of a model in which latents of one node change.
-
-    All sites are looked at in each of them.
-    """
+    """Runs of a model in which latents of one node change."""
 
     def __init__(self, scorer: ProductScorer, searches: Sequence[_EntrySearch]) -> None:
         self._scorer, self._searches = scorer, searches

@@ -203,10 +203,7 @@ class LogJoint(Probe):
     # --- blocks that fit into memory ---
 
     def row_blocks(self, states_per_row: int, proposed_per_row: int = 0) -> list[slice]:
-        """Returns slices of data points within the memory budget.
-
-        Each can be scored on its own.
-        """
+        """Returns slices of data points within the memory budget."""
         if self.packed_model is None:
             return [slice(0, self.num_data)]
         # Words and log joints of the candidates, about three copies of each; on a device, what one state of every data point takes.

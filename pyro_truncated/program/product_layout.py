@@ -145,10 +145,7 @@ class ProductLayout:
         return words
 
     def spread(self, node: int, rows: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Spreads what belongs to a node's states, ``(rows, S)``.
-
-        The result has the dimensions of a table.
-        """
+        """Spreads what belongs to a node's states, ``(rows, S)``."""
         own, tree = self.node_layouts[node], self.tree
         num_left = tree.num_dims - self.layout.depth - 1 - tree.colours[node]
         plates = own.spread(sizes, self.layout.depth)

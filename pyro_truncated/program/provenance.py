@@ -92,10 +92,7 @@ class WrittenMemory:
         return self._entries(tensor, is_new=False) is not None
 
     def _entries(self, tensor: Tensor, is_new: bool) -> Tensor | None:
-        """Returns numbers of a tensor's entries, in memory of their own.
-
-        ``None`` stands for nothing written.
-        """
+        """Returns numbers of a tensor's entries, in memory of their own."""
         try:
             storage = tensor.untyped_storage()
             address, size = storage.data_ptr(), storage.nbytes() // tensor.element_size()

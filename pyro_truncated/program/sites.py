@@ -135,10 +135,7 @@ def recorded_names(nodes: Mapping[str, Any]) -> set[str]:
 
 
 def density_nodes(nodes: Mapping[str, Any]) -> dict[str, Any]:
-    """The sample sites that have a density of their own.
-
-    What is recorded, or follows from other sites, has none.
-    """
+    """The sample sites that have a density of their own."""
     recorded = recorded_names(nodes)
     return {name: node for name, node in nodes.items() if name not in recorded and (node["is_observed"] or family(node["fn"]) != "Delta")}
 

@@ -80,10 +80,7 @@ def possible_values(fn: Any, value: Tensor) -> Tensor:
 
 
 def log_prob_on_support(fn: Any, value: Tensor) -> Tensor:
-    """Returns the log density of values that may lie outside.
-
-    Outside of the support it is ``-inf``, whatever the formula says.
-    """
+    """Returns the log density of values that may lie outside."""
     possible = possible_values(fn, value)
     low = getattr(elementwise(get_support(fn)), "lower_bound", None)
     if low is not None:

@@ -54,10 +54,7 @@ Affinity = Callable[[SearchBatch], Tensor]
 
 
 class AffinityOwner(Stateful):
-    """An object that ranks by an affinity, which may learn from data.
-
-    What it has learned is forgotten, saved and restored with the object.
-    """
+    """An object that ranks by an affinity, which may learn from data."""
 
     affinity: Any
 

@@ -37,17 +37,7 @@ from pyro_truncated.utils.parameter_store import empty_store, one_thread, spare_
 
 
 def validated_data(estimator: Any, X: Any, y: Any = "no_validation", **options: Any) -> Any:
-    """Returns data as scikit-learn checks them, NaN where missing.
-
-    Args:
-        estimator: whose features are counted and named.
-        X: data ``(n_samples, n_features)``.
-        y: targets, ``None`` where they are missing; by default there are none to look at.
-        **options: of :func:`sklearn.utils.validation.validate_data`.
-
-    Raises:
-        ValueError: for what scikit-learn refuses, as NaN where an estimator takes none.
-    """
+    """Returns data as scikit-learn's ``validate_data`` checks them, NaN where missing."""
     X, y = _with_nan("X", X), _with_nan("y", y)
     for name, values in (("X", X), ("y", y)):
         if options["dtype"] is not None:
@@ -59,16 +49,7 @@ def validated_data(estimator: Any, X: Any, y: Any = "no_validation", **options: 
 
 
 def validated_codes(transformer: Any, X: Any, **options: Any) -> Any:
-    """Returns what a transformer has returned, as scikit-learn checks it.
-
-    Args:
-        transformer: whose columns a table may have, in their order.
-        X: codes ``(n_samples, n_components)``.
-        **options: of :func:`sklearn.utils.check_array`.
-
-    Raises:
-        ValueError: for another number of columns, and for its own in another order.
-    """
+    """Returns a transformer's codes, as scikit-learn's ``check_array`` checks them."""
     check_columns(X, "X")
     expected, names = transformer.get_feature_names_out().tolist(), column_names(X)
     if names and names != expected and sorted(names) == sorted(expected):
@@ -184,10 +165,6 @@ def isolated_state(random_state: Any = 0) -> Iterator[torch.Generator]:
     """A context with an empty parameter store and its own random numbers.
 
     It seeds torch's global generator and the generator that it returns. Other threads wait.
-
-    Args:
-        random_state: as everywhere in scikit-learn: a seed, a ``RandomState``, or ``None`` for NumPy's global one, of which one number is
-            drawn.
     """
     seed = int(check_random_state(random_state).randint(np.iinfo(np.int32).max))
     with one_thread, empty_store(), spare_random_numbers():
@@ -202,10 +179,7 @@ class SteepestAscent(Search):
 
     The result for a data point depends on that data point and its first population only. It depends
     neither on the others nor on chance. Estimators need this, which must say the same of a data
-    point in whatever company it comes.
-
-    Args:
-        parents: number of states of each population whose neighbours are scored in a step.
+    point in whatever company it comes. In a step the neighbours of ``parents`` states are scored.
     """
 
     def __init__(self, parents: int = 8) -> None:
@@ -242,13 +216,6 @@ def binary_posteriors(
     """Yields blocks of the data with updated populations of binary latents.
 
     All data points start from the same states: none active, then single latents, then pairs.
-
-    Args:
-        model: called with data points ``(N, D)``.
-        y: the data points.
-        num_latents: number of binary latents ``H``.
-        num_states: states per data point.
-        max_steps: most steps of the search.
     """
     num_states = min(num_states, 2**num_latents)
     first = _sparsest(num_latents, num_states)
@@ -258,13 +225,7 @@ def binary_posteriors(
 
 
 def mixture_posteriors(model: Any, y: Tensor, num_states: int) -> Iterator[tuple[Tensor, Population]]:
-    """Yields blocks of the data with the most probable of all components.
-
-    Args:
-        model: called with data points ``(N, D)``.
-        y: the data points.
-        num_states: components kept per data point.
-    """
+    """Yields blocks of the data with the most probable of all components."""
     # A guide looks at its model anew for every block: as few as fit into memory.
     for rows in y.split(rows_per_block(64 * (len(model.weights) + y.shape[1]))):
         guide = AutoTruncated(model, num_states, vectorize=True)

@@ -25,21 +25,13 @@ from pyro_truncated.utils.budget import rows_per_block
 
 
 class Coefficients(NamedTuple):
-    """Posteriors of the coefficients of ``C`` regressions with at most ``k`` predictors.
+    """Posteriors of the coefficients of ``C`` regressions with at most ``k`` predictors."""
 
-    Attributes:
-        positions: the predictors, ``(C, k)``. Where there are fewer, any others.
-        is_used: which of them are used, ``(C, k)``.
-        factor: Cholesky factors of the precisions in units of the noise's, ``(C, k, k)``; 1 on the diagonal where unused.
-        mean: means ``(C, k)``; 0 where unused.
-        rest: posterior sums of squares :math:`S`, ``(C,)``.
-    """
-
-    positions: Tensor
-    is_used: Tensor
-    factor: Tensor
-    mean: Tensor
-    rest: Tensor
+    positions: Tensor  # the predictors, (C, k). Where there are fewer, any others.
+    is_used: Tensor  # which of them are used, (C, k)
+    factor: Tensor  # Cholesky factors of the precisions in units of the noise's, (C, k, k); 1 on the diagonal where unused
+    mean: Tensor  # means (C, k); 0 where unused
+    rest: Tensor  # posterior sums of squares S, (C,)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -75,19 +75,12 @@ def spare_random_numbers() -> AbstractContextManager[None]:
 
 
 class Parameter(NamedTuple):
-    """A parameter of a module, as Pyro's store knows it.
+    """A parameter of a module, as Pyro's store knows it."""
 
-    Attributes:
-        name: its name in the store.
-        holder: the module.
-        tensor: its unconstrained values.
-        is_managed: whether it is a ``PyroParam``, not one of torch's.
-    """
-
-    name: str
-    holder: torch.nn.Module
-    tensor: Tensor
-    is_managed: bool
+    name: str  # its name in the store
+    holder: torch.nn.Module  # the module
+    tensor: Tensor  # its unconstrained values
+    is_managed: bool  # whether it is a PyroParam, not one of torch's
 
 
 def snapshot(tensors: Iterable[Tensor]) -> list[Tensor]:
