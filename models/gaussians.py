@@ -557,23 +557,17 @@ def accept_moves(
     ``evaluate`` does moves and returns populations and their free energy. The model's parameters are put back if none is done, or something
     fails.
     """
-    before, population = [value.clone() for value in model.parameters()], None
+    before, accepted = [value.clone() for value in model.parameters()], None
     try:
-        moves, population = _accept(moves, evaluate)
+        least = evaluate(moves.first(0))[1] if len(moves) else torch.zeros(())
+        while len(moves) and accepted is None:
+            population, free_energy = evaluate(moves)
+            if bool(free_energy >= least):
+                accepted = population
+            else:
+                moves = moves.first(len(moves) // 2)
     finally:
-        if population is None:
+        if accepted is None:
             for value, old in zip(model.parameters(), before, strict=True):
                 value.copy_(old)
-    return moves, population
-
-
-def _accept(moves: Moves, evaluate: Callable[[Moves], tuple[Population, Tensor]]) -> tuple[Moves, Population | None]:
-    if not len(moves):
-        return moves, None
-    least = evaluate(moves.first(0))[1]
-    while len(moves):
-        population, free_energy = evaluate(moves)
-        if bool(free_energy >= least):
-            return moves, population
-        moves = moves.first(len(moves) // 2)
-    return moves, None
+    return moves, accepted

@@ -37,10 +37,6 @@ class SetBatch(ProgramBatch[_Scorer]):
         """Returns the sets, scored in this run of the model."""
         raise NotImplementedError
 
-    def evidence(self) -> Tensor:
-        """The evidence of each data point in this run, ``(N,)``."""
-        raise NotImplementedError
-
     def keep_(self, populations: list[Population]) -> None:
         """Keeps sets with their log joints.
 

@@ -76,7 +76,12 @@ class ProductPosterior(SetReadings):
         every = [batch.rescore() for batch in self.batches]
         if len(every) == 1:
             return every[0]
-        return [_average(populations) for populations in zip(*every, strict=True)]
+        averages = []
+        for populations in zip(*every, strict=True):
+            weights = torch.stack([population.weights().double() for population in populations]).mean(0)
+            free_energy = torch.stack([population.free_energy() for population in populations]).mean(0)
+            averages.append(dataclasses.replace(populations[0], log_joint=weights.log() + free_energy.unsqueeze(-1)))
+        return averages
 
     def marginals(self) -> dict[str, Tensor]:
         """Returns the marginal probabilities by site.
@@ -196,16 +201,6 @@ class ProductPosterior(SetReadings):
 @torch.no_grad()
 def _messages(batch: ProductBatch, *, maximum: bool = False) -> Messages:
     return batch.scorer.messages(batch.sets(), maximum=maximum)
-
-
-def _average(populations: Sequence[Population]) -> Population:
-    """Returns the same sets under the mean of their weights.
-
-    Their free energy is the mean one.
-    """
-    weights = torch.stack([population.weights().double() for population in populations]).mean(0)
-    free_energy = torch.stack([population.free_energy() for population in populations]).mean(0)
-    return dataclasses.replace(populations[0], log_joint=weights.log() + free_energy.unsqueeze(-1))
 
 
 def pick(words: Tensor, position: Tensor) -> Tensor:

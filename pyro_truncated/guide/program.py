@@ -23,7 +23,6 @@ from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
 
 from pyro_truncated.guide.batch import Batch
-from pyro_truncated.guide.companion_guides import Companions
 from pyro_truncated.guide.given_states import excess_density
 from pyro_truncated.guide.plates import SharedPlates, enter, model_plates, open_plates, plate_subsamples, recorded_subsamples
 from pyro_truncated.guide.whole_model import WholeModelGuide
@@ -98,8 +97,12 @@ class ProgramRun:
         """
         guide, layout, values, plates = self._guide, self._layout, recorded_values(self._guide), None
         # A guide around this one may have sampled the other latents already.
-        if not values and guide.master is None and guide.companions is not None:
-            values, plates = self._run_companions(guide.companions)
+        if not values and guide.master is None and (companions := guide.companions) is not None:
+            # A trace of its own, so that what functions sample can be read even where nobody records it.
+            with poutine.trace():
+                guide.plates = plates = model_plates(self._call, guide.frames)
+                companions.run(plates, self._call)
+                values = recorded_values(guide)
         elif not values:
             subsamples = {} if guide.master is None else plate_subsamples(getattr(guide.master(), "plates", {}))
             values = guide.other_values(self._call, subsamples=subsamples)
@@ -139,14 +142,6 @@ class ProgramRun:
         hidden = [name for name, node in nodes.items() if node["is_observed"]]
         with poutine.block(hide=hidden), AsInModel(nodes, self._layout):
             return conditional(states, *self._call.args, **self._call.kwargs) or {}
-
-    def _run_companions(self, companions: Companions) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns samples of the trained list's guides, and plates of these data."""
-        # A trace of its own, so that what functions sample can be read even where nobody records it.
-        with poutine.trace():
-            self._guide.plates = plates = model_plates(self._call, self._guide.frames)
-            companions.run(plates, self._call)
-            return recorded_values(self._guide), plates
 
     def _sample_given_states(self, values: Mapping[str, Any]) -> dict[str, Tensor]:
         """Handles models that observe all discrete sites."""

@@ -199,8 +199,9 @@ class SetSearch:
                     choices[number] = _Choice(space.positions(own), None)
                 else:
                     place = current.rows({node: best[node][0][0] for node in product.groups[number].nodes}, number)
-                    words = _with_block(space, ops.gather_states(own, place).squeeze(1), block, values)
-                    union[number] = torch.cat([own, words], 1)
+                    levels = space.unpack(ops.gather_states(own, place), torch.int64).repeat(1, len(values), 1)
+                    levels[..., block] = values.to(levels.device)
+                    union[number] = torch.cat([own, space.pack(levels)], 1)
                     choices[number] = _append_candidates(own, ~ops.find_duplicates(union[number])[:, own.shape[1] :])
         return self._exchange(current, ScoredSets.from_scorer(scorer, union), choices, look_ahead=True)
 
@@ -340,10 +341,3 @@ def _select_new(population: Population, proposals: Population) -> tuple[Tensor, 
     scores = proposals.log_joint.masked_fill(~is_new, -math.inf)
     best = scores.topk(min(population.num_states, scores.shape[1]), -1).indices
     return best, is_new.gather(1, best)
-
-
-def _with_block(space: StateSpace, words: Tensor, block: Sequence[int], values: Tensor) -> Tensor:
-    """States ``(rows, num_words)`` with joint values ``(C, latents)`` of some latents, ``(rows, C, num_words)``."""
-    levels = space.unpack(words, torch.int64).unsqueeze(1).repeat(1, len(values), 1)
-    levels[..., list(block)] = values.to(levels.device)
-    return space.pack(levels)

@@ -269,14 +269,6 @@ class CandidateRuns:
             return node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"])
         return site_log_density(node)
 
-    def _mask(self, node: Any) -> Any:
-        """Returns a site's mask, or ``None`` for a latent.
-
-        A latent that is summed out has a distribution even if masked, unless its scale is zero.
-        """
-        is_summed_out = node["name"] in self.probe.layout.sites and not node["is_observed"] and node["name"] not in self.probe.idle
-        return None if is_summed_out else node["mask"]
-
     def _reduce(self, node: Any) -> Tensor:
         """Returns a site's log probability ``(C, ..., N)``.
 
@@ -285,7 +277,9 @@ class CandidateRuns:
         dims, depth = self.probe.layout.dims, self.probe.depth
         log_prob: Any = self._log_prob(node)
         self.most_dims = max(self.most_dims, log_prob.dim())
-        log_prob = scale_and_mask(log_prob, node["scale"] / self.probe.scale, self._mask(node))
+        # A latent that is summed out has a distribution even if masked, unless its scale is zero.
+        is_summed_out = node["name"] in self.probe.layout.sites and not node["is_observed"] and node["name"] not in self.probe.idle
+        log_prob = scale_and_mask(log_prob, node["scale"] / self.probe.scale, None if is_summed_out else node["mask"])
         log_prob = log_prob.reshape((1,) * (depth + 1 - log_prob.dim()) + tuple(log_prob.shape))
         inner = {frame.dim for frame in node["cond_indep_stack"] if frame.vectorized} - set(dims)
         if inner:

@@ -96,7 +96,10 @@ class Probe:
         extra = (self.values[name].dim() - node["fn"].event_dim for name, node in self.nodes.items() if name in self.values)
         self.depth: int = max([layout.depth, *extra])
         self.is_vectorized = self.depth > layout.depth
-        masks = self._masks()
+        # Those of latent discrete sites that switch some entries off.
+        masks = {name: self.nodes[name]["mask"] for name in layout.sites if name not in observed}
+        masks = {name: torch.as_tensor(mask, device=self.nodes[name]["value"].device) for name, mask in masks.items() if mask is not None}
+        masks = {name: mask for name, mask in masks.items() if not bool(mask.all())}
         self.idle = find_idle(self.nodes, masks, layout)
         self.masked_sites = [name for name in masks if name not in self.idle]
         labels = {name: self.nodes[name]["value"] for name in self.observed_sites}
@@ -158,12 +161,6 @@ class Probe:
             # Of supports that depend on latents, draws may be beyond the counts that are kept.
             if name not in self.observed_sites and name not in layout.conditional_sites:
                 refuse_other_values(self.nodes[name], site, layout.limits.get(name), may_be_fewer=name in layout.sites_to_check)
-
-    def _masks(self) -> dict[str, Tensor]:
-        """The masks of latent discrete sites that switch some entries off."""
-        masks = {name: self.nodes[name]["mask"] for name in self.layout.sites if name not in self.observed_sites}
-        tensors = {name: torch.as_tensor(mask, device=self.nodes[name]["value"].device) for name, mask in masks.items() if mask is not None}
-        return {name: mask for name, mask in tensors.items() if not bool(mask.all())}
 
     def is_inside(self, node: Any) -> bool:
         """Whether a site is :attr:`inside`, or lies in all data plates."""

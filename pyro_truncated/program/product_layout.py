@@ -190,7 +190,9 @@ class ProductLayout:
         levels = levels.reshape(*levels.shape[:2], *(1,) * colour, *plates, levels.shape[-1])
         kinds: dict[Any, list[int]] = defaultdict(list)
         for place, own in enumerate(group.layouts):
-            kinds[tuple((site.as_kind(), dtypes[name]) for name, site in own.sites.items())].append(place)
+            # How levels become values: equal for sites that are decoded together.
+            sites = ((s.kind, s.plates, s.event_shape, s.low, s.cardinalities, dtypes[name]) for name, s in own.sites.items())
+            kinds[tuple(sites)].append(place)
         for places in kinds.values():
             part = levels if len(places) == len(group.nodes) else levels[places]
             first = group.layouts[places[0]]

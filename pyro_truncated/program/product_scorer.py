@@ -118,7 +118,10 @@ class ProductScorer(Probe):
             sets = read()
             with contextlib.suppress(Exception):
                 scorer = cls(call, product, values, sets)
-                if scorer._selects(sets):
+                if not scorer.uncovered_latents and all(
+                    scorer.population_rows[number] is None and torch.equal(scorer.insert_known_values(words, number), words)
+                    for number, words in enumerate(sets)
+                ):
                     return scorer
         return cls(call, product, values)
 
@@ -130,13 +133,6 @@ class ProductScorer(Probe):
         states = self._values(self.first_sets, sizes, self.product.dtypes)
         with pyro.validation_enabled(False):
             return self.run({**values, **states})
-
-    def _selects(self, sets: Sets) -> bool:
-        """Whether the first run is one of these sets, in all rows."""
-        return not self.uncovered_latents and all(
-            self.population_rows[number] is None and torch.equal(self.insert_known_values(words, number), words)
-            for number, words in enumerate(sets)
-        )
 
     def _refuse_shared_subsamples(self) -> None:
         graph = self.product.graph

@@ -66,10 +66,6 @@ class DiscreteSite:
         """Number of event dimensions of the value Pyro sees."""
         return len(self.event_shape) + (self.kind == "one_hot")
 
-    def as_kind(self) -> tuple[Any, ...]:
-        """How levels become values: equal for sites that are decoded together."""
-        return self.kind, self.plates, self.event_shape, self.low, self.cardinalities
-
     def in_plates(self, plates: Collection[str]) -> DiscreteSite:
         """The same site seen from a member of data plates."""
         frames = {frame.dim: frame.name for frame in self.frames if frame.vectorized}

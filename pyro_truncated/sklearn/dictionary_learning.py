@@ -20,7 +20,6 @@ from pyro_truncated.multistart.config import LearnConfig
 from pyro_truncated.multistart.multi_start import learn
 from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.sklearn.estimators import ColumnUnits, binary_posteriors, isolated_state, validated_codes, validated_data
-from pyro_truncated.states.population import Population
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.loop import fit
 from pyro_truncated.utils.arguments import check_count, check_counts, check_kinds
@@ -150,7 +149,10 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         Returns:
             Codes ``(n_samples, n_components)``, in the type of the data.
         """
-        return self._map_posteriors(X, lambda rows, population: _codes(self.model_, rows, population))
+        model = self.model_
+        if isinstance(model, SpikeSlabSparseCoding):
+            return self._map_posteriors(X, lambda rows, population: model.likelihood().coefficients(population, rows))
+        return self._map_posteriors(X, lambda _, population: population.marginals())
 
     def inverse_transform(self, X: Any) -> Any:
         r"""The data that codes stand for: :math:`W x + b`, or the probabilities :math:`1 - (1 - w_{0d}) \prod_h (1 - W_{dh} x_h)`.
@@ -311,11 +313,6 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
             driver.collect({name: self._num_rows * value for name, value in self._statistics.items()}, None, None, self._num_rows)
             driver([])
             driver.release()
-
-
-def _codes(model: Any, rows: Tensor, population: Population) -> Tensor:
-    is_spike_slab = isinstance(model, SpikeSlabSparseCoding)
-    return model.likelihood().coefficients(population, rows) if is_spike_slab else population.marginals()
 
 
 def _data(model: Any, codes: Tensor) -> Tensor:
