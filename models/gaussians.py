@@ -220,10 +220,7 @@ class Agglomeration:
         return Gaussians(self.kind, weights, loc, self.kind.best(regularised, loc, self.floor))
 
     def _within(self, statistics: Statistics, owner: Tensor) -> Tensor:
-        """The covariance within clusters, or of all data, ``(D, D)``.
-
-        Of diagonal and spherical components it is the variances, ``(D,)``.
-        """
+        """The covariance within clusters, or of all data, ``(D, D)``."""
         counts = statistics["counts"]
         loc = statistics["sums"] / counts.clamp(min=1.0).unsqueeze(-1)
         # Around means: differences of sums have no digits of clusters beside an outlier.

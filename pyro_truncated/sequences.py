@@ -455,10 +455,7 @@ class ChainPosterior:
         return self.words.gather(2, places.unsqueeze(-1).expand(*places.shape, self.words.shape[-1]))
 
     def _values(self, words: Tensor) -> Tensor:
-        """Returns values of chains as floating point numbers.
-
-        Beyond the end of a sequence they are zero.
-        """
+        """Returns values of chains as floating point numbers."""
         return self.space.unpack(words, torch.float64) * (self.transitions.kind >= 0).unsqueeze(-1)
 
 
@@ -553,10 +550,7 @@ def _with_block(words: Tensor, block: Tensor, place: Tensor) -> Tensor:
 
 
 def _block_scores(posterior: ChainPosterior, path: Tensor, block: Tensor) -> Tensor:
-    """Returns log likelihoods of all configurations of a block.
-
-    The likelihood's own way is taken if it has one.
-    """
+    """Returns log likelihoods of all configurations of a block."""
     own = getattr(posterior.log_likelihood, "block_scores", None)
     if own is not None:
         scores: Tensor = own(path, block)

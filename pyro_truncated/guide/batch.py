@@ -79,10 +79,7 @@ class ProgramBatch(Generic[_Scorer]):
         return particles if self.scorer.layout.other_latents else 1
 
     def draws(self, particles: int) -> Iterator[Self]:
-        """Yields batches of the same data, this one first.
-
-        Each has its own draws of the latents that no guide covers. Where there are none the free energy is exact, and one as good as many.
-        """
+        """Yields batches of the same data, this one first."""
         yield self
         for _ in range(self.num_draws(particles) - 1):
             yield self.redraw()
@@ -132,10 +129,7 @@ class Batch(ProgramBatch[LogJoint]):
         return self.scorer.known_levels is None and not self.scorer.is_vectorized and self.populations.are_alike
 
     def population(self) -> Population:
-        """Returns the stored populations with the model's observed states inserted.
-
-        States that all data points have alike are in memory once.
-        """
+        """Returns the stored populations with the model's observed states inserted."""
         population = self.populations.take(self.indices)
         if self.is_idle:
             return population
@@ -298,10 +292,7 @@ class Batch(ProgramBatch[LogJoint]):
 
 
 def mean_active(population: Population, *, is_idle: bool, is_part: bool) -> Tensor:
-    """Mean probabilities ``(L,)`` that latents are active.
-
-    They are over the data of all processes. Those of one that is idle do not count.
-    """
+    """Mean probabilities ``(L,)`` that latents are active."""
     sums, number = population.marginals().sum(0), torch.tensor(float(len(population)))
     if is_part:
         share = 0.0 if is_idle else 1.0

@@ -69,10 +69,7 @@ class ProductPosterior(SetReadings):
 
     @cached_property
     def populations(self) -> list[Population]:
-        """Returns the sets of all groups with their log joints.
-
-        Under several draws they have the mean weights.
-        """
+        """Returns the sets of all groups with their log joints."""
         every = [batch.rescore() for batch in self.batches]
         if len(every) == 1:
             return every[0]

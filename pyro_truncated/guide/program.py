@@ -91,10 +91,7 @@ class ProgramRun:
         self._guide, self._call, self._layout = guide, call, guide.layout
 
     def sample(self) -> dict[str, Tensor]:
-        """Samples the sites and returns all values.
-
-        Those of the latents that the states were scored with are included.
-        """
+        """Samples the sites and returns all values."""
         guide, layout, values, plates = self._guide, self._layout, recorded_values(self._guide), None
         # A guide around this one may have sampled the other latents already.
         if not values and guide.master is None and (companions := guide.companions) is not None:

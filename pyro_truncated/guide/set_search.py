@@ -133,10 +133,7 @@ class SetSearch:
     is_idle: bool = False  # whether the rows are not searched in this process; its search only takes part in sums over all processes
 
     def improve(self, sets: Sequence[Tensor], search: Search, steps: int) -> ScoredSets:
-        """Returns the sets after some steps.
-
-        Those that hold all states stay as they are.
-        """
+        """Returns the sets after some steps."""
         current = ScoredSets.from_scorer(self.scorer, sets)
         groups = self.scorer.product.groups
         open_ = [number for number, group in enumerate(groups) if current.sets[number].shape[1] < group.space.size]
@@ -180,10 +177,7 @@ class SetSearch:
     def _search_block(
         self, current: ScoredSets, spaces: Collection[StateSpace], whole: Collection[StateSpace], open_: Sequence[int]
     ) -> ScoredSets:
-        """One step with blocks of latents of some spaces.
-
-        Of the whole ones all states are proposed at once.
-        """
+        """One step with blocks of latents of some spaces."""
         scorer, product = self.scorer, self.scorer.product
         best = current.collect(scorer.weights(current.sets), maximum=True).draw(None)
         union, choices = list(current.sets), {}

@@ -263,10 +263,7 @@ class PopulationStore(torch.nn.Module):
         self.seen = SeenData(is_new=stream is not None and len(stream) > 2)
 
     def mismatch(self, state_dict: Mapping[str, Any], prefix: str = "") -> str | None:
-        """Returns why saved populations do not fit here.
-
-        A guide that has not seen its model knows only part of the reasons.
-        """
+        """Returns why saved populations do not fit here."""
         other = other_rows(load_portion(state_dict, prefix), self.portion)
         return other or self._problem(state_dict.get(prefix + "words"), state_dict.get(prefix + "cardinalities"), self._space)
 
@@ -339,10 +336,7 @@ class PopulationStore(torch.nn.Module):
     # --- writing ---
 
     def store_(self, log_joint: Tensor, indices: Tensor | None, words: Tensor | None = None) -> Population:
-        """Stores new log joints ``(N, S)`` with their populations.
-
-        New populations replace the old ones, and they are returned.
-        """
+        """Stores new log joints ``(N, S)`` with their populations."""
         self.keep_(log_joint, slice(None) if indices is None else indices, words)
         words = self.take(indices).words if words is None else words
         return Population(self.space, words, log_joint, indices)
@@ -423,10 +417,7 @@ class FileStore(PopulationStore):
         return torch.from_numpy(array)
 
     def fill_(self, name: str, value: Tensor) -> Tensor:
-        """Returns the file of that name with loaded content.
-
-        No more than a block of it lies in memory.
-        """
+        """Returns the file of that name with loaded content."""
         if name not in self._files:
             return super().fill_(name, value)
         buffer = self.get_buffer(name)

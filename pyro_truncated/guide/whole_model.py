@@ -356,23 +356,14 @@ class WholeModelGuide(AutoGuide):
         return self._inherited_companions if self.master is None else Companions.from_guide(self)
 
     def other_values(self, call: Call, *, median: bool = False, subsamples: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
-        """Draws (or medians) of other latents by the guides beside this one.
-
-        They are made outside of any trace.
-
-        Returns:
-            Values by site name, with the subsamples that they are for; nothing where there are no other guides or latents.
-        """
+        """Draws (or medians) of other latents by the guides beside this one."""
         companions = self.companions
         if companions is None or not self.layout.other_latents:
             return {}
         return companions.values(self.layout.other_latents, call, median=median, subsamples=subsamples)
 
     def inherit(self, companions: Companions | None) -> None:
-        """Adopts guides that were trained beside another one, on other data.
-
-        This guide has been set up on all of its own.
-        """
+        """Adopts guides that were trained beside another one, on other data."""
         for name in self.layout.plates:
             frame = self.frames[name]
             if frame.size != (frame.full_size or frame.size):

@@ -41,10 +41,7 @@ def refuse_unknown_values(nodes: Iterable[Mapping[str, Any]]) -> None:
 
 
 def refuse_plates(node: Mapping[str, Any], names: Collection[str]) -> None:
-    """Checks the plates of a discrete site.
-
-    None is a subsampled sequential plate, and subsamples have the names of their plates.
-    """
+    """Checks the plates of a discrete site."""
     for frame in node["cond_indep_stack"]:
         if is_subsampled(frame) and not frame.vectorized:
             raise NotImplementedError(
@@ -380,10 +377,7 @@ class _StopAt(Messenger):
             raise _ReachedError
 
     def bounds(self, depth: int | None = None) -> Bounds:
-        """Returns the support's bounds, with plates by their left-most dimension.
-
-        Impossible values do not count.
-        """
+        """Returns the support's bounds, with plates by their left-most dimension."""
         fn, expected = self.fn, self.node["fn"]
         if fn.event_shape != expected.event_shape or get_support(fn) is None:
             raise NotImplementedError(

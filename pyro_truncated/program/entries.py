@@ -20,10 +20,7 @@ from pyro_truncated.utils.arrays import rounding_tolerance
 
 @dataclasses.dataclass(frozen=True)
 class Entries:
-    """The entries of a site's density, in parts.
-
-    Entries of one part depend on the same latents.
-    """
+    """The entries of a site's density, in parts."""
 
     scopes: tuple[frozenset[str], ...]  # by part, the latents that its entries depend on
     part: Tensor  # by entry, the number of its part, (E,)

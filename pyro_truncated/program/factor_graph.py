@@ -27,10 +27,7 @@ DENSITY_LIMIT = 2**10
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """A variable of the graph: discrete sites decided together.
-
-    There is one for each member of its plates.
-    """
+    """A variable of the graph: discrete sites decided together."""
 
     sites: tuple[str, ...]  # names of the sites
     plates: tuple[Plate, ...]  # the plates whose members are independent given all other nodes, by dimension from left to right

@@ -93,10 +93,7 @@ class SiteLayout:
         }
 
     def site_values(self, levels: Tensor, sizes: Sequence[int], dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, Tensor]:
-        """Returns site values of one unpacked state ``(N, L)`` per data point.
-
-        They have exactly the shapes of the model's sites.
-        """
+        """Returns site values of one unpacked state ``(N, L)`` per data point."""
         values = self.decode(levels.reshape(*self.spread(sizes), -1), self.depth, dtypes)
         return {name: trim(values[name], site.event_dim, site.depth) for name, site in self.sites.items()}
 

@@ -217,10 +217,7 @@ class LogJoint(Probe):
         return [slice(start, min(start + step, self.num_data)) for start in range(0, self.num_data, step)]
 
     def gradient_blocks(self, num_states: int) -> Iterator[tuple[slice, slice]]:
-        """Yields blocks of data points and states within the memory budget.
-
-        They are differentiated one by one. All states are ``slice(None)``.
-        """
+        """Yields blocks of data points and states within the memory budget."""
         step = self.candidates_per_run()
         if self.packed_model is not None or step >= num_states:
             yield from ((rows, slice(None)) for rows in self.row_blocks(num_states))

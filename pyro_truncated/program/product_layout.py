@@ -111,10 +111,7 @@ class ProductLayout:
 
     @cached_property
     def roots(self) -> list[int]:
-        """The node of each component that is eliminated last.
-
-        It lies in the plates that all of the component lies in.
-        """
+        """The node of each component that is eliminated last."""
         return [max(component, key=self.tree.place.__getitem__) for component in self.graph.components]
 
     @cached_property
@@ -152,10 +149,7 @@ class ProductLayout:
         return rows.mT.reshape(*(1,) * num_left, rows.shape[-1], *(1,) * tree.colours[node], *plates)
 
     def rows(self, node: int, table: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Returns ``(rows, S)`` of a table: the inverse of :meth:`spread`.
-
-        The table varies with the states and plates of one node only.
-        """
+        """Returns ``(rows, S)`` of a table: the inverse of :meth:`spread`."""
         return self._rows(node, table.unsqueeze(0), table.shape[self.tree.dim(node)], sizes)
 
     def group_rows(self, number: int, tables: Mapping[int, Tensor], sizes: Sequence[int]) -> Tensor:

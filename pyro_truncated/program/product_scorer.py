@@ -224,10 +224,7 @@ class ProductScorer(Probe):
         return torch.cat([part if levels is None else levels.put_into(part) for part, levels in zip(parts, known_levels, strict=True)])
 
     def log_weights(self, words: Tensor, group: int) -> Tensor:
-        """Returns log weights ``(rows, S)`` of a group's states.
-
-        They are zero, or impossible where states contradict what is known.
-        """
+        """Returns log weights ``(rows, S)`` of a group's states."""
         weights = torch.zeros(words.shape[:2], dtype=torch.float64, device=self.device)
         for part, own, levels in zip(self.split_nodes(words, group), self.split_nodes(weights, group), self.known_sets[group], strict=True):
             if levels is not None:
@@ -237,10 +234,7 @@ class ProductScorer(Probe):
     # --- tables and sums ---
 
     def tables(self, sets: Sets) -> LogTables:
-        """Returns the log density of each sample site as a table.
-
-        The sites depend on discrete latents; a table is over the states of their nodes.
-        """
+        """Returns the log density of each sample site as a table."""
         if (first := self._reuse_first_run(sets)) is not None:
             return first
         with pyro.validation_enabled(False):
@@ -378,10 +372,7 @@ class ProductScorer(Probe):
         return scale
 
     def weights(self, sets: Sets) -> dict[int, Tensor]:
-        """Returns, by node, the log weights of its states.
-
-        They have the plates of the node, where tables may have ones.
-        """
+        """Returns, by node, the log weights of its states."""
         log_weights, product = {}, self.product
         for number, (group, words) in enumerate(zip(product.groups, sets, strict=True)):
             if all(levels is None for levels in self.known_sets[number]):

@@ -137,10 +137,7 @@ def density_nodes(nodes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def log_density(nodes: Iterable[Any], device: torch.device | None = None) -> Tensor:
-    """Returns the summed log densities of sample sites in float64.
-
-    Scales and masks count. Without sites it is zero on that device.
-    """
+    """Returns the summed log densities of sample sites in float64."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for node in nodes:
         log_prob = node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"])

@@ -192,10 +192,7 @@ class SteepestAscent(Search):
         return batch.evaluate(Moves(batch.space, population.words.device).neighbours(ops.gather_states(population.words, best)))
 
     def improve(self, batch: SearchBatch, steps: int = 1) -> Population:
-        """Returns the populations after at most so many steps.
-
-        The population of a data point is final once a step has gained nothing.
-        """
+        """Returns the populations after at most so many steps."""
         population = batch.population
         moving = torch.full((len(population),), not population.is_complete, device=population.words.device)
         for _ in range(steps):

@@ -51,10 +51,7 @@ def find_package(value: Any) -> str | None:
 
 
 def labelled_axes(value: Any) -> tuple[Axis, ...]:
-    """The axes of a labelled array, one per dimension.
-
-    Labels are numbers, times or strings; any others become strings.
-    """
+    """The axes of a labelled array, one per dimension."""
     if find_package(value) == "xarray":
         indexes = getattr(value, "indexes", {})  # variables have none
         return tuple(Axis(*_label(dim, indexes.get(dim))) for dim in value.dims)
@@ -240,10 +237,7 @@ def _move(tensor: Tensor, like: Tensor | None) -> Tensor:
 
 
 def warn_if_rounded(data: Tensor, dtype: torch.dtype) -> None:
-    """Warns if a type loses what varies within columns ``(N, ...)``.
-
-    Of very many data points some are looked at.
-    """
+    """Warns if a type loses what varies within columns ``(N, ...)``."""
     if not data.numel() or not data.dim() or data.dtype.itemsize <= dtype.itemsize:
         return
     # About 256 rows are looked at.
@@ -321,10 +315,7 @@ def rounding_tolerance(values: Tensor, *dtypes: torch.dtype) -> float:
 
 
 def once(tensor: Tensor, start: int = 0, end: int = 0) -> Tensor:
-    """Returns the tensor with one entry along expanded dimensions.
-
-    They are those from ``start`` on, without the last ``end``.
-    """
+    """Returns the tensor with one entry along expanded dimensions."""
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if size > 1 and stride == 0 and start <= dim < tensor.dim() - end:
             tensor = tensor.narrow(dim, 0, 1)

@@ -412,10 +412,7 @@ class View(UniqueModule):
         self.scale_tril = PyroParam(eye, constraints.lower_cholesky)  # type: ignore[assignment]
 
     def cholesky(self) -> Tensor:
-        r"""The factor of :math:`K_{uu}`, slightly raised, in float64.
-
-        The addition is noise on the inducing variables, which leaves the bound a bound.
-        """
+        """The factor of :math:`K_{uu}`, slightly raised, in float64."""
         return inducing_cholesky(evaluate(self.kernel, self.inducing.double()).double())
 
     def check_labels(self, y: Tensor, number: int) -> None:
