@@ -524,10 +524,7 @@ def _sides(x: Tensor, owner: Tensor, number: int, generator: torch.Generator | N
 
 
 def match_merges_with_splits(pairs: Tensor, losses: Tensor, gains: Tensor) -> tuple[Tensor, Tensor]:
-    """The cheapest disjoint pairs with the most gainful components, ``(M,)`` each.
-
-    Of ``pairs (P, 2)`` that cost ``losses (P,)``, and components that gain ``gains (K,)`` as two.
-    """
+    """The cheapest disjoint pairs with the most gainful components, ``(M,)`` each."""
     order, best = losses.argsort(stable=True).tolist(), iter(gains.argsort(descending=True, stable=True).tolist())
     both, cost, gain = pairs.tolist(), losses.tolist(), gains.tolist()
     used: set[int] = set()

@@ -359,10 +359,7 @@ class ChainPosterior:
         self.sweep_(candidates, scores, forward=False)
 
     def _pursuit(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the words ``(N, T, W)`` of a greedy ascent from zero.
-
-        With them comes what flips would change there, ``(N, T, M)``.
-        """
+        """Returns words ``(N, T, W)`` of a greedy ascent, and flips' changes ``(N, T, M)``."""
         words = torch.zeros(*logits.shape[:2], 1, self.space.num_words, dtype=torch.int64, device=logits.device)
         for _ in range(2 * self.space.num_latents):
             values = self._values(words.squeeze(2))
@@ -392,10 +389,7 @@ class ChainPosterior:
         return torch.stack(parts, 2).nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
 
     def _best_flips(self, size: int, num_parents: int) -> chains.Flips:
-        """Returns the best candidates that differ from a member in one chain.
-
-        The members are the first ones, the candidates ``(N, T, size)``.
-        """
+        """Returns the best candidates ``(N, T, size)`` one flip from the first members."""
         parents = self.words[:, :, :num_parents]
         num_rows = parents.shape[0] * parents.shape[1]
         own = getattr(self.log_likelihood, "flip_gains", None)

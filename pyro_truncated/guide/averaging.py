@@ -132,10 +132,7 @@ def _average_weights(guide: WholeModelGuide, batch: Batch) -> Population | None:
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    """Returns the mean total variation between posteriors of log joints ``(N, S)``.
-
-    Data points without a possible state contribute zero.
-    """
+    """Returns the mean total variation between posteriors of log joints ``(N, S)``."""
     return 0.5 * float((one.softmax(-1) - other.softmax(-1)).abs().sum(-1).nan_to_num(0.0).mean())
 
 

@@ -67,10 +67,7 @@ class SeenData:
         return all(a is b or (not isinstance(a, weakref.ref) and not isinstance(b, weakref.ref) and a == b) for a, b in pairs)
 
     def compare(self, log_joint: Probe) -> None:
-        """Warns if data points differ from last time, and remembers them.
-
-        What is new is checked first: values that its distributions do not allow are refused.
-        """
+        """Checks new data, warns if they differ from last time, remembers them."""
         if not self.knows(log_joint.call):
             self._arguments = _identities(log_joint.call)
             self._round += 1

@@ -96,10 +96,7 @@ def warn_impossible(sites: Sequence[str]) -> None:
 
 
 def excess_density(evidence: Tensor, sites: Sequence[str]) -> Tensor:
-    """Returns what makes losses infinite where the evidence is zero.
-
-    A guide adds it to its log density: zero where some state of these sites is possible, else infinity.
-    """
+    """Returns what makes losses infinite where the evidence is zero."""
     is_impossible = evidence == -math.inf
     if bool(is_impossible.any()):
         warn_impossible(sites)

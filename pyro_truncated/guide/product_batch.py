@@ -132,10 +132,7 @@ class ProductBatch(SetBatch[ProductScorer]):
 
     @torch.no_grad()
     def evidence(self, sets: Sequence[Tensor] | None = None) -> Tensor:
-        """Returns the evidence of each data point on its sets or others.
-
-        It has shape ``(N,)``, in float64. Data points are the members of the plates that all nodes share.
-        """
+        """Returns each data point's evidence ``(N,)`` on its sets or others."""
         scorer = self.scorer
         total = torch.zeros(scorer.sizes, dtype=torch.float64, device=scorer.device)
         for root, rows in zip(scorer.product.roots, scorer.evidence(scorer.messages(self.sets() if sets is None else sets)), strict=True):

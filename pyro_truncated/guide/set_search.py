@@ -200,10 +200,7 @@ class SetSearch:
         return self._exchange(current, ScoredSets.from_scorer(scorer, union), choices, look_ahead=True)
 
     def _draw_block(self, space: StateSpace, is_whole: bool) -> tuple[list[int], Tensor]:
-        """Draws latents, and returns them with joint values ``(C, latents)``.
-
-        They are all that these latents have, or a few of a single one with many.
-        """
+        """Draws latents, with all their joint values ``(C, latents)`` or a few."""
         if is_whole:
             block = list(range(space.num_latents))
         else:
@@ -326,10 +323,7 @@ class NodeScores:
 
 
 def _select_new(population: Population, proposals: Population) -> tuple[Tensor, Tensor]:
-    """Returns the positions of the best proposals of each row.
-
-    There are at most as many as the row has states. A mask tells which are neither members nor repetitions.
-    """
+    """Returns the positions of each row's best proposals, and which are new."""
     every = torch.cat([population.words, proposals.words], 1)
     is_new = ~ops.find_duplicates(every)[:, population.num_states :]
     scores = proposals.log_joint.masked_fill(~is_new, -math.inf)

@@ -405,10 +405,7 @@ class FileStore(PopulationStore):
         return {**self.__dict__, "_files": {}}
 
     def allocate(self, name: str, like: Tensor, *, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Creates a new file.
-
-        Whoever has an old one of that name open keeps it.
-        """
+        """Creates a new file; whoever has an old one open keeps it."""
         _refuse_elsewhere(like.device)
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / f"{name}-{self.first_position:012d}.npy"

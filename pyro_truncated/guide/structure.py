@@ -244,10 +244,7 @@ def takes_arguments(model: Callable[..., Any], *, otherwise: bool) -> bool:
 
 @contextmanager
 def naming_arrays(call: Call) -> Iterator[None]:
-    """Adds to errors of a model which arguments are no tensors.
-
-    Masks and covariates that are arrays reach torch or Pyro, which name neither.
-    """
+    """Adds to errors of a model which arguments are no tensors."""
     try:
         yield
     except (AttributeError, TypeError, ValueError) as error:

@@ -126,10 +126,7 @@ class ChainScorer(Probe):
         return torch.cat([self.log_likelihood(part) for part in words.split(size, 2)], 2)
 
     def log_likelihood(self, words: Tensor) -> Tensor:
-        """Returns log likelihoods ``(N, T, C)`` of states, in float64.
-
-        The states are ``(N, T, C, W)``; the result is differentiable in whatever the model is.
-        """
+        """Returns differentiable log likelihoods ``(N, T, C)`` of states ``(N, T, C, W)``, in float64."""
         site, (num_data, num_steps, num_candidates, _) = self.product.site, words.shape
         states = self.product.groups[0].space.unpack(words, self.dtypes[site.name]).movedim(2, 0)
         plates = self.layout.spread(self.sizes)

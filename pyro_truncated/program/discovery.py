@@ -237,10 +237,7 @@ def reachable_bounds(
     limit: int | None,
     dependencies: Dependencies,
 ) -> tuple[Tensor, Tensor, bool]:
-    """Returns a discrete site's lowest and highest values.
-
-    They are over all values of what they depend on, and at most ``limit``. Whether that leaves some out comes last.
-    """
+    """Returns a site's lowest and highest values, and whether ``limit`` cuts some."""
     name, kind = node["name"], _kind(node)
     low, high = value_bounds(node["fn"])
     if upstream := dependencies.upstream(name):

@@ -397,10 +397,7 @@ def eliminate(
 
 
 def _join(node: Any, around: set[Any], neighbours: Mapping[Any, set[Any]], missing: dict[Any, int]) -> set[Any]:
-    """Makes the neighbours of a node that goes neighbours of each other.
-
-    Returns the nodes whose numbers of missing pairs may have changed.
-    """
+    """Joins the neighbours of a node; returns whose missing pairs may change."""
     changed = set(around)
     for other in around:
         neighbours[other].discard(node)

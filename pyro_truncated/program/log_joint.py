@@ -44,10 +44,7 @@ class RowScorer:
         return scorer.score_with_moments(words) if tells else (self(words), None)
 
     def flip_gains(self, words: Tensor) -> Tensor | None:
-        """Returns the change by each flip, ``(N, H)``, or ``None``.
-
-        States are ``(N, num_words)`` of these rows. ``None`` means that it is not known cheaply.
-        """
+        """Returns the change ``(N, H)`` by each flip, where it is known cheaply."""
         scorer = self.log_joint
         if scorer.packed_model is None or scorer.known_levels is not None:
             return None

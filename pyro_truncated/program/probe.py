@@ -234,10 +234,7 @@ class Probe:
         return values
 
     def outside(self, *, with_parameters: bool = True, share: float = 1.0, own_share: float = 1.0) -> Tensor:
-        """Returns the scaled log probability of observations that are not inside.
-
-        It is the same for all states, but a part of the objective. See :meth:`is_inside`.
-        """
+        """Returns the scaled log probability of observations that are not inside."""
         nodes = [node for node in self.nodes.values() if with_parameters or not node["infer"].get("of_parameters", False)]
         nodes = [node for node in nodes if not self.is_inside(node) and (node["is_observed"] or family(node["fn"]) == "Delta")]
         return self.shared_density(nodes, share, own_share)

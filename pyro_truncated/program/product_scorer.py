@@ -241,10 +241,7 @@ class ProductScorer(Probe):
             return self._build_tables(self.run_sets(sets))
 
     def _reuse_first_run(self, sets: Sets) -> LogTables | None:
-        """Returns the first run's tables if they are of these sets.
-
-        It does so once, as a gradient goes through a run once.
-        """
+        """Returns the first run's tables, once, if they are of these sets."""
         first_sets, tables = self.first_sets, self._first_tables
         if first_sets is None or tables is None or not all(map(torch.equal, first_sets, sets)):
             return None
@@ -391,10 +388,7 @@ class ProductScorer(Probe):
         return self.product.tree.collect(self.tables(sets), self.weights(sets), maximum=maximum)
 
     def evidence(self, messages: Messages) -> list[Tensor]:
-        """Returns, by component, the log of the sum over its sets.
-
-        The sum is over the product of sets, ``(rows of its plates,)`` in float64, and ``-inf`` if impossible.
-        """
+        """Returns by component the log sum over its sets, ``(rows of its plates,)`` in float64."""
         evidence = []
         for root in self.product.roots:
             rows = self.product.rows(root, messages.evidence(root), self.plate_sizes(root)).squeeze(-1)
@@ -402,10 +396,7 @@ class ProductScorer(Probe):
         return evidence
 
     def free_energy(self, sets: Sets) -> Tensor:
-        """Returns the scaled free energy of all components.
-
-        It is differentiable in whatever the model is, and leaves out what is outside.
-        """
+        """Returns the scaled free energy of all components, differentiable."""
         return self.free_energy_with_messages(self.tables(sets), self.weights(sets))[0]
 
     def free_energy_with_messages(
@@ -479,11 +470,7 @@ class ProductScorer(Probe):
         return takes_plates and self._agrees_with_single_run(together, sets, generator)
 
     def _reduced_site(self, generator: torch.Generator) -> str | None:
-        """Returns a site that depends on several states of a set.
-
-        A sum, maximum or the like over them reaches it, whatever their values. So does one over the members of a plate that the graph
-        takes to be independent.
-        """
+        """Returns a site that depends on several states of a set."""
         number = recognisable_size(self.nodes)
         if number is None:
             return None

@@ -197,10 +197,7 @@ def _tells_values(name: str, args: Sequence[Any], results: Any) -> bool:
 
 
 def _strip_provenance(value: Any, sources: set[str], tensors: list[Tensor]) -> Any:
-    """Returns arguments without their provenance.
-
-    That is added to a set, and the tensors among them to a list.
-    """
+    """Strips provenance, noted in ``sources``, of arguments, whose tensors are listed."""
     kind = type(value)
     if kind is tuple or kind is list:
         return kind([_strip_provenance(part, sources, tensors) for part in value])

@@ -200,10 +200,7 @@ def without_masks(fn: Any) -> Any:
 
 
 def family(fn: Any) -> str:
-    """Returns the name of a distribution without its wrappers.
-
-    A transformed distribution has its own name.
-    """
+    """Returns the name of a distribution without its wrappers."""
     while hasattr(fn, "base_dist") and not hasattr(fn, "transforms"):
         fn = fn.base_dist
     return type(fn).__name__

@@ -94,16 +94,7 @@ class ColumnUnits:
 
     @classmethod
     def from_rows(cls, rows: Tensor, *, is_centred: bool = True) -> Self:
-        """Returns the units of data ``(N, D)``, NaN where missing.
-
-        Without centring all means are taken for zero.
-
-        Raises:
-            ValueError: for columns that are all missing.
-
-        Warns:
-            UserWarning: if a column has outliers, beside which its other entries are lost.
-        """
+        """Returns the units of data ``(N, D)``, NaN where missing."""
         _check_observed(rows)
         low, high = rows.nan_to_num(torch.inf).amin(0), rows.nan_to_num(-torch.inf).amax(0)
         center = torch.where(high > low, rows.nanmean(0), low)
@@ -130,10 +121,7 @@ class ColumnUnits:
         return rows * self.deviation.to(rows) + self.center.to(rows)
 
     def log_volume(self, rows: Tensor) -> Tensor:
-        r"""Returns by how much log densities of rows fall, ``(N,)``.
-
-        That is :math:`\sum_d \log u_d` over the columns that are observed.
-        """
+        """Returns by how much log densities of rows fall, ``(N,)``."""
         return (~rows.isnan()).to(self.deviation) @ self.deviation.log()
 
 
