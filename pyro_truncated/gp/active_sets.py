@@ -422,10 +422,8 @@ class UniformSplits:
 
 
 def some_positions(total: int, number: int) -> Tensor:
-    """Draws at most so many positions, ascending, the same at each call.
-
-    Every so many-th row may be of one kind.
-    """
+    """Draws at most so many positions, ascending, the same at each call."""
+    # Every so many-th row may be of one kind.
     order = torch.randperm(total, generator=torch.Generator().manual_seed(0), device="cpu")
     return order[:number].sort().values
 

@@ -301,12 +301,10 @@ def mean_active(population: Population, *, is_idle: bool, is_part: bool) -> Tens
 
 
 def _without_negligible(population: Population, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the states that count, up to a rounding error.
-
-    The error is that of float64 whatever the type: optimisers that scale gradients follow those of tiny weights, too.
-    """
+    """Returns the states that count, up to a rounding error."""
     if ops.is_vectorised(weights):  # to ask a device how many they are would wait for it
         return population.words, weights
+    # Of float64 whatever the type: optimisers that scale gradients follow those of tiny weights, too.
     number = int((weights > torch.finfo(torch.float64).eps / weights.shape[1]).sum(-1).max())
     if number == population.num_states:
         return population.words, weights
@@ -315,9 +313,7 @@ def _without_negligible(population: Population, weights: Tensor) -> tuple[Tensor
 
 
 def _accumulate(loss: Tensor) -> None:
-    """Adds to the gradients, after all checks have passed.
-
-    Blocks share the graph that they all depend on.
-    """
+    """Adds to the gradients, after all checks have passed."""
+    # Blocks share the graph that they all depend on.
     if loss.requires_grad:
         ops.on_success(lambda: loss.backward(retain_graph=True))

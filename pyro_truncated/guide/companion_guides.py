@@ -62,10 +62,7 @@ class Companions:
     ) -> dict[str, Any]:
         """Draws the named latents outside of any trace, or their medians.
 
-        Medians come from guides that know them.
-
-        Returns:
-            The values, with the subsamples that they are for.
+        Medians come from guides that know them; the subsamples that values are for come along.
         """
         with poutine.block(), SparseSubsamples():
             plates = self.plates(call)

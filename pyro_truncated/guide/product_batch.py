@@ -38,10 +38,8 @@ class SetBatch(ProgramBatch[_Scorer]):
         raise NotImplementedError
 
     def keep_(self, populations: list[Population]) -> None:
-        """Keeps sets with their log joints.
-
-        A process without a part of the minibatch has run the model on another data point, to take part in what all processes do.
-        """
+        """Keeps sets with their log joints."""
+        # A process without a part of the minibatch has run the model on another data point, to take part in what all do.
         if not self.is_idle:
             self.populations.store_(populations)
 

@@ -251,10 +251,8 @@ class SetSearch:
         return self._accept(current, union, positions, choices)
 
     def _accept(self, current: ScoredSets, union: ScoredSets, positions: dict[int, Tensor], choices: Mapping[int, _Choice]) -> ScoredSets:
-        """Returns the new sets where the evidence does not fall.
-
-        It might fall where members of one plate change together.
-        """
+        """Returns the new sets where the evidence does not fall."""
+        # It might where members of one plate change together.
         product, result = self.scorer.product, union.take(positions)
         old, new = product.evidence_by_node(current.messages), product.evidence_by_node(result.messages)
         # A billionth may be lost by rounding.

@@ -296,10 +296,8 @@ class WholeModelGuide(AutoGuide):
         raise NotImplementedError
 
     def _look_at_entries(self, scorer: LogJoint | ProductScorer | ChainScorer) -> None:
-        """Looks whether entries depend on other latents, at calls 2, 4, 8 and so on.
-
-        Parameters may be trained to values that show more than the first ones.
-        """
+        """Looks whether entries depend on other latents, at calls 2, 4, 8 and so on."""
+        # Parameters may be trained to values that show more than the first ones.
         if isinstance(scorer, ProductScorer) and scorer.product.graph.entries:
             self._num_scorers += 1
             if self._num_scorers > 1 and self._num_scorers.bit_count() == 1:
@@ -403,10 +401,8 @@ class WholeModelGuide(AutoGuide):
             master_ref().create_plates = self._list_plates
 
     def _list_plates(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Returns the plates of a guide list.
-
-        The model opens them for these arguments, as its first run may have had another size.
-        """
+        """Returns the plates of a guide list for these arguments."""
+        # The model opens them, as its first run may have had another size.
         guide_list, call = self.master(), Call(self.model, args, kwargs)  # type: ignore[misc]
         share_plates(guide_list, self)
         plates = model_plates(call, guide_list._prototype_frames)

@@ -222,13 +222,11 @@ class LogJoint(Probe):
         yield from ((slice(0, self.num_data), slice(start, start + step)) for start in range(0, num_states, step))
 
     def candidates_per_run(self) -> int:
-        """Returns how many candidates per data point a run may hold.
-
-        Each allocates a few copies of its largest site: 32 bytes a number.
-        """
+        """Returns how many candidates per data point a run may hold."""
         largest = self.num_data * self.layout.space.num_latents
         for fn in (node["fn"] for node in self.nodes.values()):
             # As many as a value has, unless the distribution says fewer.
             size = math.prod(fn.event_shape)
             largest = max(largest, math.prod(fn.batch_shape) * min(size, getattr(fn, "numbers_per_state", size)))
+        # Each allocates a few copies of its largest site: 32 bytes a number.
         return max(1, self.memory_budget // (32 * largest))

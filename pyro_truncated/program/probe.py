@@ -179,9 +179,7 @@ class Probe:
     def plate_indices(self) -> Tensor | None:
         """Returns positions ``(N,)`` of this batch's data points, or ``None``.
 
-        ``None`` stands for all in order.
-
-        They are where the plates have them: on the CPU, mostly, where to look at them is to wait for nobody.
+        ``None`` stands for all in order. They are where the plates have them: on the CPU, mostly, where nobody waits for them.
         """
         positions: Tensor | None = None
         whole = True

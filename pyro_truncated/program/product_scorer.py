@@ -528,10 +528,8 @@ class ProductScorer(Probe):
 
 @contextlib.contextmanager
 def generic_parameters(scorer: Probe, names: Iterable[str], generator: torch.Generator) -> Iterator[None]:
-    """Moves the parameters of some sites' densities a little, for a while.
-
-    Those that are zero or equal hide what densities depend on.
-    """
+    """Moves the parameters of some sites' densities a little, for a while."""
+    # Those that are zero or equal hide what densities depend on.
     names = list(names)
     with torch.enable_grad():
         log_probs = _log_probs(scorer, names)

@@ -303,10 +303,7 @@ KernelSpec = str | kernels.Kernel | Callable[[], kernels.Kernel]
 
 
 def make_kernel(kernel: KernelSpec, num_latents: int, like: Tensor) -> kernels.Kernel:
-    r"""Returns a kernel of ``Q`` latents by name.
-
-    ``"rbf"`` has one length-scale :math:`\sqrt Q` per latent, ``"linear"`` one weight per latent.
-    """
+    """Returns a kernel of ``Q`` latents by name."""
     refuse_foreign_kernel(kernel)
     if isinstance(kernel, kernels.Kernel):
         kernel = kernel.to(like)
