@@ -7,17 +7,16 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_truncated import AutoTruncated, ClosedFormModel, Population, StateSpace
+from pyro_truncated import ClosedFormModel, Population, StateSpace
 from pyro_truncated.extend import generator_device
 from pyro_truncated.models.covariances import Covariances, Parameters, Prior, at_most, floor_covariance, rounding_floor, variances
 from pyro_truncated.models.data_model import random_rows
 from pyro_truncated.models.linear_mixture import MIN_COMPONENT_COUNT, Shares, best_weights
-from pyro_truncated.models.seeding import group_places, partners, perturb, scattered_rows
+from pyro_truncated.models.seeding import group_places, partners, scattered_rows
 from pyro_truncated.search import MaxInnerProductIndex
 
 Statistics = dict[str, Tensor]
@@ -182,7 +181,9 @@ class Agglomeration:
         index = torch.arange(number, device=counts.device)
         components = self.likeliest(statistics, within).select(index % len(counts))
         size = torch.where(index < len(counts), counts[index % len(counts)], 0.0) + 1
-        return dataclasses.replace(components, weights=size / size.sum(), loc=perturb(components.loc, variances(within), generator))
+        noise = torch.randn(components.loc.shape, generator=generator, device=generator_device(generator)).to(components.loc)
+        loc = components.loc + 0.01 * variances(within).sqrt() * noise
+        return dataclasses.replace(components, weights=size / size.sum(), loc=loc)
 
     def owners(self, number: int, generator: torch.Generator | None = None) -> Tensor:
         """The data points' clusters ``(N,)``, numbered from 0, at most so many."""
@@ -354,16 +355,6 @@ def all_statistics(model: ClosedFormModel, population: Population, y: Tensor) ->
     return add_statistics(model.sufficient_statistics(block, y) for block in population.split(_MAX_ROWS_PER_BLOCK))
 
 
-def all_populations(model: Any, guide: AutoTruncated, y: Tensor) -> Population:
-    """The populations of all data, under the model as it is."""
-    if guide.model is not model:
-        raise ValueError(f"guide must be the AutoTruncated of this very mixture; got one of {type(guide.model).__name__}")
-    population = guide.refresh_(y)
-    if guide.populations.is_part:
-        raise NotImplementedError("split_and_merge needs all data; got a shard: train the mixture in one process")
-    return population
-
-
 @dataclasses.dataclass(frozen=True)
 class Moves:
     """Disjoint moves: two components become one, the free one splits another."""
@@ -396,14 +387,6 @@ class Moves:
         other = torch.arange(population.space.size, device=self.survivors.device)
         other[self.movers], other[self.targets] = self.survivors, self.movers
         return population.space.pack(other[population.states(torch.int64)])
-
-
-def insert_candidates(moves: Moves, guide: AutoTruncated, y: Tensor) -> Population:
-    """The populations that moves are proposed to."""
-    scorer = guide.make_scorer(y)
-    population = guide.rescore(scorer)
-    words = moves.candidates(population)
-    return population.merge(Population(population.space, words, scorer.score(words)))
 
 
 class MoveSearch:

@@ -18,28 +18,20 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.backend import backend, gradient, save_with_context
-from pyro_truncated.ops.packed_states import WORD_BITS
+from pyro_truncated.ops.packed_states import WORD_BITS, gather_states
 from pyro_truncated.utils.arguments import describe
 
 
 class PairTables(NamedTuple):
-    r"""Coefficients of :math:`\log p(s \mid s') = k + \sum_m b_m s'_m + v_m s_m + c_m s'_m s_m` by octets of states, of ``K`` kinds.
+    r"""Coefficients of :math:`\log p(s \mid s') = k + \sum_m b_m s'_m + v_m s_m + c_m s'_m s_m` by octets of states, of ``K`` kinds."""
 
-    Attributes:
-        constant: :math:`k`, ``(K,)``.
-        smallest: sums of products of factors are trusted from here on, ``(K,)``.
-        previous: sums of :math:`b`, ``(K, octets, 256)``.
-        current: sums of :math:`v`, ``(K, octets, 256)``.
-        both: sums of :math:`c`, and their exponentials, the factors, ``(K, 2, octets, 256)``.
-        forbidden: words of the chains that cannot go from 0 to 0, 0 to 1, 1 to 0, 1 to 1, ``(2, K, 4, W)``; and to the first from the
-            second. Empty where nothing is forbidden. These transitions count as one in the coefficients.
-    """
-
-    constant: Tensor
-    smallest: Tensor
-    previous: Tensor
-    current: Tensor
-    both: Tensor
+    constant: Tensor  # k, (K,)
+    smallest: Tensor  # sums of products of factors are trusted from here on, (K,)
+    previous: Tensor  # sums of b, (K, octets, 256)
+    current: Tensor  # sums of v, (K, octets, 256)
+    both: Tensor  # sums of c, and their exponentials, the factors, (K, 2, octets, 256)
+    # Words of the chains that cannot go from 0 to 0, 0 to 1, 1 to 0, 1 to 1, (2, K, 4, W), and to the first from the second. Empty where
+    # nothing is forbidden. These transitions count as one in the coefficients.
     forbidden: Tensor
 
 
@@ -126,7 +118,7 @@ class Flips(NamedTuple):
 
     def words(self, words: Tensor) -> Tensor:
         """The candidates ``(N, T, P, W)``, of members ``(N, T, S, W)``."""
-        states = words.gather(2, self.member.unsqueeze(-1).expand(*self.member.shape, words.shape[-1]))
+        states = gather_states(words, self.member)
         word = torch.arange(words.shape[-1], device=words.device)
         bit = torch.ones_like(self.latent) << self.latent % WORD_BITS
         return states ^ torch.where(self.latent.unsqueeze(-1) // WORD_BITS == word, bit.unsqueeze(-1), 0)

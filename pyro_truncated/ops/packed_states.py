@@ -179,8 +179,8 @@ def single_states(fields: Fields, first: int = 1) -> tuple[Tensor, Tensor, Tenso
 
 
 def gather_states(words: Tensor, positions: Tensor) -> Tensor:
-    """The states ``(N, K, W)`` of each data point at positions ``(N, K)``, of ``(N, S, W)``."""
-    return words.gather(1, positions.unsqueeze(-1).expand(-1, -1, words.shape[-1]))
+    """The states ``(*batch, K, W)`` of each data point at positions ``(*batch, K)``, of ``(*batch, S, W)``."""
+    return words.gather(-2, positions.unsqueeze(-1).expand(*positions.shape, words.shape[-1]))
 
 
 def check_words(name: str, words: Tensor) -> None:

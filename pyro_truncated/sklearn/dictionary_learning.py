@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pyro_truncated.em.closed_form import ClosedForm
 from pyro_truncated.models import BinarySparseCoding, NoisyOr, SpikeSlabSparseCoding
+from pyro_truncated.models.gaussians import add_statistics
 from pyro_truncated.multistart.config import LearnConfig
 from pyro_truncated.multistart.multi_start import learn
 from pyro_truncated.search.evolutionary import EvolutionarySearch
@@ -300,10 +301,8 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
     def _step(self, rows: Tensor) -> None:
         """Blends in the statistics of a minibatch, and makes an M-step."""
         rows = rows.to(self.model_.weight.dtype)
-        total: dict[str, Tensor] = {}
-        for block, population in binary_posteriors(self.model_, rows, self.model_.num_latents, check_count("n_states", self.n_states)):
-            for name, value in self.model_.sufficient_statistics(population, block).items():
-                total[name] = total[name] + value if name in total else value
+        blocks = binary_posteriors(self.model_, rows, self.model_.num_latents, check_count("n_states", self.n_states))
+        total = add_statistics(self.model_.sufficient_statistics(population, block) for block, population in blocks)
         self._num_rows += len(rows)
         rate, old = (len(rows) / self._num_rows) ** 0.6, self._statistics
         self._statistics = {name: rate * value / len(rows) + ((1 - rate) * old[name] if old else 0.0) for name, value in total.items()}

@@ -456,7 +456,7 @@ class SharedSplit(Split):
         """That of a minibatch of data points of all processes."""
         if not split.num_active:
             raise ValueError("on several processes a minibatch needs an active set of at least one data point (num_active)")
-        is_own = (split.indices >= portion.first) & (split.indices < portion.first + portion.size)
+        is_own = portion.holds(split.indices)
         is_own[: split.num_active] = True
         within = is_own.nonzero().squeeze(-1)
         return cls(split.indices[within], split.num_active, within, len(split.indices), portion)
