@@ -43,11 +43,9 @@ class Entries:
         return 1 if self.plate is None else self.plate[2]
 
     def split(self, table: Tensor, dims: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-        """Yields the table of each part.
+        """Yields the table of each part, of log densities ``(*dimensions of a table, E)``.
 
-        Args:
-            table: log densities ``(*dimensions of a table, E)``, see :func:`flatten`.
-            dims: by part, the dimensions (negative) that states of its latents lie in; its entries are the same along all others.
+        ``dims`` are, by part, the dimensions (negative) that states of its latents lie in; its entries are the same along all others.
         """
         if table.shape[-1] != len(self.part):
             raise ValueError(f"had {len(self.part)} entries, and now has {table.shape[-1]}")

@@ -76,15 +76,9 @@ class SiteLayout:
         return tuple(shape)
 
     def decode(self, levels: Tensor, depth: int, dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, Tensor]:
-        """Site values of states.
+        """Site values ``(*batch with inner plates filled in, *event_shape)`` of states ``(*batch, L)``.
 
-        Args:
-            levels: unpacked states ``(*batch, L)``; ``batch`` has the data plates at their dimensions and size 1 at every inner plate.
-            depth: number of plate dimensions. Ones pad ``batch`` up to it.
-            dtypes: value types by site. Default: those of the prototype.
-
-        Returns:
-            Values ``(*batch with inner plates filled in, *event_shape)`` by site name.
+        ``batch`` has the data plates at their dimensions and size 1 at every inner plate. Ones pad it up to ``depth`` plate dimensions.
         """
         batch = (1,) * (depth + 1 - levels.dim()) + tuple(levels.shape[:-1])
         return {

@@ -83,14 +83,10 @@ class ColumnUnits:
     r"""Means and standard deviations of columns, by which data are standardised.
 
     .. math:: x_d = (y_d - c_d) / u_d
-
-    Attributes:
-        center: :math:`c`, ``(D,)``.
-        deviation: :math:`u`, ``(D,)``; one for columns that do not vary.
     """
 
-    center: Tensor
-    deviation: Tensor
+    center: Tensor  # c, (D,)
+    deviation: Tensor  # u, (D,); one for columns that do not vary
 
     @classmethod
     def from_rows(cls, rows: Tensor, *, is_centred: bool = True) -> Self:

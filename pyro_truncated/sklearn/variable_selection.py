@@ -47,29 +47,18 @@ class LinearModels:
     The number of predictors has a beta-binomial prior of mean ``size``: :math:`p(s) = B(1 + |s|, b + p - |s|) / B(1, b)` with
     :math:`b = (p - m) / m`.
 
-    Args:
-        X: predictors ``(n, p)``, centred, of variance 1 (or 0).
-        y: centred targets ``(n,)``.
-        g: variance of the coefficients, relative to least squares.
-        is_zellner: whether the prior is Zellner's.
-        size: expected number of predictors :math:`m`, between 0 and :math:`p`.
-
-    Attributes:
-        precision: precisions of all coefficients in units of the noise's, :math:`X^\top X + V^{-1}`, ``(p, p)``.
-        linear: :math:`X^\top y`, ``(p,)``.
-
     Reference: Liang, Paulo, Molina, Clyde and Berger, "Mixtures of g priors for Bayesian variable
         selection", JASA 2008. Ley and Steel, "On the effect of prior assumptions in Bayesian model
         averaging", Journal of Applied Econometrics 2009.
     """
 
-    X: Tensor
-    y: Tensor
-    g: float
-    is_zellner: bool
-    size: float
-    precision: Tensor = dataclasses.field(init=False)
-    linear: Tensor = dataclasses.field(init=False)
+    X: Tensor  # predictors (n, p), centred, of variance 1 (or 0)
+    y: Tensor  # centred targets (n,)
+    g: float  # variance of the coefficients, relative to least squares
+    is_zellner: bool  # whether the prior is Zellner's
+    size: float  # expected number of predictors m, between 0 and p
+    precision: Tensor = dataclasses.field(init=False)  # of all coefficients in units of the noise's, (p, p)
+    linear: Tensor = dataclasses.field(init=False)  # products of predictors with targets, (p,)
 
     def __post_init__(self) -> None:
         n, p = self.X.shape

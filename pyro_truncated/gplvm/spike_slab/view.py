@@ -339,19 +339,8 @@ LikelihoodSpec = str | LabelLikelihood | None
 class View(UniqueModule):
     r"""Gaussian process from ``Q`` latents to a view's ``D`` outputs.
 
-    Args:
-        num_observed: number of outputs ``D``.
-        kernel: covariance function of the (switched) latents.
-        inducing: inducing inputs to start from, ``(M, Q)``.
-        num_data: number of data points ``N``.
-        likelihood: that of labels or counts; ``None`` for Gaussian noise.
-        collapsed: whether the inducing variables take their optimal posterior, which needs all data
-            at every step. Otherwise they have a Gaussian posterior of their own.
-        trainable: whether the inducing inputs are optimised.
-        expectation: how to take expectations of kernels without closed form.
-
     Attributes:
-        kernel: the covariance function.
+        kernel: the covariance function of the (switched) latents.
         num_functions: number of latent functions ``F``: ``D``, or the number of classes.
         inducing: inducing inputs, ``(M, Q)``.
         noise: noise variance; of labels, that of the pseudo-targets of weight one.
