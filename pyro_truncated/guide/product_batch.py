@@ -156,7 +156,7 @@ class ProductBatch(SetBatch[ProductScorer]):
                 (-objective / self.num_draws(particles)).backward()
         with torch.no_grad():
             if temperature != 1.0:
-                messages = scorer.product.tree.collect(tables, weights)
+                messages = Messages(scorer.product.tree, tables, weights)
                 objective = outside if self.is_idle else scorer.sum_evidence(scorer.evidence(messages)) + outside
             self.keep_(self._populations(sets, messages))
             return -float(objective)

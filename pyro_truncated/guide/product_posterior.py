@@ -230,7 +230,7 @@ class ProductProgramRun(ProgramRun):
             sets = batch.sets()
             particles = {frame.dim: frame.size for frame in self._draw_frames()}
             tables = scorer.tables(sets)
-            messages = product.tree.collect(tables, scorer.weights(sets))
+            messages = Messages(product.tree, tables, scorer.weights(sets))
             draws = messages.draw(math.prod(particles.values()))
             if messages.may_be_impossible:
                 for root, evidence in zip(product.roots, scorer.evidence(messages), strict=True):

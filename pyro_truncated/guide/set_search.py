@@ -53,7 +53,7 @@ class ScoredSets:
 
     def collect(self, weights: dict[int, Tensor], *, maximum: bool = False) -> Messages:
         """Messages with some log weights of the states."""
-        return self.scorer.product.tree.collect(self._log_tables, weights, maximum=maximum)
+        return Messages(self.scorer.product.tree, self._log_tables, weights, maximum=maximum)
 
     def join(self, others: ScoredSets, number: int) -> ScoredSets:
         """Returns one group's sets joined with others; other groups share tables."""

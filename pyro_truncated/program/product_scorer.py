@@ -385,7 +385,7 @@ class ProductScorer(Probe):
     @torch.no_grad()
     def messages(self, sets: Sets, *, maximum: bool = False) -> Messages:
         """The messages of a run of the model on the sets."""
-        return self.product.tree.collect(self.tables(sets), self.weights(sets), maximum=maximum)
+        return Messages(self.product.tree, self.tables(sets), self.weights(sets), maximum=maximum)
 
     def evidence(self, messages: Messages) -> list[Tensor]:
         """Returns by component the log sum over its sets, ``(rows of its plates,)`` in float64."""
@@ -408,7 +408,7 @@ class ProductScorer(Probe):
         """
         with torch.no_grad():
             hot = tables if temperature == 1.0 else dataclasses.replace(tables, entries=tables.entries / temperature)
-            messages = self.product.tree.collect(hot, weights)
+            messages = Messages(self.product.tree, hot, weights)
             value = temperature * self.sum_evidence(self.evidence(messages))
             if not tables.entries.requires_grad:
                 return value, messages
