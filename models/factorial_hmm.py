@@ -10,7 +10,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, ops
+from pyro_truncated import Population
 from pyro_truncated.distributions import BinaryChains, LinearSuperposition
 from pyro_truncated.extend import UniqueModule, check_counts, generator_device, names_arguments, selected_rows, some_rows, takes_arrays
 from pyro_truncated.models.data_model import FLOOR, MOST_ROWS, cast_like, check_real, first_rows
@@ -330,5 +330,5 @@ def _find_steps_of(posterior: ChainPosterior, y: Tensor) -> ObservedSteps:
 
 def _at(y: Tensor, steps: ObservedSteps) -> Tensor:
     """Observations at the observed steps, NaN beyond the end."""
-    rows = ops.gather_states(y, steps.position)
+    rows = y.gather(1, steps.position.unsqueeze(-1).expand(-1, -1, y.shape[2]))
     return rows.masked_fill((steps.kind < 0).unsqueeze(-1), torch.nan)

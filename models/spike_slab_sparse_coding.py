@@ -13,7 +13,7 @@ from pyro.nn import PyroParam, pyro_method
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import GibbsDraws, Population, ops
+from pyro_truncated import GibbsDraws, Population
 from pyro_truncated.distributions import (
     CorrelatedSlabSuperposition,
     LinearSuperposition,
@@ -188,7 +188,8 @@ def _part(population: Population, is_part: Tensor) -> Population:
     where = is_part.nonzero().squeeze(-1)
     indices = where if population.indices is None else population.indices[where]
     log_joint, states = population.log_joint[where].topk(min(4, population.num_states), sorted=False)
-    return Population(population.space, ops.gather_states(population.words[where], states), log_joint, indices)
+    words = population.words[where].gather(1, states.unsqueeze(-1).expand(-1, -1, population.words.shape[-1]))
+    return Population(population.space, words, log_joint, indices)
 
 
 def _floor_covariances(covariance: Tensor, power: Tensor) -> Tensor:
