@@ -309,16 +309,13 @@ class LinearDictionary(DataModel):
         return weight, superposition.square_error(statistics)
 
     def _power(self, statistics: Statistics) -> Tensor:
-        """The sum of squares, about means if offset, for the data's unit.
-
-        What is no more than the rounding of the data has no deviation of its own.
-        """
+        """The sum of squares, about means if offset, for the data's unit."""
         squares = statistics["squares"]
         if self.bias is None:
             return squares.sum()
         observed, sums = statistics["observed"], statistics["sums"]
         about_mean = squares - sums.square() / observed.clamp(min=torch.finfo(sums.dtype).tiny)
         about_zero = squares + 2 * self.center * sums + observed * self.center.square()
-        # How many units in the last place of the data their deviation must be, to be one.
+        # How many units in the last place of the data their deviation must be, to be more than rounding.
         rounding = 2e3 * torch.finfo(self.weight.dtype).eps
         return about_mean.clamp(min=0.0).sum().maximum(rounding**2 * about_zero.clamp(min=0.0).sum())

@@ -22,10 +22,8 @@ from pyro_truncated.models.gaussians import (
     Moves,
     MoveSearch,
     accept_moves,
-    all_populations,
     all_statistics,
     collect_statistics,
-    insert_candidates,
     least_variance,
 )
 from pyro_truncated.models.linear_mixture import LinearMixture, Shares
@@ -221,7 +219,12 @@ class GaussianMixture(LinearMixture):
             ValueError: if the guide is of another model, or the data have another number of dimensions.
             NotImplementedError: where several processes share the data.
         """
-        population = all_populations(self, guide, check_data(y, self.num_observed))
+        y = check_data(y, self.num_observed)
+        if guide.model is not self:
+            raise ValueError(f"guide must be the AutoTruncated of this very mixture; got one of {type(guide.model).__name__}")
+        population = guide.refresh_(y)
+        if guide.populations.is_part:
+            raise NotImplementedError("split_and_merge needs all data; got a shard: train the mixture in one process")
         statistics = all_statistics(self, population, y)
         search = MoveSearch(self._components(self.weights), population, self._above_center(y), statistics, self._prior(statistics))
         moves, new_population = accept_moves(search.moves(generator), lambda some: self._move(some, guide, y), self)
@@ -236,7 +239,10 @@ class GaussianMixture(LinearMixture):
     def _move(self, moves: Moves, guide: AutoTruncated, y: Tensor) -> tuple[Population, Tensor]:
         """Moves components; returns proposed populations and the free energy."""
         self._take(moves.after())
-        population = insert_candidates(moves, guide, y)
+        scorer = guide.make_scorer(y)
+        population = guide.rescore(scorer)
+        words = moves.candidates(population)
+        population = population.merge(Population(population.space, words, scorer.score(words)))
         return population, population.free_energy().sum() + self.log_prior()
 
     def log_prior(self, spreads: dict[str, Tensor] | None = None) -> Tensor:

@@ -7,17 +7,16 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_truncated import AutoTruncated, ClosedFormModel, Population, StateSpace
+from pyro_truncated import ClosedFormModel, Population, StateSpace
 from pyro_truncated.extend import generator_device
 from pyro_truncated.models.covariances import Covariances, Parameters, Prior, at_most, floor_covariance, rounding_floor, variances
 from pyro_truncated.models.data_model import random_rows
 from pyro_truncated.models.linear_mixture import MIN_COMPONENT_COUNT, Shares, best_weights
-from pyro_truncated.models.seeding import group_places, partners, perturb, scattered_rows
+from pyro_truncated.models.seeding import group_places, partners, scattered_rows
 from pyro_truncated.search import MaxInnerProductIndex
 
 Statistics = dict[str, Tensor]
@@ -182,7 +181,9 @@ class Agglomeration:
         index = torch.arange(number, device=counts.device)
         components = self.likeliest(statistics, within).select(index % len(counts))
         size = torch.where(index < len(counts), counts[index % len(counts)], 0.0) + 1
-        return dataclasses.replace(components, weights=size / size.sum(), loc=perturb(components.loc, variances(within), generator))
+        noise = torch.randn(components.loc.shape, generator=generator, device=generator_device(generator)).to(components.loc)
+        loc = components.loc + 0.01 * variances(within).sqrt() * noise
+        return dataclasses.replace(components, weights=size / size.sum(), loc=loc)
 
     def owners(self, number: int, generator: torch.Generator | None = None) -> Tensor:
         """The data points' clusters ``(N,)``, numbered from 0, at most so many."""
@@ -220,10 +221,7 @@ class Agglomeration:
         return Gaussians(self.kind, weights, loc, self.kind.best(regularised, loc, self.floor))
 
     def _within(self, statistics: Statistics, owner: Tensor) -> Tensor:
-        """The covariance within clusters, or of all data, ``(D, D)``.
-
-        Of diagonal and spherical components it is the variances, ``(D,)``.
-        """
+        """The covariance within clusters, or of all data, ``(D, D)``."""
         counts = statistics["counts"]
         loc = statistics["sums"] / counts.clamp(min=1.0).unsqueeze(-1)
         # Around means: differences of sums have no digits of clusters beside an outlier.
@@ -357,16 +355,6 @@ def all_statistics(model: ClosedFormModel, population: Population, y: Tensor) ->
     return add_statistics(model.sufficient_statistics(block, y) for block in population.split(_MAX_ROWS_PER_BLOCK))
 
 
-def all_populations(model: Any, guide: AutoTruncated, y: Tensor) -> Population:
-    """The populations of all data, under the model as it is."""
-    if guide.model is not model:
-        raise ValueError(f"guide must be the AutoTruncated of this very mixture; got one of {type(guide.model).__name__}")
-    population = guide.refresh_(y)
-    if guide.populations.is_part:
-        raise NotImplementedError("split_and_merge needs all data; got a shard: train the mixture in one process")
-    return population
-
-
 @dataclasses.dataclass(frozen=True)
 class Moves:
     """Disjoint moves: two components become one, the free one splits another."""
@@ -399,14 +387,6 @@ class Moves:
         other = torch.arange(population.space.size, device=self.survivors.device)
         other[self.movers], other[self.targets] = self.survivors, self.movers
         return population.space.pack(other[population.states(torch.int64)])
-
-
-def insert_candidates(moves: Moves, guide: AutoTruncated, y: Tensor) -> Population:
-    """The populations that moves are proposed to."""
-    scorer = guide.make_scorer(y)
-    population = guide.rescore(scorer)
-    words = moves.candidates(population)
-    return population.merge(Population(population.space, words, scorer.score(words)))
 
 
 class MoveSearch:
@@ -527,10 +507,7 @@ def _sides(x: Tensor, owner: Tensor, number: int, generator: torch.Generator | N
 
 
 def match_merges_with_splits(pairs: Tensor, losses: Tensor, gains: Tensor) -> tuple[Tensor, Tensor]:
-    """The cheapest disjoint pairs with the most gainful components, ``(M,)`` each.
-
-    Of ``pairs (P, 2)`` that cost ``losses (P,)``, and components that gain ``gains (K,)`` as two.
-    """
+    """The cheapest disjoint pairs with the most gainful components, ``(M,)`` each."""
     order, best = losses.argsort(stable=True).tolist(), iter(gains.argsort(descending=True, stable=True).tolist())
     both, cost, gain = pairs.tolist(), losses.tolist(), gains.tolist()
     used: set[int] = set()
@@ -557,23 +534,17 @@ def accept_moves(
     ``evaluate`` does moves and returns populations and their free energy. The model's parameters are put back if none is done, or something
     fails.
     """
-    before, population = [value.clone() for value in model.parameters()], None
+    before, accepted = [value.clone() for value in model.parameters()], None
     try:
-        moves, population = _accept(moves, evaluate)
+        least = evaluate(moves.first(0))[1] if len(moves) else torch.zeros(())
+        while len(moves) and accepted is None:
+            population, free_energy = evaluate(moves)
+            if bool(free_energy >= least):
+                accepted = population
+            else:
+                moves = moves.first(len(moves) // 2)
     finally:
-        if population is None:
+        if accepted is None:
             for value, old in zip(model.parameters(), before, strict=True):
                 value.copy_(old)
-    return moves, population
-
-
-def _accept(moves: Moves, evaluate: Callable[[Moves], tuple[Population, Tensor]]) -> tuple[Moves, Population | None]:
-    if not len(moves):
-        return moves, None
-    least = evaluate(moves.first(0))[1]
-    while len(moves):
-        population, free_energy = evaluate(moves)
-        if bool(free_energy >= least):
-            return moves, population
-        moves = moves.first(len(moves) // 2)
-    return moves, None
+    return moves, accepted

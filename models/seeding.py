@@ -199,12 +199,6 @@ def _square(points: Tensor, rows: Tensor) -> Tensor:
     return torch.addmm(power.unsqueeze(0), some, points.mT, alpha=-2.0).add_(power[rows].unsqueeze(1)).clamp_(min=0.0)
 
 
-def perturb(points: Tensor, variance: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Points ``(K, D)`` with noise, a hundredth of the deviations."""
-    noise = torch.randn(points.shape, generator=generator, device=generator_device(generator)).to(points)
-    return points + 0.01 * variance.sqrt() * noise
-
-
 def group_places(places: Tensor) -> Tensor:
     """Groups ``(K,)`` of places ``(K, D)``, the root of their number."""
     nearest = spread_rows(places, round(len(places) ** 0.5), torch.Generator(places.device).manual_seed(0))[1]

@@ -286,7 +286,7 @@ class ChainPosterior:
     def best_words(self) -> Tensor:
         """The best path of each sequence, ``(N, T, W)``."""
         place, _ = chains.best_path(self.words, self.unary, self.transitions)
-        return self._at(place.unsqueeze(-1)).squeeze(2)
+        return ops.gather_states(self.words, place.unsqueeze(-1)).squeeze(2)
 
     def mode(self) -> Tensor:
         """The best path of each sequence through its sets, ``(N, T, M)``."""
@@ -296,7 +296,7 @@ class ChainPosterior:
         """Independent paths from the posterior, ``(num_samples, N, T, M)``."""
         check_count("num_samples", num_samples)
         places = self._draw_places(num_samples, generator)
-        return self._values(self._at(places.movedim(0, -1)).movedim(2, 0))
+        return self._values(ops.gather_states(self.words, places.movedim(0, -1)).movedim(2, 0))
 
     def draw_with_log_prob(self, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         r"""Draws one path of each sequence from the posterior, ``(N, T, M)``.
@@ -304,13 +304,13 @@ class ChainPosterior:
         Its log probability :math:`\log q` has shape ``(N,)``.
         """
         place = self._draw_places(1, generator)[0].unsqueeze(-1)
-        words = self._at(place)
+        words = ops.gather_states(self.words, place)
         log_joint = chains.free_energy(words, self.unary.gather(2, place), self.transitions)
         return self._values(words.squeeze(2)), log_joint - self.messages.free_energy()
 
     def draw_words(self, generator: ops.Source = None) -> Tensor:
         """Draws one path of each sequence from the posterior, packed ``(N, T, W)``."""
-        return self._at(self._draw_places(1, generator)[0].unsqueeze(-1)).squeeze(2)
+        return ops.gather_states(self.words, self._draw_places(1, generator)[0].unsqueeze(-1)).squeeze(2)
 
     def effective_states(self) -> Tensor:
         """Exponential of the entropy of each step's posterior, ``(N, T)``."""
@@ -359,10 +359,7 @@ class ChainPosterior:
         self.sweep_(candidates, scores, forward=False)
 
     def _pursuit(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the words ``(N, T, W)`` of a greedy ascent from zero.
-
-        With them comes what flips would change there, ``(N, T, M)``.
-        """
+        """Returns words ``(N, T, W)`` of a greedy ascent, and flips' changes ``(N, T, M)``."""
         words = torch.zeros(*logits.shape[:2], 1, self.space.num_words, dtype=torch.int64, device=logits.device)
         for _ in range(2 * self.space.num_latents):
             values = self._values(words.squeeze(2))
@@ -392,10 +389,7 @@ class ChainPosterior:
         return torch.stack(parts, 2).nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
 
     def _best_flips(self, size: int, num_parents: int) -> chains.Flips:
-        """Returns the best candidates that differ from a member in one chain.
-
-        The members are the first ones, the candidates ``(N, T, size)``.
-        """
+        """Returns the best candidates ``(N, T, size)`` one flip from the first members."""
         parents = self.words[:, :, :num_parents]
         num_rows = parents.shape[0] * parents.shape[1]
         own = getattr(self.log_likelihood, "flip_gains", None)
@@ -434,7 +428,7 @@ class ChainPosterior:
         at = index.clamp(min=0)
         # A place without a state holds a copy of the best one.
         at = torch.where(index < 0, at[..., :1], at)
-        return words.gather(2, at.unsqueeze(-1).expand(*at.shape, words.shape[-1])), unary.gather(2, at).masked_fill(index < 0, -math.inf)
+        return ops.gather_states(words, at), unary.gather(2, at).masked_fill(index < 0, -math.inf)
 
     def _score(self, words: Tensor) -> Tensor:
         scores = self.log_likelihood(words).double()
@@ -450,15 +444,8 @@ class ChainPosterior:
     def _set(self, words: Tensor, unary: Tensor) -> None:
         self.words, self.unary, self._messages = words, unary, None
 
-    def _at(self, places: Tensor) -> Tensor:
-        """Members ``(N, T, R, W)`` at places ``(N, T, R)``."""
-        return self.words.gather(2, places.unsqueeze(-1).expand(*places.shape, self.words.shape[-1]))
-
     def _values(self, words: Tensor) -> Tensor:
-        """Returns values of chains as floating point numbers.
-
-        Beyond the end of a sequence they are zero.
-        """
+        """Returns values of chains as floating point numbers."""
         return self.space.unpack(words, torch.float64) * (self.transitions.kind >= 0).unsqueeze(-1)
 
 
@@ -534,7 +521,7 @@ def _most_frequent(words: Tensor, size: int) -> Tensor:
     is_equal = (words.unsqueeze(2) == words.unsqueeze(3)).all(-1)
     number = is_equal.sum(-1).masked_fill(ops.find_duplicates(words.flatten(0, 1)).view(words.shape[:3]), 0)
     place = number.topk(min(size, words.shape[2]), dim=2).indices
-    return words.gather(2, place.unsqueeze(-1).expand(*place.shape, words.shape[-1]))
+    return ops.gather_states(words, place)
 
 
 def _order(block: Tensor) -> Tensor:
@@ -553,10 +540,7 @@ def _with_block(words: Tensor, block: Tensor, place: Tensor) -> Tensor:
 
 
 def _block_scores(posterior: ChainPosterior, path: Tensor, block: Tensor) -> Tensor:
-    """Returns log likelihoods of all configurations of a block.
-
-    The likelihood's own way is taken if it has one.
-    """
+    """Returns log likelihoods of all configurations of a block."""
     own = getattr(posterior.log_likelihood, "block_scores", None)
     if own is not None:
         scores: Tensor = own(path, block)

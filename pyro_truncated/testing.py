@@ -147,10 +147,7 @@ def _scorer(guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def _one_by_one(log_joint: LogJoint, words: Tensor) -> Tensor:
-    """Returns log joints ``(N, C)`` of packed states ``(N, C, num_words)``.
-
-    It runs the model once for each column, without any new dimension.
-    """
+    """Returns log joints ``(N, C)`` of packed states ``(N, C, num_words)``."""
     layout = log_joint.layout
     columns = []
     for column in layout.space.unpack(words).unbind(1):

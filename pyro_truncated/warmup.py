@@ -115,10 +115,7 @@ def _many_sites(dtype: torch.dtype) -> None:
 
 
 def _causes(kind: Callable[..., Any], *, binary: bool = False) -> Task:
-    """Warms up models with closed-form M-steps and with gradients.
-
-    Data are complete, and have missing entries.
-    """
+    """Warms up models with closed-form M-steps and with gradients."""
 
     def task(dtype: torch.dtype) -> None:
         y = (_data(dtype) > 1.5).to(dtype) if binary else _data(dtype)
@@ -169,10 +166,7 @@ def _mixtures(dtype: torch.dtype) -> None:
 
 
 def _chains(dtype: torch.dtype) -> None:
-    """Sums, sweeps, draws and searches of sets of states along chains.
-
-    Of two and three chains the sets are full.
-    """
+    """Sums, sweeps, draws and searches of sets of states along chains."""
     y = _data(dtype).unsqueeze(0)
     for num_chains in (5, 2, 3):
         model = models.FactorialHMM(9, num_chains, dtype=dtype).initialize(y)

@@ -181,10 +181,7 @@ def propagate_errors() -> Iterator[None]:
 
 
 def _exchange(verb: int, length: int, fingerprint: int, payload: Tensor | None = None, error: Exception | None = None) -> Tensor:
-    """The headers ``(K, 8)`` of all processes.
-
-    They hold verb, length, fingerprint, whether there is an error, and up to four numbers.
-    """
+    """The headers ``(K, 8)`` of all processes."""
     own = torch.zeros(4 + _PAYLOAD, dtype=torch.float64)
     own[:4] = torch.tensor([verb, length, fingerprint, error is not None])
     if payload is not None:

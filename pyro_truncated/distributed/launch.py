@@ -21,6 +21,7 @@ from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.collectives import agree
 from pyro_truncated.distributed.shards import collect_rows, find_part, owned_parameters, propagate_shard_errors, synchronize_generator
 from pyro_truncated.utils.console import ReprFromArguments
+from pyro_truncated.utils.parameter_store import load_snapshot
 
 # SVI shows its optimiser to nobody.
 _made: WeakSet[AllReduced] = WeakSet()
@@ -234,8 +235,7 @@ def start_as_first(model: Any, guide: Any, search: Any) -> None:
     local_names = frozenset().union(*(optimizer.local for optimizer, own in stepped.items() if not own or own & shared_ids))
     local_ids = {id(tensor) for name, tensor in parameters.items() if name in local_names}
     tensors = [tensor for _, tensor in sorted(parameters.items()) if id(tensor) not in local_ids]
-    for tensor, value in zip(tensors, collectives.agree([tensor.detach() for tensor in tensors]), strict=True):
-        tensor.copy_(value)
+    load_snapshot(tensors, collectives.agree([tensor.detach() for tensor in tensors]))
     state = search.state_dict()
     # What was learned from shards was learned together: it is alike, but for what each process keeps of its data points.
     if not all(collectives.gather(bool(collect_rows(state)))):

@@ -54,6 +54,10 @@ class Portion:
         """That of units of which every data point has so many."""
         return Portion(self.first * number, self.size * number, self.total * number)
 
+    def holds(self, positions: Tensor) -> Tensor:
+        """Which global positions are of these data points."""
+        return (positions >= self.first) & (positions < self.first + self.size)
+
 
 class Shard(Tensor):
     """A tensor of data that knows its rows; results are plain tensors.
@@ -241,10 +245,10 @@ def rows_at(y: Tensor, positions: Tensor) -> Tensor:
     portion = find_part(y)
     if portion is None:
         return _rows_here(y, positions.to(y.device))
-    positions = positions.to(y.device) - portion.first
-    is_mine = (positions >= 0) & (positions < portion.size)
+    positions = positions.to(y.device)
+    is_mine = portion.holds(positions)
     rows = y.new_zeros(len(positions), *y.shape[1:])
-    rows[is_mine] = _rows_here(y, positions[is_mine])
+    rows[is_mine] = _rows_here(y, positions[is_mine] - portion.first)
     return collectives.add([rows])[0]
 
 
@@ -450,7 +454,7 @@ class Batches:
         rows = (starts.sort().values.unsqueeze(-1) + torch.arange(self.block)).flatten()
         rows = rows[rows < self._portion.total]
         scale, size = self._portion.total / len(rows), self._portion.size
-        own = rows[(rows >= self._portion.first) & (rows < self._portion.first + self._portion.size)] - self._portion.first
+        own = own_positions(rows, self._portion)
         weight = self._portion.total * len(own) / (len(rows) * size)
         is_idle = not len(own)
         return RowBatch(own.new_zeros(1) if is_idle else own, size, scale, is_idle, 1.0 if is_idle else weight, self._y)
@@ -487,9 +491,7 @@ def as_shard_like(values: Tensor, y: Any) -> Tensor:
 
 def own_positions(positions: Tensor, portion: Portion | None) -> Tensor:
     """This process's data points among global positions, and their places."""
-    if portion is None:
-        return positions
-    return positions[(positions >= portion.first) & (positions < portion.first + portion.size)] - portion.first
+    return positions if portion is None else positions[portion.holds(positions)] - portion.first
 
 
 def propagate_shard_errors(arguments: Any) -> AbstractContextManager[None]:
@@ -501,7 +503,7 @@ class _OwnerRows(Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, portion: Portion, positions: Tensor) -> Tensor:
         """Sends what is here, and zeros for what is elsewhere."""
-        ctx.is_mine = (positions >= portion.first) & (positions < portion.first + portion.size)
+        ctx.is_mine = portion.holds(positions)
         ctx.places, ctx.shape = positions[ctx.is_mine] - portion.first, own.shape
         rows = own.new_zeros(len(positions), *own.shape[1:])
         rows[ctx.is_mine] = own[ctx.places]

@@ -257,10 +257,8 @@ class ComponentMultivariateNormal(ComponentGaussian):
         return (-size[component] - 0.5 * energy).reshape(shape)
 
     def _whitening(self) -> Tensor:
-        """Returns transposed inverses of the factors.
-
-        They are in float64 where a device has it, as inverses lose more precision than products.
-        """
+        """Returns transposed inverses of the factors."""
+        # In float64 where a device has it, as inverses lose more precision than products.
         factors = self.scale_tril if self.scale_tril.device.type == "mps" else self.scale_tril.double()
         identity = torch.eye(factors.shape[-1], dtype=factors.dtype, device=factors.device)
         inverse: Tensor = torch.linalg.solve_triangular(factors, identity.expand_as(factors), upper=False)

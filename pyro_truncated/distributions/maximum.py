@@ -330,10 +330,8 @@ class FamilyMaximum(Superposition):
 
 
 def _round(means: Tensor) -> Tensor:
-    """Rounds to 41 bits (Veltkamp's splitting).
-
-    The order of sums over the same data must not decide the maximum.
-    """
+    """Rounds to 41 bits (Veltkamp's splitting)."""
+    # The order of sums over the same data must not decide the maximum.
     large = means * (2.0**12 + 1)
     return large - (large - means)
 

@@ -184,10 +184,7 @@ class Superposition(TorchDistribution):
 
 
 class GaussianSuperposition(Superposition):
-    """A superposition with independent Gaussian noise of deviation ``scale``.
-
-    It is a scalar or ``(D,)``, or has batch dimensions in front.
-    """
+    """A superposition with independent Gaussian noise of deviation ``scale``."""
 
     has_rsample = True
 

@@ -182,21 +182,14 @@ class NearestSet:
     Closest are those whose function values correlate most with that at the latent, under the prior. Cost of a prediction: :math:`O(N Q +
     |A|^3 + |A| D)`, or without the first term :meth:`around` it. Means jump, a little, where the closest points change.
 
-    Raises:
-        ValueError: if outputs are missing, or shapes disagree.
-
     Reference:
         Vecchia, "Estimation and model identification for continuous spatial processes", JRSS B 50 (1988).
     """
 
     def __init__(self, latents: Tensor, outputs: Tensor, kernel: Kernel, noise: Tensor, num_neighbors: int) -> None:
-        if latents.dim() != 2 or outputs.dim() != 2 or len(latents) != len(outputs):
-            raise ValueError(f"latents (N, Q) and outputs (N, D) must agree; got {tuple(latents.shape)}, {tuple(outputs.shape)}")
-        if bool(outputs.isnan().any()):
-            raise ValueError(f"outputs must be complete for active sets of neighbours; got {describe(outputs)}")
         self.latents, self.outputs, self.kernel = latents, outputs, kernel
         self.noise = torch.as_tensor(noise, dtype=latents.dtype, device=latents.device).reshape(())
-        self.num_neighbors = min(check_count("num_neighbors", num_neighbors), len(latents))
+        self.num_neighbors = min(num_neighbors, len(latents))
         self._scale = prior_variance(kernel, latents).detach().rsqrt()
 
     @torch.no_grad()
@@ -260,9 +253,7 @@ class ProjectedStatistics:
 
 
 def projected_statistics(kernel: Kernel, points: Tensor, latents: Tensor, outputs: Tensor, block: int = 5000) -> ProjectedStatistics:
-    """Sums over data points, projected on latents ``(M, Q)``: ``O(N M (M + D))``."""
-    if bool(outputs.isnan().any()):
-        raise ValueError(f"outputs must be complete for a projection; got {describe(outputs)}")
+    """Sums over complete data points, projected on latents ``(M, Q)``: ``O(N M (M + D))``."""
     gram = points.new_zeros(len(points), len(points), dtype=torch.float64)
     moment = points.new_zeros(len(points), outputs.shape[1], dtype=torch.float64)
     for z, x in zip(latents.split(block), outputs.split(block), strict=True):
@@ -422,10 +413,8 @@ class UniformSplits:
 
 
 def some_positions(total: int, number: int) -> Tensor:
-    """Draws at most so many positions, ascending, the same at each call.
-
-    Every so many-th row may be of one kind.
-    """
+    """Draws at most so many positions, ascending, the same at each call."""
+    # Every so many-th row may be of one kind.
     order = torch.randperm(total, generator=torch.Generator().manual_seed(0), device="cpu")
     return order[:number].sort().values
 

@@ -9,8 +9,6 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from pyro_truncated.utils.arguments import check_count
-
 # Values ``(L,)`` of points ``(L, Q)``, of which each belongs to the function at its position ``(L,)``.
 Functions = Callable[[Tensor, Tensor], Tensor]
 
@@ -104,9 +102,7 @@ def maximize_batched(functions: Functions, starts: Tensor, evaluations: int, len
     those at positions ``(L,)``. All runs backtrack in one batch, from a first step of a ``length`` to a gain below ``tolerance``. After a
     few ``evaluations`` only the best run of each function continues. No result is below the best start.
     """
-    evaluations, (num_starts, num, dim) = check_count("evaluations", evaluations, least=0), starts.shape
-    if not num_starts:
-        raise ValueError("starts must hold at least one start; got none")
+    num_starts, num, dim = starts.shape
     if not num:
         return starts[0]
     every = torch.arange(num, device=starts.device)

@@ -11,7 +11,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from pyro_truncated.distributed.shards import Portion, find_part
+from pyro_truncated.distributed.shards import find_part
 from pyro_truncated.guide.averaging import average_over_draws, draw_batches, readable, rescore_over_draws
 from pyro_truncated.guide.batch import Batch
 from pyro_truncated.guide.chain_batch import ChainBatch, ChainProgramRun, ChainReadings
@@ -30,7 +30,6 @@ from pyro_truncated.program.candidate_runs import Conditional
 from pyro_truncated.program.chain_scorer import ChainLayout, ChainScorer
 from pyro_truncated.program.inspection import ordinary_tensors, refuse_handlers_around
 from pyro_truncated.program.log_joint import LogJoint
-from pyro_truncated.program.product_layout import ProductLayout
 from pyro_truncated.program.product_scorer import ProductScorer
 from pyro_truncated.program.subsampling import SparseSubsamples
 from pyro_truncated.search.automatic import AutomaticSearch
@@ -152,7 +151,10 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
                 if portion is not None and portion.is_part:
                     refuse_other_structure(self.product)
                 if self.product is not None:
-                    self._start_product(self.product, find_part(args, kwargs))
+                    if isinstance(self.populations, PopulationStore):
+                        seed, self.populations = self.populations.seed, self._product_store(len(self.product.groups))
+                        self.populations.seed_(seed)
+                    self.populations.start_(self.product, self._init, self._device, find_part(args, kwargs))
                     return
                 if isinstance(self.populations, ProductStore):
                     raise ValueError(
@@ -171,13 +173,6 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
 
     def _stored_sets(self) -> list[Tensor]:
         return [store.take().words for store in self.populations.stores]
-
-    def _start_product(self, product: ProductLayout | ChainLayout, portion: Portion | None) -> None:
-        """Creates the sets of all nodes, unless they have been loaded."""
-        if isinstance(self.populations, PopulationStore):
-            seed, self.populations = self.populations.seed, self._product_store(len(product.groups))
-            self.populations.seed_(seed)
-        self.populations.start_(product, self._init, self._device, portion)
 
     def _product_store(self, num_groups: int) -> ProductStore:
         return ProductStore(self.num_states, num_groups, getattr(self.populations, "folder", None))

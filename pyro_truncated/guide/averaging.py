@@ -53,10 +53,7 @@ class _GivenSubsamples(Messenger):
 def draw_batches(
     guide: WholeModelGuide, call: Call, values: Mapping[str, Tensor], subsamples: Mapping[str, Tensor] | None = None
 ) -> Iterator[Any]:
-    """Yields batches under draws of the latents of other guides.
-
-    The first has the given ``values``. There are up to ``guide.num_draws``, or one where the draws do not differ.
-    """
+    """Yields batches under draws of the latents of other guides."""
     for _ in range(guide.num_draws if values else 1):
         batch = guide.batch(call, {**values, **(subsamples or {})})
         yield batch
@@ -135,10 +132,7 @@ def _average_weights(guide: WholeModelGuide, batch: Batch) -> Population | None:
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    """Returns the mean total variation between posteriors of log joints ``(N, S)``.
-
-    Data points without a possible state contribute zero.
-    """
+    """Returns the mean total variation between posteriors of log joints ``(N, S)``."""
     return 0.5 * float((one.softmax(-1) - other.softmax(-1)).abs().sum(-1).nan_to_num(0.0).mean())
 
 

@@ -79,10 +79,7 @@ class ProgramBatch(Generic[_Scorer]):
         return particles if self.scorer.layout.other_latents else 1
 
     def draws(self, particles: int) -> Iterator[Self]:
-        """Yields batches of the same data, this one first.
-
-        Each has its own draws of the latents that no guide covers. Where there are none the free energy is exact, and one as good as many.
-        """
+        """Yields batches of the same data, this one first."""
         yield self
         for _ in range(self.num_draws(particles) - 1):
             yield self.redraw()
@@ -132,10 +129,7 @@ class Batch(ProgramBatch[LogJoint]):
         return self.scorer.known_levels is None and not self.scorer.is_vectorized and self.populations.are_alike
 
     def population(self) -> Population:
-        """Returns the stored populations with the model's observed states inserted.
-
-        States that all data points have alike are in memory once.
-        """
+        """Returns the stored populations with the model's observed states inserted."""
         population = self.populations.take(self.indices)
         if self.is_idle:
             return population
@@ -298,10 +292,7 @@ class Batch(ProgramBatch[LogJoint]):
 
 
 def mean_active(population: Population, *, is_idle: bool, is_part: bool) -> Tensor:
-    """Mean probabilities ``(L,)`` that latents are active.
-
-    They are over the data of all processes. Those of one that is idle do not count.
-    """
+    """Mean probabilities ``(L,)`` that latents are active."""
     sums, number = population.marginals().sum(0), torch.tensor(float(len(population)))
     if is_part:
         share = 0.0 if is_idle else 1.0
@@ -310,12 +301,10 @@ def mean_active(population: Population, *, is_idle: bool, is_part: bool) -> Tens
 
 
 def _without_negligible(population: Population, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the states that count, up to a rounding error.
-
-    The error is that of float64 whatever the type: optimisers that scale gradients follow those of tiny weights, too.
-    """
+    """Returns the states that count, up to a rounding error."""
     if ops.is_vectorised(weights):  # to ask a device how many they are would wait for it
         return population.words, weights
+    # Of float64 whatever the type: optimisers that scale gradients follow those of tiny weights, too.
     number = int((weights > torch.finfo(torch.float64).eps / weights.shape[1]).sum(-1).max())
     if number == population.num_states:
         return population.words, weights
@@ -324,9 +313,7 @@ def _without_negligible(population: Population, weights: Tensor) -> tuple[Tensor
 
 
 def _accumulate(loss: Tensor) -> None:
-    """Adds to the gradients, after all checks have passed.
-
-    Blocks share the graph that they all depend on.
-    """
+    """Adds to the gradients, after all checks have passed."""
+    # Blocks share the graph that they all depend on.
     if loss.requires_grad:
         ops.on_success(lambda: loss.backward(retain_graph=True))

@@ -216,10 +216,7 @@ class ChainReadings(SetReadings):
         return pairs.reshape(*self.batches[0].scorer.sizes, *pairs.shape[1:])
 
     def mode(self) -> dict[str, Tensor]:
-        """Returns the best path of each sequence, ``(*plates, T, M)``.
-
-        Under several draws it is that of the first.
-        """
+        """Returns the best path of each sequence, ``(*plates, T, M)``."""
         return self._reshape_as_site(self.posteriors[0].mode())
 
     def median(self) -> dict[str, Tensor]:

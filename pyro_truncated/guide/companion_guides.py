@@ -62,10 +62,7 @@ class Companions:
     ) -> dict[str, Any]:
         """Draws the named latents outside of any trace, or their medians.
 
-        Medians come from guides that know them.
-
-        Returns:
-            The values, with the subsamples that they are for.
+        Medians come from guides that know them; the subsamples that values are for come along.
         """
         with poutine.block(), SparseSubsamples():
             plates = self.plates(call)
@@ -121,10 +118,7 @@ class Companions:
 
 
 def share_plates(guide_list: AutoGuideList, truncated_guide: Any) -> None:
-    """Lets guides in a list reuse the list's plates.
-
-    Otherwise functions, above all, open plates of their own.
-    """
+    """Lets guides in a list reuse the list's plates."""
     for part in flatten_guides(guide_list):
         opens_its_own = isinstance(part, AutoCallable) or not type(part).forward.__module__.startswith("pyro.")
         if part is not truncated_guide and opens_its_own and "forward" not in vars(part):
@@ -132,10 +126,7 @@ def share_plates(guide_list: AutoGuideList, truncated_guide: Any) -> None:
 
 
 def refuse_subsampled_latents(guide_list: Any, plates: Mapping[str, Any]) -> None:
-    """Checks that guides can give latents of some data points.
-
-    A guide that has one vector of all its latents cannot, nor one that has a vector for each site.
-    """
+    """Checks that guides can give latents of some data points."""
     partial = {name for name, plate in plates.items() if len(plate.indices) < plate.size}
     for part in flatten_guides(guide_list):
         if not partial or not isinstance(part, AutoContinuous | AutoGaussian | AutoStructured) or part.prototype_trace is None:

@@ -67,10 +67,7 @@ class SeenData:
         return all(a is b or (not isinstance(a, weakref.ref) and not isinstance(b, weakref.ref) and a == b) for a, b in pairs)
 
     def compare(self, log_joint: Probe) -> None:
-        """Warns if data points differ from last time, and remembers them.
-
-        What is new is checked first: values that its distributions do not allow are refused.
-        """
+        """Checks new data, warns if they differ from last time, remembers them."""
         if not self.knows(log_joint.call):
             self._arguments = _identities(log_joint.call)
             self._round += 1
@@ -93,7 +90,11 @@ class SeenData:
                 names.append(name)
             hashes[where] = new
         if names:
-            self._computed_sites |= self._find_computed_sites(names, log_joint)
+            # Those that change between runs with equal arguments.
+            with torch.no_grad(), spare_random_numbers():
+                again = _hash_data(log_joint, sample_nodes(log_joint.run(log_joint.subsamples)))
+            first = _hash_data(log_joint, log_joint.nodes)
+            self._computed_sites |= {name for name in names if name not in again or not torch.equal(again[name], first[name])}
         if changed := [name for name in names if name not in self._computed_sites]:
             warnings.warn(
                 f"the data observed at {changed} are not those that the populations were found for, so the bound may be loose. For new "
@@ -101,13 +102,6 @@ class SeenData:
                 ChangedDataWarning,
                 stacklevel=4,
             )
-
-    def _find_computed_sites(self, names: list[str], log_joint: Probe) -> set[str]:
-        """Returns which observed values change between runs with equal arguments."""
-        with torch.no_grad(), spare_random_numbers():
-            again = _hash_data(log_joint, sample_nodes(log_joint.run(log_joint.subsamples)))
-        first = _hash_data(log_joint, log_joint.nodes)
-        return {name for name in names if name not in again or not torch.equal(again[name], first[name])}
 
 
 def _identities(call: Call) -> list[Any] | None:

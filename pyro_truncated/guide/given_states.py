@@ -38,13 +38,7 @@ def flaw(words: Tensor | None, log_joint: Tensor | None, cardinalities: Tensor |
 
 
 def given_levels(layout: Layout, init: States | Callable[[], States], num_states: int) -> Tensor:
-    """Returns unpacked states ``(N, S, L)`` given by the user.
-
-    Args:
-        layout: the discrete sites.
-        init: site values ``(N, S, *site shape)``, by name or of the only site, or a callable that returns them.
-        num_states: number of states per data point ``S``.
-    """
+    """Returns unpacked states ``(N, S, L)`` given by the user."""
     states = as_tensors(init() if callable(init) else init)
     if not isinstance(states, (Tensor, Mapping)):
         raise TypeError(
@@ -102,10 +96,7 @@ def warn_impossible(sites: Sequence[str]) -> None:
 
 
 def excess_density(evidence: Tensor, sites: Sequence[str]) -> Tensor:
-    """Returns what makes losses infinite where the evidence is zero.
-
-    A guide adds it to its log density: zero where some state of these sites is possible, else infinity.
-    """
+    """Returns what makes losses infinite where the evidence is zero."""
     is_impossible = evidence == -math.inf
     if bool(is_impossible.any()):
         warn_impossible(sites)

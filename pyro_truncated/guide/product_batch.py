@@ -37,15 +37,9 @@ class SetBatch(ProgramBatch[_Scorer]):
         """Returns the sets, scored in this run of the model."""
         raise NotImplementedError
 
-    def evidence(self) -> Tensor:
-        """The evidence of each data point in this run, ``(N,)``."""
-        raise NotImplementedError
-
     def keep_(self, populations: list[Population]) -> None:
-        """Keeps sets with their log joints.
-
-        A process without a part of the minibatch has run the model on another data point, to take part in what all processes do.
-        """
+        """Keeps sets with their log joints."""
+        # A process without a part of the minibatch has run the model on another data point, to take part in what all do.
         if not self.is_idle:
             self.populations.store_(populations)
 
@@ -136,10 +130,7 @@ class ProductBatch(SetBatch[ProductScorer]):
 
     @torch.no_grad()
     def evidence(self, sets: Sequence[Tensor] | None = None) -> Tensor:
-        """Returns the evidence of each data point on its sets or others.
-
-        It has shape ``(N,)``, in float64. Data points are the members of the plates that all nodes share.
-        """
+        """Returns each data point's evidence ``(N,)`` on its sets or others."""
         scorer = self.scorer
         total = torch.zeros(scorer.sizes, dtype=torch.float64, device=scorer.device)
         for root, rows in zip(scorer.product.roots, scorer.evidence(scorer.messages(self.sets() if sets is None else sets)), strict=True):
@@ -165,7 +156,7 @@ class ProductBatch(SetBatch[ProductScorer]):
                 (-objective / self.num_draws(particles)).backward()
         with torch.no_grad():
             if temperature != 1.0:
-                messages = scorer.product.tree.collect(tables, weights)
+                messages = Messages(scorer.product.tree, tables, weights)
                 objective = outside if self.is_idle else scorer.sum_evidence(scorer.evidence(messages)) + outside
             self.keep_(self._populations(sets, messages))
             return -float(objective)

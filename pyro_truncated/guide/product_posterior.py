@@ -69,14 +69,16 @@ class ProductPosterior(SetReadings):
 
     @cached_property
     def populations(self) -> list[Population]:
-        """Returns the sets of all groups with their log joints.
-
-        Under several draws they have the mean weights.
-        """
+        """Returns the sets of all groups with their log joints."""
         every = [batch.rescore() for batch in self.batches]
         if len(every) == 1:
             return every[0]
-        return [_average(populations) for populations in zip(*every, strict=True)]
+        averages = []
+        for populations in zip(*every, strict=True):
+            weights = torch.stack([population.weights().double() for population in populations]).mean(0)
+            free_energy = torch.stack([population.free_energy() for population in populations]).mean(0)
+            averages.append(dataclasses.replace(populations[0], log_joint=weights.log() + free_energy.unsqueeze(-1)))
+        return averages
 
     def marginals(self) -> dict[str, Tensor]:
         """Returns the marginal probabilities by site.
@@ -198,16 +200,6 @@ def _messages(batch: ProductBatch, *, maximum: bool = False) -> Messages:
     return batch.scorer.messages(batch.sets(), maximum=maximum)
 
 
-def _average(populations: Sequence[Population]) -> Population:
-    """Returns the same sets under the mean of their weights.
-
-    Their free energy is the mean one.
-    """
-    weights = torch.stack([population.weights().double() for population in populations]).mean(0)
-    free_energy = torch.stack([population.free_energy() for population in populations]).mean(0)
-    return dataclasses.replace(populations[0], log_joint=weights.log() + free_energy.unsqueeze(-1))
-
-
 def pick(words: Tensor, position: Tensor) -> Tensor:
     """The states ``(B, rows, num_words)`` at positions ``(B, rows)`` of sets ``(rows, S, num_words)``."""
     return words[torch.arange(len(words), device=words.device), position]
@@ -238,7 +230,7 @@ class ProductProgramRun(ProgramRun):
             sets = batch.sets()
             particles = {frame.dim: frame.size for frame in self._draw_frames()}
             tables = scorer.tables(sets)
-            messages = product.tree.collect(tables, scorer.weights(sets))
+            messages = Messages(product.tree, tables, scorer.weights(sets))
             draws = messages.draw(math.prod(particles.values()))
             if messages.may_be_impossible:
                 for root, evidence in zip(product.roots, scorer.evidence(messages), strict=True):

@@ -75,10 +75,7 @@ class ProductStore(torch.nn.Module):
         return self.stores[0].stream(number)
 
     def start_(self, product: ProductLayout | ChainLayout, init: Init, device: torch.device, portion: Portion | None) -> None:
-        """Creates the populations, or checks those that have been loaded.
-
-        Loaded ones must be of these nodes.
-        """
+        """Creates the populations, or checks those that have been loaded."""
         if len(self.groups) != len(product.groups):
             raise ValueError(f"the state must have {len(product.groups)} groups of nodes, as the model; got {len(self.groups)}")
         if portion is not None:

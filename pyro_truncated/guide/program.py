@@ -23,7 +23,6 @@ from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
 
 from pyro_truncated.guide.batch import Batch
-from pyro_truncated.guide.companion_guides import Companions
 from pyro_truncated.guide.given_states import excess_density
 from pyro_truncated.guide.plates import SharedPlates, enter, model_plates, open_plates, plate_subsamples, recorded_subsamples
 from pyro_truncated.guide.whole_model import WholeModelGuide
@@ -52,10 +51,7 @@ class SearchRequest(Messenger):
 
 @effectful(type="truncated_search")
 def find_search_request() -> SearchRequest | None:
-    """Returns the surrounding handler that asks for a search, if any.
-
-    It is a message that only :class:`SearchRequest` answers.
-    """
+    """Returns the surrounding handler that asks for a search, if any."""
     return None
 
 
@@ -89,23 +85,21 @@ def _move_left(value: Any, event_dim: int, dims: Sequence[int], depth: int) -> A
 
 
 class ProgramRun:
-    """One run of a guide that has seen its model.
-
-    :meth:`sample` samples the discrete sites, and what ``conditional`` samples.
-    """
+    """One run of a guide that has seen its model."""
 
     def __init__(self, guide: WholeModelGuide, call: Call) -> None:
         self._guide, self._call, self._layout = guide, call, guide.layout
 
     def sample(self) -> dict[str, Tensor]:
-        """Samples the sites and returns all values.
-
-        Those of the latents that the states were scored with are included.
-        """
+        """Samples the sites and returns all values."""
         guide, layout, values, plates = self._guide, self._layout, recorded_values(self._guide), None
         # A guide around this one may have sampled the other latents already.
-        if not values and guide.master is None and guide.companions is not None:
-            values, plates = self._run_companions(guide.companions)
+        if not values and guide.master is None and (companions := guide.companions) is not None:
+            # A trace of its own, so that what functions sample can be read even where nobody records it.
+            with poutine.trace():
+                guide.plates = plates = model_plates(self._call, guide.frames)
+                companions.run(plates, self._call)
+                values = recorded_values(guide)
         elif not values:
             subsamples = {} if guide.master is None else plate_subsamples(getattr(guide.master(), "plates", {}))
             values = guide.other_values(self._call, subsamples=subsamples)
@@ -146,19 +140,8 @@ class ProgramRun:
         with poutine.block(hide=hidden), AsInModel(nodes, self._layout):
             return conditional(states, *self._call.args, **self._call.kwargs) or {}
 
-    def _run_companions(self, companions: Companions) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns samples of the trained list's guides, and plates of these data."""
-        # A trace of its own, so that what functions sample can be read even where nobody records it.
-        with poutine.trace():
-            self._guide.plates = plates = model_plates(self._call, self._guide.frames)
-            companions.run(plates, self._call)
-            return recorded_values(self._guide), plates
-
     def _sample_given_states(self, values: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Handles models that observe all discrete sites.
-
-        Nothing is left to sample but what ``conditional`` does.
-        """
+        """Handles models that observe all discrete sites."""
         if self._guide.conditional is None:
             return {}
         with SharedPlates(), ExitStack() as stack:
@@ -176,10 +159,7 @@ class ProgramRun:
     # --- plates ---
 
     def _open(self, values: Mapping[str, Any], plates: dict[str, Any] | None) -> tuple[dict[str, Any], Batch]:
-        """Returns the plates to sample in, with the batch in them.
-
-        They are given, or come from the guide list, ``create_plates`` or the model.
-        """
+        """Returns the plates to sample in, with the batch in them."""
         plates = self._guide.created_plates(self._call) if plates is None else plates
         if plates is None:
             return self._open_as_the_model(values)
@@ -244,10 +224,7 @@ class ProgramRun:
         return sorted((frame for frame in frames if frame.size > 1), key=lambda frame: frame.dim)
 
     def _sample_index(self, own: SiteLayout, position: Tensor, log_prob: Tensor, plates: Mapping[str, Any], scorer: Probe) -> None:
-        """Samples an auxiliary site of some sites' states.
-
-        It has their log probability, and says that this guide is truncated.
-        """
+        """Samples an auxiliary site of some sites' states."""
         infer: Any = {"is_auxiliary": True, "truncated": {"guide": weakref.ref(self._guide)}}
         with ExitStack() as stack:
             for name in own.plates:
@@ -267,10 +244,7 @@ class ProgramRun:
         scale: float | Tensor = 1.0,
         is_auxiliary: bool = False,
     ) -> Tensor:
-        """Samples a site as a point mass of some density.
-
-        Auxiliary ones are none of the model's.
-        """
+        """Samples a site as a point mass of some density."""
         with ExitStack() as stack:
             for frame in site.frames:
                 if frame.vectorized:

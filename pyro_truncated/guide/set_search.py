@@ -53,7 +53,7 @@ class ScoredSets:
 
     def collect(self, weights: dict[int, Tensor], *, maximum: bool = False) -> Messages:
         """Messages with some log weights of the states."""
-        return self.scorer.product.tree.collect(self._log_tables, weights, maximum=maximum)
+        return Messages(self.scorer.product.tree, self._log_tables, weights, maximum=maximum)
 
     def join(self, others: ScoredSets, number: int) -> ScoredSets:
         """Returns one group's sets joined with others; other groups share tables."""
@@ -99,10 +99,7 @@ class ScoredSets:
 
 
 def _concatenate(tables: tuple[Tensor, Tensor], sizes: tuple[int, int], dim: int) -> Tensor:
-    """Concatenates tables over sets.
-
-    One that no state changes stays as it is.
-    """
+    """Concatenates tables over sets."""
     one, other = tables
     if one.shape[dim] == 1 and other.shape[dim] == 1 and torch.equal(one, other):
         return one
@@ -136,10 +133,7 @@ class SetSearch:
     is_idle: bool = False  # whether the rows are not searched in this process; its search only takes part in sums over all processes
 
     def improve(self, sets: Sequence[Tensor], search: Search, steps: int) -> ScoredSets:
-        """Returns the sets after some steps.
-
-        Those that hold all states stay as they are.
-        """
+        """Returns the sets after some steps."""
         current = ScoredSets.from_scorer(self.scorer, sets)
         groups = self.scorer.product.groups
         open_ = [number for number, group in enumerate(groups) if current.sets[number].shape[1] < group.space.size]
@@ -183,10 +177,7 @@ class SetSearch:
     def _search_block(
         self, current: ScoredSets, spaces: Collection[StateSpace], whole: Collection[StateSpace], open_: Sequence[int]
     ) -> ScoredSets:
-        """One step with blocks of latents of some spaces.
-
-        Of the whole ones all states are proposed at once.
-        """
+        """One step with blocks of latents of some spaces."""
         scorer, product = self.scorer, self.scorer.product
         best = current.collect(scorer.weights(current.sets), maximum=True).draw(None)
         union, choices = list(current.sets), {}
@@ -202,16 +193,14 @@ class SetSearch:
                     choices[number] = _Choice(space.positions(own), None)
                 else:
                     place = current.rows({node: best[node][0][0] for node in product.groups[number].nodes}, number)
-                    words = _with_block(space, ops.gather_states(own, place).squeeze(1), block, values)
-                    union[number] = torch.cat([own, words], 1)
+                    levels = space.unpack(ops.gather_states(own, place), torch.int64).repeat(1, len(values), 1)
+                    levels[..., block] = values.to(levels.device)
+                    union[number] = torch.cat([own, space.pack(levels)], 1)
                     choices[number] = _append_candidates(own, ~ops.find_duplicates(union[number])[:, own.shape[1] :])
         return self._exchange(current, ScoredSets.from_scorer(scorer, union), choices, look_ahead=True)
 
     def _draw_block(self, space: StateSpace, is_whole: bool) -> tuple[list[int], Tensor]:
-        """Draws latents, and returns them with joint values ``(C, latents)``.
-
-        They are all that these latents have, or a few of a single one with many.
-        """
+        """Draws latents, with all their joint values ``(C, latents)`` or a few."""
         if is_whole:
             block = list(range(space.num_latents))
         else:
@@ -262,10 +251,8 @@ class SetSearch:
         return self._accept(current, union, positions, choices)
 
     def _accept(self, current: ScoredSets, union: ScoredSets, positions: dict[int, Tensor], choices: Mapping[int, _Choice]) -> ScoredSets:
-        """Returns the new sets where the evidence does not fall.
-
-        It might fall where members of one plate change together.
-        """
+        """Returns the new sets where the evidence does not fall."""
+        # It might where members of one plate change together.
         product, result = self.scorer.product, union.take(positions)
         old, new = product.evidence_by_node(current.messages), product.evidence_by_node(result.messages)
         # A billionth may be lost by rounding.
@@ -299,10 +286,7 @@ def _exclude_others(positions: Tensor, log_weights: Tensor) -> Tensor:
 
 
 class NodeScores:
-    """Scores candidate states of a group of nodes.
-
-    The sets of all nodes are given.
-    """
+    """Scores candidate states of a group of nodes."""
 
     def __init__(self, current: ScoredSets, number: int) -> None:
         self._current, self._number = current, number
@@ -325,10 +309,7 @@ class NodeScores:
         return scores[:, size:] + union.log_weights(number)[:, size:]
 
     def take(self, words: Tensor, places: Tensor) -> ScoredSets:
-        """Returns some of the candidates, scored as in their run.
-
-        That run serves if they are all of it.
-        """
+        """Returns some of the candidates, scored as in their run."""
         if len(self._runs) == 1 and torch.equal(self._runs[0].sets[self._number], words):
             return self._runs[0].take({self._number: places})
         return self._run(ops.gather_states(words, places))
@@ -340,19 +321,9 @@ class NodeScores:
 
 
 def _select_new(population: Population, proposals: Population) -> tuple[Tensor, Tensor]:
-    """Returns the positions of the best proposals of each row.
-
-    There are at most as many as the row has states. A mask tells which are neither members nor repetitions.
-    """
+    """Returns the positions of each row's best proposals, and which are new."""
     every = torch.cat([population.words, proposals.words], 1)
     is_new = ~ops.find_duplicates(every)[:, population.num_states :]
     scores = proposals.log_joint.masked_fill(~is_new, -math.inf)
     best = scores.topk(min(population.num_states, scores.shape[1]), -1).indices
     return best, is_new.gather(1, best)
-
-
-def _with_block(space: StateSpace, words: Tensor, block: Sequence[int], values: Tensor) -> Tensor:
-    """States ``(rows, num_words)`` with joint values ``(C, latents)`` of some latents, ``(rows, C, num_words)``."""
-    levels = space.unpack(words, torch.int64).unsqueeze(1).repeat(1, len(values), 1)
-    levels[..., list(block)] = values.to(levels.device)
-    return space.pack(levels)

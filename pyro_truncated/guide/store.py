@@ -263,10 +263,7 @@ class PopulationStore(torch.nn.Module):
         self.seen = SeenData(is_new=stream is not None and len(stream) > 2)
 
     def mismatch(self, state_dict: Mapping[str, Any], prefix: str = "") -> str | None:
-        """Returns why saved populations do not fit here.
-
-        A guide that has not seen its model knows only part of the reasons.
-        """
+        """Returns why saved populations do not fit here."""
         other = other_rows(load_portion(state_dict, prefix), self.portion)
         return other or self._problem(state_dict.get(prefix + "words"), state_dict.get(prefix + "cardinalities"), self._space)
 
@@ -339,10 +336,7 @@ class PopulationStore(torch.nn.Module):
     # --- writing ---
 
     def store_(self, log_joint: Tensor, indices: Tensor | None, words: Tensor | None = None) -> Population:
-        """Stores new log joints ``(N, S)`` with their populations.
-
-        New populations replace the old ones, and they are returned.
-        """
+        """Stores new log joints ``(N, S)`` with their populations."""
         self.keep_(log_joint, slice(None) if indices is None else indices, words)
         words = self.take(indices).words if words is None else words
         return Population(self.space, words, log_joint, indices)
@@ -411,10 +405,7 @@ class FileStore(PopulationStore):
         return {**self.__dict__, "_files": {}}
 
     def allocate(self, name: str, like: Tensor, *, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Creates a new file.
-
-        Whoever has an old one of that name open keeps it.
-        """
+        """Creates a new file; whoever has an old one open keeps it."""
         _refuse_elsewhere(like.device)
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / f"{name}-{self.first_position:012d}.npy"
@@ -423,10 +414,7 @@ class FileStore(PopulationStore):
         return torch.from_numpy(array)
 
     def fill_(self, name: str, value: Tensor) -> Tensor:
-        """Returns the file of that name with loaded content.
-
-        No more than a block of it lies in memory.
-        """
+        """Returns the file of that name with loaded content."""
         if name not in self._files:
             return super().fill_(name, value)
         buffer = self.get_buffer(name)
@@ -460,10 +448,7 @@ class FileStore(PopulationStore):
             self._is_started[rows] = True
 
     def _let_go(self, number: int) -> None:
-        """Frees the memory of earlier minibatches' populations, from 128 MiB on.
-
-        Files keep them.
-        """
+        """Frees the memory of earlier minibatches' populations, from 128 MiB on."""
         self._num_rows_in_memory += number
         if self._num_rows_in_memory * self.words[0].nbytes > 2**27:
             self._num_rows_in_memory = 0
@@ -494,10 +479,7 @@ def _refuse_elsewhere(device: torch.device) -> None:
 
 
 def _map(file: Path, dtype: Any, shape: tuple[int, ...]) -> tuple[mmap.mmap, np.ndarray]:
-    """Creates an array of zeros in a file, with its memory map.
-
-    No more of it is read than is asked for.
-    """
+    """Creates an array of zeros in a file, with its memory map."""
     np.lib.format.open_memmap(file, mode="w+", dtype=dtype, shape=shape)
     with file.open("r+b") as stream:
         memory = mmap.mmap(stream.fileno(), 0)

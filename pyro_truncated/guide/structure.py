@@ -154,10 +154,7 @@ def _set_sizes(layout: Layout, graph: FactorGraph, num_states: int) -> list[int]
 
 
 def _take_sets(call: Call, layout: Layout, graph: FactorGraph, num_states: int) -> ProductLayout | None:
-    """Returns a set of states for each node.
-
-    It is ``None`` where the model's densities do not take them.
-    """
+    """Returns a set of states for each node."""
     # Where nodes that no density joins are added up, as for a recorded total, each needs a dimension of its own.
     apart = dataclasses.replace(graph, colours=tuple(range(len(graph.nodes))))
     for coloured in [graph, apart] if math.prod(_set_sizes(layout, graph, num_states)) <= CLIQUE_LIMIT else [graph]:
@@ -191,10 +188,7 @@ def chains_by_steps(trace: poutine.Trace, layout: Layout, num_states: int) -> li
 
 
 def refuse_steps(trace: poutine.Trace, names: Sequence[str]) -> str:
-    """Why chains cannot be sampled step by step, in words.
-
-    It is empty if they can.
-    """
+    """Why chains cannot be sampled step by step, in words."""
     if wrapped := [name for name in names if not isinstance(trace.nodes[name]["fn"], MarkovChains)]:
         return f"the distributions of {wrapped} have further event dimensions, not plates"
     steps = [step for name in names for step in step_names(name, unwrap(trace.nodes[name]["fn"])[0])]
@@ -216,10 +210,7 @@ def note_whole_states(trace: poutine.Trace, layout: Layout, dependencies: Depend
 
 
 def plate_portion(layout: Layout, arguments: Any) -> Portion | None:
-    """Returns which data points a call with shards has.
-
-    They are those of the left-most data plate.
-    """
+    """Returns which data points a call with shards has."""
     portion = find_portion(arguments)
     if portion is None or not portion.is_part:
         return portion
@@ -244,12 +235,7 @@ def refuse_other_structure(product: ProductLayout | ChainLayout | None) -> None:
 
 
 def takes_arguments(model: Callable[..., Any], *, otherwise: bool) -> bool:
-    """Whether a model cannot be called without arguments.
-
-    Args:
-        model: the model.
-        otherwise: what is said of one with handlers around it, which hide what it takes.
-    """
+    """Whether a model cannot be called without arguments."""
     parameters = inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model).parameters.values()
     if all(parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in parameters):
         return len(parameters) > 0 and otherwise
@@ -258,10 +244,7 @@ def takes_arguments(model: Callable[..., Any], *, otherwise: bool) -> bool:
 
 @contextmanager
 def naming_arrays(call: Call) -> Iterator[None]:
-    """Adds to errors of a model which arguments are no tensors.
-
-    Masks and covariates that are arrays reach torch or Pyro, which name neither.
-    """
+    """Adds to errors of a model which arguments are no tensors."""
     try:
         yield
     except (AttributeError, TypeError, ValueError) as error:
@@ -277,10 +260,7 @@ def naming_arrays(call: Call) -> Iterator[None]:
 
 @contextmanager
 def naming_earlier_parameters(call: Call) -> Iterator[None]:
-    """Names earlier parameters if a model fails for their shapes.
-
-    It then runs without these.
-    """
+    """Names earlier parameters if a model fails for their shapes."""
     try:
         yield
     except Exception as error:
@@ -295,10 +275,7 @@ def naming_earlier_parameters(call: Call) -> Iterator[None]:
 
 
 def _find_shape_mismatches(call: Call) -> list[str]:
-    """Returns parameters whose shapes would differ with an empty store.
-
-    There are none if the model does not run then either.
-    """
+    """Returns parameters whose shapes would differ with an empty store."""
     shapes = {name: value.shape for name, value in pyro.get_param_store().items()}
     if not shapes:
         return []

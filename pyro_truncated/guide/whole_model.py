@@ -151,10 +151,7 @@ class WholeModelGuide(AutoGuide):
 
     @property
     def index_names(self) -> list[str]:
-        """Returns names of all auxiliary index sites.
-
-        There is one for each node of the factor graph if each has a set of states.
-        """
+        """Returns names of all auxiliary index sites."""
         nodes = [self.layout.sites] if self._product is None else [own.sites for own in self._product.node_layouts]
         return [self.name_index(sites) for sites in nodes]
 
@@ -299,10 +296,8 @@ class WholeModelGuide(AutoGuide):
         raise NotImplementedError
 
     def _look_at_entries(self, scorer: LogJoint | ProductScorer | ChainScorer) -> None:
-        """Looks whether entries depend on other latents, at calls 2, 4, 8 and so on.
-
-        Parameters may be trained to values that show more than the first ones.
-        """
+        """Looks whether entries depend on other latents, at calls 2, 4, 8 and so on."""
+        # Parameters may be trained to values that show more than the first ones.
         if isinstance(scorer, ProductScorer) and scorer.product.graph.entries:
             self._num_scorers += 1
             if self._num_scorers > 1 and self._num_scorers.bit_count() == 1:
@@ -355,30 +350,18 @@ class WholeModelGuide(AutoGuide):
 
     @property
     def companions(self) -> Companions | None:
-        """The guides beside this one.
-
-        They are in its list or in that of the guide it was inferred from.
-        """
+        """The guides beside this one."""
         return self._inherited_companions if self.master is None else Companions.from_guide(self)
 
     def other_values(self, call: Call, *, median: bool = False, subsamples: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
-        """Draws (or medians) of other latents by the guides beside this one.
-
-        They are made outside of any trace.
-
-        Returns:
-            Values by site name, with the subsamples that they are for; nothing where there are no other guides or latents.
-        """
+        """Draws (or medians) of other latents by the guides beside this one."""
         companions = self.companions
         if companions is None or not self.layout.other_latents:
             return {}
         return companions.values(self.layout.other_latents, call, median=median, subsamples=subsamples)
 
     def inherit(self, companions: Companions | None) -> None:
-        """Adopts guides that were trained beside another one, on other data.
-
-        This guide has been set up on all of its own.
-        """
+        """Adopts guides that were trained beside another one, on other data."""
         for name in self.layout.plates:
             frame = self.frames[name]
             if frame.size != (frame.full_size or frame.size):
@@ -392,10 +375,7 @@ class WholeModelGuide(AutoGuide):
             self._inherited_companions = dataclasses.replace(companions, frames=self.frames)
 
     def created_plates(self, call: Call) -> dict[str, Any] | None:
-        """Returns the plates of the guide list or of ``create_plates``.
-
-        ``None`` means that the guide has neither.
-        """
+        """Returns the plates of the guide list or of ``create_plates``."""
         if self.master is None and self.create_plates is None:
             return None
         with SharedPlates():
@@ -421,10 +401,8 @@ class WholeModelGuide(AutoGuide):
             master_ref().create_plates = self._list_plates
 
     def _list_plates(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Returns the plates of a guide list.
-
-        The model opens them for these arguments, as its first run may have had another size.
-        """
+        """Returns the plates of a guide list for these arguments."""
+        # The model opens them, as its first run may have had another size.
         guide_list, call = self.master(), Call(self.model, args, kwargs)  # type: ignore[misc]
         share_plates(guide_list, self)
         plates = model_plates(call, guide_list._prototype_frames)

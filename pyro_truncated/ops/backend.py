@@ -166,13 +166,11 @@ def gradient(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def differentiable_gradient(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a backward pass that is made of differentiable functions.
-
-    It runs with the kernels and the memory budget of the forward pass, whatever thread autograd calls it on.
-    """
+    """Decorates a backward pass that is made of differentiable functions."""
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Tensor) -> Any:
+        # With the kernels and the memory budget of the forward pass, whatever thread autograd calls it on.
         return ctx.run_as_forward(backward, ctx, *grads)
 
     return run

@@ -18,28 +18,20 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.backend import backend, gradient, save_with_context
-from pyro_truncated.ops.packed_states import WORD_BITS
+from pyro_truncated.ops.packed_states import WORD_BITS, gather_states
 from pyro_truncated.utils.arguments import describe
 
 
 class PairTables(NamedTuple):
-    r"""Coefficients of :math:`\log p(s \mid s') = k + \sum_m b_m s'_m + v_m s_m + c_m s'_m s_m` by octets of states, of ``K`` kinds.
+    r"""Coefficients of :math:`\log p(s \mid s') = k + \sum_m b_m s'_m + v_m s_m + c_m s'_m s_m` by octets of states, of ``K`` kinds."""
 
-    Attributes:
-        constant: :math:`k`, ``(K,)``.
-        smallest: sums of products of factors are trusted from here on, ``(K,)``.
-        previous: sums of :math:`b`, ``(K, octets, 256)``.
-        current: sums of :math:`v`, ``(K, octets, 256)``.
-        both: sums of :math:`c`, and their exponentials, the factors, ``(K, 2, octets, 256)``.
-        forbidden: words of the chains that cannot go from 0 to 0, 0 to 1, 1 to 0, 1 to 1, ``(2, K, 4, W)``; and to the first from the
-            second. Empty where nothing is forbidden. These transitions count as one in the coefficients.
-    """
-
-    constant: Tensor
-    smallest: Tensor
-    previous: Tensor
-    current: Tensor
-    both: Tensor
+    constant: Tensor  # k, (K,)
+    smallest: Tensor  # sums of products of factors are trusted from here on, (K,)
+    previous: Tensor  # sums of b, (K, octets, 256)
+    current: Tensor  # sums of v, (K, octets, 256)
+    both: Tensor  # sums of c, and their exponentials, the factors, (K, 2, octets, 256)
+    # Words of the chains that cannot go from 0 to 0, 0 to 1, 1 to 0, 1 to 1, (2, K, 4, W), and to the first from the second. Empty where
+    # nothing is forbidden. These transitions count as one in the coefficients.
     forbidden: Tensor
 
 
@@ -100,17 +92,11 @@ class Transitions(NamedTuple):
 
 
 class Messages(NamedTuple):
-    r"""Messages along sequences.
+    """Messages along sequences, within the sets."""
 
-    Attributes:
-        forward: :math:`\log p(s_t \mid y_1, \dots, y_t)` within the sets, ``(N, T, S)``.
-        backward: logarithm of :math:`p(y_{t+1}, \dots, y_T \mid s_t)` within the sets, up to a constant of each step, ``(N, T, S)``.
-        log_norm: :math:`c_t = \log p(y_t \mid y_1, \dots, y_{t-1})` within the sets, ``(N, T)``.
-    """
-
-    forward: Tensor
-    backward: Tensor
-    log_norm: Tensor
+    forward: Tensor  # log p(s_t | y_1, ..., y_t), (N, T, S)
+    backward: Tensor  # log p(y_{t+1}, ..., y_T | s_t), up to a constant of each step, (N, T, S)
+    log_norm: Tensor  # c_t = log p(y_t | y_1, ..., y_{t-1}), (N, T)
 
     def free_energy(self) -> Tensor:
         r"""The bound :math:`\mathcal F = \sum_t c_t` of every sequence, ``(N,)``."""
@@ -124,21 +110,15 @@ class Messages(NamedTuple):
 
 
 class Flips(NamedTuple):
-    """Candidates that differ from a member of their step in one latent.
+    """Candidates ``(N, T, P)`` that differ from a member of their step."""
 
-    Attributes:
-        member: position of the member, ``(N, T, P)``.
-        latent: the latent, ``(N, T, P)``.
-        log_mass: logarithm of what the candidate adds, relative to the sum over the sets, ``(N, T, P)``.
-    """
-
-    member: Tensor
-    latent: Tensor
-    log_mass: Tensor
+    member: Tensor  # position of the member
+    latent: Tensor  # the one latent in which they differ
+    log_mass: Tensor  # logarithm of what the candidate adds, relative to the sum over the sets
 
     def words(self, words: Tensor) -> Tensor:
         """The candidates ``(N, T, P, W)``, of members ``(N, T, S, W)``."""
-        states = words.gather(2, self.member.unsqueeze(-1).expand(*self.member.shape, words.shape[-1]))
+        states = gather_states(words, self.member)
         word = torch.arange(words.shape[-1], device=words.device)
         bit = torch.ones_like(self.latent) << self.latent % WORD_BITS
         return states ^ torch.where(self.latent.unsqueeze(-1) // WORD_BITS == word, bit.unsqueeze(-1), 0)

@@ -110,16 +110,6 @@ class BucketTree:
         """The variable that a table is summed out with, its first."""
         return min(nodes, key=self.place.__getitem__)
 
-    def collect(self, tables: LogTables, weights: Mapping[int, Tensor], *, maximum: bool = False) -> Messages:
-        """Sends messages from the first variable to the last.
-
-        Args:
-            tables: the tables.
-            weights: by variable, the log weights of its states, with the state in its dimension, and its plates.
-            maximum: whether to maximise over states in place of summing, for the most probable joint state.
-        """
-        return Messages(self, tables, dict(weights), maximum)
-
     def lay_out(self, tables: LogTables, weights: Mapping[int, Tensor]) -> _Forest | None:
         """Where compiled messages have their numbers; ``None`` where torch sends them."""
         if len(self.order) < _MIN_COMPILED or is_vectorised(weights[self.order[0]]):
@@ -208,14 +198,15 @@ class _CompiledMessages(NamedTuple):
 class Messages:
     """Sums (or maxima) of tables and messages in buckets, by variable.
 
-    The messages that were sent are kept beside them. Those of forests of many small variables are compiled.
+    They are sent from the first variable to the last, and kept. Those of forests of many small variables are compiled. The log weights of
+    a variable's states have the state in its dimension, and its plates. Maxima are for the most probable joint state.
 
     Attributes:
         may_be_impossible: whether some states may have probability zero.
     """
 
-    def __init__(self, tree: BucketTree, tables: LogTables, weights: dict[int, Tensor], maximum: bool = False) -> None:
-        self.tree, self.weights, self._tables = tree, weights, tables
+    def __init__(self, tree: BucketTree, tables: LogTables, weights: Mapping[int, Tensor], *, maximum: bool = False) -> None:
+        self.tree, self.weights, self._tables = tree, dict(weights), tables
         self._reduce: Callable[..., Tensor] = torch.amax if maximum else torch.logsumexp
         self._joints: dict[int, Tensor] = {}
         self.may_be_impossible = True

@@ -30,19 +30,12 @@ _LOG_HALF = -math.log(2)
 
 
 class Segments(NamedTuple):
-    r"""An unnormalised density :math:`\exp(c_j + \beta_j z - \tfrac12 a_j z^2)` between the edges :math:`e_j` and :math:`e_{j+1}`.
+    r"""An unnormalised density :math:`\exp(c_j + \beta_j z - \tfrac12 a_j z^2)` between the edges :math:`e_j` and :math:`e_{j+1}`."""
 
-    Attributes:
-        edges: the edges in ascending order, ``(*batch, J + 1)``, from minus to plus infinity.
-        constant: :math:`c_j`, ``(*batch, J)``.
-        linear: :math:`\beta_j`, ``(*batch, J)``.
-        precision: :math:`a_j > 0`, ``(*batch, J)``.
-    """
-
-    edges: Tensor
-    constant: Tensor
-    linear: Tensor
-    precision: Tensor
+    edges: Tensor  # in ascending order, (*batch, J + 1), from minus to plus infinity
+    constant: Tensor  # c, (*batch, J)
+    linear: Tensor  # beta, (*batch, J)
+    precision: Tensor  # a > 0, (*batch, J)
 
     @property
     def bounds(self) -> tuple[Tensor, Tensor]:

@@ -179,14 +179,14 @@ def single_states(fields: Fields, first: int = 1) -> tuple[Tensor, Tensor, Tenso
 
 
 def gather_states(words: Tensor, positions: Tensor) -> Tensor:
-    """The states ``(N, K, W)`` of each data point at positions ``(N, K)``, of ``(N, S, W)``."""
-    num_data, num_states, num_words = words.shape
-    is_matrix = num_words > 1 and words.is_cpu and words.is_contiguous()
+    """The states ``(*batch, K, W)`` of each data point at positions ``(*batch, K)``, of ``(*batch, S, W)``."""
+    *batch, num_states, num_words = words.shape
+    is_matrix = num_words > 1 and words.is_cpu and words.is_contiguous() and [*positions.shape[:-1]] == batch
     if is_matrix and bool(((positions >= 0) & (positions < num_states)).all()):
         # Rows of a matrix are found in a third of the time.
-        rows = num_states * torch.arange(num_data, device="cpu").unsqueeze(-1) + positions
+        rows = num_states * torch.arange(math.prod(batch), device="cpu").view(*batch, 1) + positions
         return words.view(-1, num_words).index_select(0, rows.flatten()).view(*positions.shape, num_words)
-    return words.gather(1, positions.unsqueeze(-1).expand(-1, -1, num_words))
+    return words.gather(-2, positions.unsqueeze(-1).expand(*positions.shape, num_words))
 
 
 def check_words(name: str, words: Tensor) -> None:

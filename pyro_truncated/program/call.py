@@ -77,9 +77,6 @@ class Call:
             return poutine.trace(in_minibatch(self.model)).get_trace(*self.args, **self.kwargs)
 
     def run(self, values: Mapping[str, Any]) -> poutine.Trace:
-        """Returns a trace with given site values and subsamples of plates.
-
-        Nothing outside sees it, except parameters.
-        """
+        """Returns a trace, unseen outside, with given site values and subsamples."""
         with naming_empty_plates(), isolate(), SparseSubsamples(), Assign(values):
             return self.trace()

@@ -125,10 +125,7 @@ class CandidateRuns:
         return self._add_sites({}, nodes), run_moments(nodes, self.probe, words, rows)
 
     def hidden_log_probs(self, words: Tensor) -> dict[str, Tensor]:
-        """Returns log probabilities of discrete sites that masks hide.
-
-        They are ``(C, *batch)`` by name of the masked, for ``(N, C, num_words)``.
-        """
+        """Returns log probabilities ``(C, *batch)`` of discrete sites that masks hide."""
         if not self.probe.masked_sites:
             return {}
         if self.run_mode == "together":
@@ -139,11 +136,7 @@ class CandidateRuns:
     # --- the candidates as values of the model's sites ---
 
     def _stack_candidates(self, words: Tensor) -> dict[str, Tensor]:
-        """Returns site values of candidates ``(N, C, num_words)``.
-
-        The candidates are in the dimension left of all plates. Those that are the same for all data points broadcast, if the model takes
-        them.
-        """
+        """Returns site values of candidates ``(N, C, num_words)``, left of all plates."""
         is_shared = self.probe.layout.takes_shared_states and len(words) > 1 and words.stride(0) == 0
         return self._decode(
             words[:1] if is_shared else words, self.probe.depth, [1] * len(self.probe.sizes) if is_shared else self.probe.sizes
@@ -269,23 +262,14 @@ class CandidateRuns:
             return node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"])
         return site_log_density(node)
 
-    def _mask(self, node: Any) -> Any:
-        """Returns a site's mask, or ``None`` for a latent.
-
-        A latent that is summed out has a distribution even if masked, unless its scale is zero.
-        """
-        is_summed_out = node["name"] in self.probe.layout.sites and not node["is_observed"] and node["name"] not in self.probe.idle
-        return None if is_summed_out else node["mask"]
-
     def _reduce(self, node: Any) -> Tensor:
-        """Returns a site's log probability ``(C, ..., N)``.
-
-        It is summed over all plates but the data plates.
-        """
+        """Returns a site's log probability ``(C, ..., N)``, summed over other plates."""
         dims, depth = self.probe.layout.dims, self.probe.depth
         log_prob: Any = self._log_prob(node)
         self.most_dims = max(self.most_dims, log_prob.dim())
-        log_prob = scale_and_mask(log_prob, node["scale"] / self.probe.scale, self._mask(node))
+        # A latent that is summed out has a distribution even if masked, unless its scale is zero.
+        is_summed_out = node["name"] in self.probe.layout.sites and not node["is_observed"] and node["name"] not in self.probe.idle
+        log_prob = scale_and_mask(log_prob, node["scale"] / self.probe.scale, None if is_summed_out else node["mask"])
         log_prob = log_prob.reshape((1,) * (depth + 1 - log_prob.dim()) + tuple(log_prob.shape))
         inner = {frame.dim for frame in node["cond_indep_stack"] if frame.vectorized} - set(dims)
         if inner:

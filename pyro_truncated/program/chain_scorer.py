@@ -126,10 +126,7 @@ class ChainScorer(Probe):
         return torch.cat([self.log_likelihood(part) for part in words.split(size, 2)], 2)
 
     def log_likelihood(self, words: Tensor) -> Tensor:
-        """Returns log likelihoods ``(N, T, C)`` of states, in float64.
-
-        The states are ``(N, T, C, W)``; the result is differentiable in whatever the model is.
-        """
+        """Returns differentiable log likelihoods ``(N, T, C)`` of states ``(N, T, C, W)``, in float64."""
         site, (num_data, num_steps, num_candidates, _) = self.product.site, words.shape
         states = self.product.groups[0].space.unpack(words, self.dtypes[site.name]).movedim(2, 0)
         plates = self.layout.spread(self.sizes)
@@ -168,10 +165,7 @@ class ChainScorer(Probe):
 
     @torch.no_grad()
     def refuse_coupled_steps(self) -> None:
-        """Checks that a step's likelihood depends on its own state alone.
-
-        It is checked on two paths and their mixtures.
-        """
+        """Checks that a step's likelihood depends on its own state alone."""
         generator = torch.Generator().manual_seed(0)
         space, num_steps = self.product.groups[0].space, self.product.num_steps
         words = space.random((self.num_data, num_steps, 2), 0.5, generator).to(self.device)

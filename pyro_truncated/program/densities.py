@@ -212,10 +212,8 @@ _TERMS: dict[type, Callable[[Any, Tensor], _Terms | None]] = {
 
 
 def _real(value: Tensor, parameter: Tensor) -> Tensor:
-    """Returns the value in floating point, at least in the parameter's precision.
-
-    Pixels in bytes would wrap around.
-    """
+    """Returns the value in floating point, at least in the parameter's precision."""
+    # Pixels in bytes would wrap around.
     return value.to(torch.promote_types(value.dtype, parameter.dtype))
 
 

@@ -138,10 +138,7 @@ class Dependencies:
                 self.observed[name] = frozenset(before)
 
     def dependents(self, names: set[str]) -> set[str]:
-        """Returns sites downstream of the named ones.
-
-        Paths have any length. If the model cannot be followed, all later sites count.
-        """
+        """Returns sites downstream of the named ones."""
         if self.scopes is None:
             sites = list(self.parents)
             return set(sites[min(map(sites.index, names)) :]) - names

@@ -41,10 +41,7 @@ def refuse_unknown_values(nodes: Iterable[Mapping[str, Any]]) -> None:
 
 
 def refuse_plates(node: Mapping[str, Any], names: Collection[str]) -> None:
-    """Checks the plates of a discrete site.
-
-    None is a subsampled sequential plate, and subsamples have the names of their plates.
-    """
+    """Checks the plates of a discrete site."""
     for frame in node["cond_indep_stack"]:
         if is_subsampled(frame) and not frame.vectorized:
             raise NotImplementedError(
@@ -240,10 +237,7 @@ def reachable_bounds(
     limit: int | None,
     dependencies: Dependencies,
 ) -> tuple[Tensor, Tensor, bool]:
-    """Returns a discrete site's lowest and highest values.
-
-    They are over all values of what they depend on, and at most ``limit``. Whether that leaves some out comes last.
-    """
+    """Returns a site's lowest and highest values, and whether ``limit`` cuts some."""
     name, kind = node["name"], _kind(node)
     low, high = value_bounds(node["fn"])
     if upstream := dependencies.upstream(name):
@@ -276,11 +270,7 @@ def _limit_bounds(node: Any, dependencies: Dependencies, limit: int | None) -> B
 
 
 def widest_support(node: Mapping[str, Any], parents: Mapping[DiscreteSite, Tensor], dependencies: Dependencies) -> Bounds | None:
-    """Returns a site's widest support over other sites' joint values.
-
-    Returns:
-        Lowest and highest values, or ``None`` if there are too many joint values to look at.
-    """
+    """Returns a site's widest support over other sites' joint values."""
     runs = _JointRuns(dependencies.call, node, parents)
     if runs.number > 4096:  # runs of the model, at most
         return None
@@ -312,10 +302,7 @@ class _JointRuns:
         self._depth = max([-dim for dim in shared] + [site.depth for site in parents], default=0)
 
     def joint_bounds(self) -> Bounds | None:
-        """Returns bounds over all joint values at once, or ``None``.
-
-        They use a new left-most dimension. ``None`` means that single runs disagree.
-        """
+        """Returns bounds over all joint values at once, or ``None``."""
         try:
             bounds = self._run_to_node(self._select(torch.arange(self.number))).bounds(self._depth)
         except Exception:  # whatever a program raises, as by an assertion
@@ -371,10 +358,7 @@ class _ReachedError(Exception):
 
 
 class _StopAt(Messenger):
-    """Ends a run at a site and keeps its distribution.
-
-    It also keeps whether given values of other sites lie in their supports.
-    """
+    """Ends a run at a site and keeps its distribution."""
 
     def __init__(self, node: Mapping[str, Any], values: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -390,10 +374,7 @@ class _StopAt(Messenger):
             raise _ReachedError
 
     def bounds(self, depth: int | None = None) -> Bounds:
-        """Returns the support's bounds, with plates by their left-most dimension.
-
-        Impossible values do not count.
-        """
+        """Returns the support's bounds, with plates by their left-most dimension."""
         fn, expected = self.fn, self.node["fn"]
         if fn.event_shape != expected.event_shape or get_support(fn) is None:
             raise NotImplementedError(

@@ -20,10 +20,7 @@ from pyro_truncated.utils.arrays import rounding_tolerance
 
 @dataclasses.dataclass(frozen=True)
 class Entries:
-    """The entries of a site's density, in parts.
-
-    Entries of one part depend on the same latents.
-    """
+    """The entries of a site's density, in parts."""
 
     scopes: tuple[frozenset[str], ...]  # by part, the latents that its entries depend on
     part: Tensor  # by entry, the number of its part, (E,)
@@ -46,15 +43,17 @@ class Entries:
         return 1 if self.plate is None else self.plate[2]
 
     def split(self, table: Tensor, dims: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-        """Yields the table of each part.
+        """Yields the table of each part, of log densities ``(*dimensions of a table, E)``.
 
-        Args:
-            table: log densities ``(*dimensions of a table, E)``, see :func:`flatten`.
-            dims: by part, the dimensions (negative) that states of its latents lie in; its entries are the same along all others.
+        ``dims`` are, by part, the dimensions (negative) that states of its latents lie in; its entries are the same along all others.
         """
         if table.shape[-1] != len(self.part):
             raise ValueError(f"had {len(self.part)} entries, and now has {table.shape[-1]}")
-        self._check_constant(table)
+        if bool(self.is_constant.any()):
+            # To which member of a plate entries belong that depend on latents only now is not known.
+            rest = table.detach()[..., self.is_constant.to(table.device)].flatten(0, -2).nan_to_num(nan=IMPOSSIBLE, neginf=IMPOSSIBLE)
+            if bool(((rest - rest[:1]).abs() > rounding_tolerance(rest[:1])).any()):
+                raise ValueError("has entries that depend on other latents than they did")
         tables: dict[int, Tensor] = {}
         kinds: dict[tuple[int, ...], list[int]] = {}
         for number, own in enumerate(dims):
@@ -75,16 +74,6 @@ class Entries:
                 tables[number] = part.squeeze(-1) if self.plate is None else part.transpose(self.plate[1] - 1, -1).squeeze(-1)
         for number in range(len(self.scopes)):
             yield tables[number]
-
-    def _check_constant(self, table: Tensor) -> None:
-        """Refuses entries that depend on latents only now.
-
-        To which member of a plate they belong is not known.
-        """
-        if bool(self.is_constant.any()):
-            own = table.detach()[..., self.is_constant.to(table.device)].flatten(0, -2).nan_to_num(nan=IMPOSSIBLE, neginf=IMPOSSIBLE)
-            if bool(((own - own[:1]).abs() > rounding_tolerance(own[:1])).any()):
-                raise ValueError("has entries that depend on other latents than they did")
 
 
 def with_entries(node: Any, event_dim: int) -> dict[str, Any]:

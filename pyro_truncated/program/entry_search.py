@@ -40,10 +40,7 @@ class Pattern(NamedTuple):
 
 
 def find_entries(scorer: ProductScorer, scopes: Mapping[str, frozenset[str]]) -> dict[str, Entries]:
-    """Returns what the entries of observed sites depend on.
-
-    Sites are left out where all entries depend on the same latents.
-    """
+    """Returns what the entries of observed sites depend on."""
     graph = scorer.product.graph
     places = list(dict.fromkeys(graph.factors[name] for name in graph.coupling_sites))
     # Where there are many nodes, as many steps, the first two tell whether to look at all of them.
@@ -170,10 +167,7 @@ class _EntrySearch:
 
 
 class _Changes:
-    """Runs of a model in which latents of one node change.
-
-    All sites are looked at in each of them.
-    """
+    """Runs of a model in which latents of one node change."""
 
     def __init__(self, scorer: ProductScorer, searches: Sequence[_EntrySearch]) -> None:
         self._scorer, self._searches = scorer, searches

@@ -27,10 +27,7 @@ DENSITY_LIMIT = 2**10
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """A variable of the graph: discrete sites decided together.
-
-    There is one for each member of its plates.
-    """
+    """A variable of the graph: discrete sites decided together."""
 
     sites: tuple[str, ...]  # names of the sites
     plates: tuple[Plate, ...]  # the plates whose members are independent given all other nodes, by dimension from left to right
@@ -196,10 +193,7 @@ class _Builder:
 
     @property
     def _density_limit(self) -> int:
-        """Returns how many joint states of a density keep sites apart.
-
-        Up to that number sites stay apart: all pairs of two populations, and not too few.
-        """
+        """Returns how many joint states of a density keep sites apart."""
         return max(self._num_states**2, DENSITY_LIMIT)
 
     def _decisions(self) -> list[frozenset[str]]:
@@ -279,10 +273,7 @@ class _Builder:
             self._nodes[site] = sites
 
     def _widest(self, component: frozenset[str]) -> frozenset[str] | None:
-        """Returns the scope of a density that is too wide.
-
-        It takes more joint states than all pairs of two populations; there may be none.
-        """
+        """Returns the scope of a density that is too wide."""
         for name, scope in self._scopes.items():
             if scope <= component:
                 nodes = {self._nodes[site] for site in scope}
@@ -298,10 +289,7 @@ class _Builder:
         return frozenset(set.intersection(*(self._places[site] - self._joint_plates[site] for site in node)))
 
     def _node_size(self, node: frozenset[str]) -> int:
-        """Returns how many states a node has.
-
-        Sites in further plates count once for each member.
-        """
+        """Returns how many states a node has."""
         common = self._plates(node)
         return math.prod(self._sizes[site] ** math.prod(size for _, _, size in self._places[site] - common) for site in node)
 
@@ -409,10 +397,7 @@ def eliminate(
 
 
 def _join(node: Any, around: set[Any], neighbours: Mapping[Any, set[Any]], missing: dict[Any, int]) -> set[Any]:
-    """Makes the neighbours of a node that goes neighbours of each other.
-
-    Returns the nodes whose numbers of missing pairs may have changed.
-    """
+    """Joins the neighbours of a node; returns whose missing pairs may change."""
     changed = set(around)
     for other in around:
         neighbours[other].discard(node)

@@ -100,10 +100,7 @@ def _open_plates() -> tuple[Any, ...]:
 
 
 def plates_around(own: Container[str], site: str | None = None) -> list[Any]:
-    """Returns open vectorised plates that are not the model's.
-
-    They are frames, of parallel particles and predictive draws.
-    """
+    """Returns open vectorised plates that are not the model's."""
     with _OpenPlates():
         frames: tuple[Any, ...] = _open_plates(name=site)
     return [frame for frame in frames if frame.vectorized and frame.name not in own]

@@ -83,10 +83,7 @@ def find_idle(nodes: Mapping[str, Any], masks: Mapping[str, Tensor], layout: Lay
 
 
 def _counts(node: Any, off: Tensor, plates: set[str], layout: Layout, idle: Mapping[str, Tensor]) -> bool:
-    """Whether a density counts where a site is off.
-
-    It depends on the site, which lies in the given plates.
-    """
+    """Whether a density counts where a site is off."""
     name = node["name"]
     is_summed_out = name in layout.sites and not node["is_observed"] and name not in idle
     if is_summed_out or name in layout.varying_masks:

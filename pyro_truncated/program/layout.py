@@ -76,15 +76,9 @@ class SiteLayout:
         return tuple(shape)
 
     def decode(self, levels: Tensor, depth: int, dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, Tensor]:
-        """Site values of states.
+        """Site values ``(*batch with inner plates filled in, *event_shape)`` of states ``(*batch, L)``.
 
-        Args:
-            levels: unpacked states ``(*batch, L)``; ``batch`` has the data plates at their dimensions and size 1 at every inner plate.
-            depth: number of plate dimensions. Ones pad ``batch`` up to it.
-            dtypes: value types by site. Default: those of the prototype.
-
-        Returns:
-            Values ``(*batch with inner plates filled in, *event_shape)`` by site name.
+        ``batch`` has the data plates at their dimensions and size 1 at every inner plate. Ones pad it up to ``depth`` plate dimensions.
         """
         batch = (1,) * (depth + 1 - levels.dim()) + tuple(levels.shape[:-1])
         return {
@@ -93,10 +87,7 @@ class SiteLayout:
         }
 
     def site_values(self, levels: Tensor, sizes: Sequence[int], dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, Tensor]:
-        """Returns site values of one unpacked state ``(N, L)`` per data point.
-
-        They have exactly the shapes of the model's sites.
-        """
+        """Returns site values of one unpacked state ``(N, L)`` per data point."""
         values = self.decode(levels.reshape(*self.spread(sizes), -1), self.depth, dtypes)
         return {name: trim(values[name], site.event_dim, site.depth) for name, site in self.sites.items()}
 

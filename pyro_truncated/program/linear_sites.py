@@ -33,10 +33,7 @@ _TRANSPOSES = {"T", "mT", "H", "mH"}
 
 
 def vector_of_bits(probe: Probe) -> DiscreteSite | None:
-    """Returns the only discrete site if it is a binary vector.
-
-    It lies in a single data plate. ``None`` stands for any other layout.
-    """
+    """Returns the only discrete site if it is a binary vector."""
     layout = probe.layout
     if layout.dims != (-1,) or len(layout.sites) != 1 or not layout.space.is_binary:
         return None

@@ -44,10 +44,7 @@ class RowScorer:
         return scorer.score_with_moments(words) if tells else (self(words), None)
 
     def flip_gains(self, words: Tensor) -> Tensor | None:
-        """Returns the change by each flip, ``(N, H)``, or ``None``.
-
-        States are ``(N, num_words)`` of these rows. ``None`` means that it is not known cheaply.
-        """
+        """Returns the change ``(N, H)`` by each flip, where it is known cheaply."""
         scorer = self.log_joint
         if scorer.packed_model is None or scorer.known_levels is not None:
             return None
@@ -203,10 +200,7 @@ class LogJoint(Probe):
     # --- blocks that fit into memory ---
 
     def row_blocks(self, states_per_row: int, proposed_per_row: int = 0) -> list[slice]:
-        """Returns slices of data points within the memory budget.
-
-        Each can be scored on its own.
-        """
+        """Returns slices of data points within the memory budget."""
         if self.packed_model is None:
             return [slice(0, self.num_data)]
         # Words and log joints of the candidates, about three copies of each; on a device, what one state of every data point takes.
@@ -220,10 +214,7 @@ class LogJoint(Probe):
         return [slice(start, min(start + step, self.num_data)) for start in range(0, self.num_data, step)]
 
     def gradient_blocks(self, num_states: int) -> Iterator[tuple[slice, slice]]:
-        """Yields blocks of data points and states within the memory budget.
-
-        They are differentiated one by one. All states are ``slice(None)``.
-        """
+        """Yields blocks of data points and states within the memory budget."""
         step = self.candidates_per_run()
         if self.packed_model is not None or step >= num_states:
             yield from ((rows, slice(None)) for rows in self.row_blocks(num_states))
@@ -231,13 +222,11 @@ class LogJoint(Probe):
         yield from ((slice(0, self.num_data), slice(start, start + step)) for start in range(0, num_states, step))
 
     def candidates_per_run(self) -> int:
-        """Returns how many candidates per data point a run may hold.
-
-        Each allocates a few copies of its largest site: 32 bytes a number.
-        """
+        """Returns how many candidates per data point a run may hold."""
         largest = self.num_data * self.layout.space.num_latents
         for fn in (node["fn"] for node in self.nodes.values()):
             # As many as a value has, unless the distribution says fewer.
             size = math.prod(fn.event_shape)
             largest = max(largest, math.prod(fn.batch_shape) * min(size, getattr(fn, "numbers_per_state", size)))
+        # Each allocates a few copies of its largest site: 32 bytes a number.
         return max(1, self.memory_budget // (32 * largest))

@@ -107,11 +107,7 @@ def check_observable(model: Module, y: Tensor, support: Any) -> None:
 
 
 def _invalid(node: Mapping[str, Any]) -> Tensor | None:
-    """Returns which observed values are impossible, or ``None``.
-
-    They are found one by one as far as the constraint allows. ``None`` means that it cannot be
-    told.
-    """
+    """Returns which observed values are impossible, ``None`` if it cannot be told."""
     fn, value = node["fn"], node["value"]
     inner, masks = unwrap(fn)
     try:

@@ -145,10 +145,7 @@ class BroadcastParts(TorchFunctionMode):
         return result
 
     def _note_broadcast(self, result: Tensor, parts: Sequence[Tensor]) -> None:
-        """Notes the dimensions of what has the shape of its arguments.
-
-        It is that of one of them, or the one that all have together.
-        """
+        """Notes the dimensions of what has the shape of its arguments."""
         noted = [(part, self._shapes[id(part)][1]) for part in parts if id(part) in self._shapes]
         for part, shape in noted:
             if part.shape == result.shape:

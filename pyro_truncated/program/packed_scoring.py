@@ -125,12 +125,7 @@ class PackedModel:
         return total.masked_fill((((words & never) | (~words & always)) != 0).any(-1), -math.inf)
 
     def flip_gains(self, words: Tensor, rows: slice) -> Tensor | None:
-        """Returns changes ``(N, H)`` of log joints by flipped latents.
-
-        States are ``(N, W)`` of some data points.
-
-        ``None`` unless all observations know it in less time than it takes to score the flips.
-        """
+        """Returns changes ``(N, H)`` of log joints by flips, where that is cheap."""
         logits: Tensor | None = self.logits if self.logits.dim() == 1 else self.logits[rows]
         total: Tensor | None = None
         for fn, value in self.observations:

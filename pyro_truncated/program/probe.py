@@ -96,7 +96,10 @@ class Probe:
         extra = (self.values[name].dim() - node["fn"].event_dim for name, node in self.nodes.items() if name in self.values)
         self.depth: int = max([layout.depth, *extra])
         self.is_vectorized = self.depth > layout.depth
-        masks = self._masks()
+        # Those of latent discrete sites that switch some entries off.
+        masks = {name: self.nodes[name]["mask"] for name in layout.sites if name not in observed}
+        masks = {name: torch.as_tensor(mask, device=self.nodes[name]["value"].device) for name, mask in masks.items() if mask is not None}
+        masks = {name: mask for name, mask in masks.items() if not bool(mask.all())}
         self.idle = find_idle(self.nodes, masks, layout)
         self.masked_sites = [name for name in masks if name not in self.idle]
         labels = {name: self.nodes[name]["value"] for name in self.observed_sites}
@@ -159,12 +162,6 @@ class Probe:
             if name not in self.observed_sites and name not in layout.conditional_sites:
                 refuse_other_values(self.nodes[name], site, layout.limits.get(name), may_be_fewer=name in layout.sites_to_check)
 
-    def _masks(self) -> dict[str, Tensor]:
-        """The masks of latent discrete sites that switch some entries off."""
-        masks = {name: self.nodes[name]["mask"] for name in self.layout.sites if name not in self.observed_sites}
-        tensors = {name: torch.as_tensor(mask, device=self.nodes[name]["value"].device) for name, mask in masks.items() if mask is not None}
-        return {name: mask for name, mask in tensors.items() if not bool(mask.all())}
-
     def is_inside(self, node: Any) -> bool:
         """Whether a site is :attr:`inside`, or lies in all data plates."""
         if self.inside is not None:
@@ -182,9 +179,7 @@ class Probe:
     def plate_indices(self) -> Tensor | None:
         """Returns positions ``(N,)`` of this batch's data points, or ``None``.
 
-        ``None`` stands for all in order.
-
-        They are where the plates have them: on the CPU, mostly, where to look at them is to wait for nobody.
+        ``None`` stands for all in order. They are where the plates have them: on the CPU, mostly, where nobody waits for them.
         """
         positions: Tensor | None = None
         whole = True
@@ -237,10 +232,7 @@ class Probe:
         return values
 
     def outside(self, *, with_parameters: bool = True, share: float = 1.0, own_share: float = 1.0) -> Tensor:
-        """Returns the scaled log probability of observations that are not inside.
-
-        It is the same for all states, but a part of the objective. See :meth:`is_inside`.
-        """
+        """Returns the scaled log probability of observations that are not inside."""
         nodes = [node for node in self.nodes.values() if with_parameters or not node["infer"].get("of_parameters", False)]
         nodes = [node for node in nodes if not self.is_inside(node) and (node["is_observed"] or family(node["fn"]) == "Delta")]
         return self.shared_density(nodes, share, own_share)

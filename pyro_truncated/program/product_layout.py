@@ -111,10 +111,7 @@ class ProductLayout:
 
     @cached_property
     def roots(self) -> list[int]:
-        """The node of each component that is eliminated last.
-
-        It lies in the plates that all of the component lies in.
-        """
+        """The node of each component that is eliminated last."""
         return [max(component, key=self.tree.place.__getitem__) for component in self.graph.components]
 
     @cached_property
@@ -145,20 +142,14 @@ class ProductLayout:
         return words
 
     def spread(self, node: int, rows: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Spreads what belongs to a node's states, ``(rows, S)``.
-
-        The result has the dimensions of a table.
-        """
+        """Spreads what belongs to a node's states, ``(rows, S)``."""
         own, tree = self.node_layouts[node], self.tree
         num_left = tree.num_dims - self.layout.depth - 1 - tree.colours[node]
         plates = own.spread(sizes, self.layout.depth)
         return rows.mT.reshape(*(1,) * num_left, rows.shape[-1], *(1,) * tree.colours[node], *plates)
 
     def rows(self, node: int, table: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Returns ``(rows, S)`` of a table: the inverse of :meth:`spread`.
-
-        The table varies with the states and plates of one node only.
-        """
+        """Returns ``(rows, S)`` of a table: the inverse of :meth:`spread`."""
         return self._rows(node, table.unsqueeze(0), table.shape[self.tree.dim(node)], sizes)
 
     def group_rows(self, number: int, tables: Mapping[int, Tensor], sizes: Sequence[int]) -> Tensor:
@@ -193,7 +184,9 @@ class ProductLayout:
         levels = levels.reshape(*levels.shape[:2], *(1,) * colour, *plates, levels.shape[-1])
         kinds: dict[Any, list[int]] = defaultdict(list)
         for place, own in enumerate(group.layouts):
-            kinds[tuple((site.as_kind(), dtypes[name]) for name, site in own.sites.items())].append(place)
+            # How levels become values: equal for sites that are decoded together.
+            sites = ((s.kind, s.plates, s.event_shape, s.low, s.cardinalities, dtypes[name]) for name, s in own.sites.items())
+            kinds[tuple(sites)].append(place)
         for places in kinds.values():
             part = levels if len(places) == len(group.nodes) else levels[places]
             first = group.layouts[places[0]]

@@ -118,7 +118,10 @@ class ProductScorer(Probe):
             sets = read()
             with contextlib.suppress(Exception):
                 scorer = cls(call, product, values, sets)
-                if scorer._selects(sets):
+                if not scorer.uncovered_latents and all(
+                    scorer.population_rows[number] is None and torch.equal(scorer.insert_known_values(words, number), words)
+                    for number, words in enumerate(sets)
+                ):
                     return scorer
         return cls(call, product, values)
 
@@ -130,13 +133,6 @@ class ProductScorer(Probe):
         states = self._values(self.first_sets, sizes, self.product.dtypes)
         with pyro.validation_enabled(False):
             return self.run({**values, **states})
-
-    def _selects(self, sets: Sets) -> bool:
-        """Whether the first run is one of these sets, in all rows."""
-        return not self.uncovered_latents and all(
-            self.population_rows[number] is None and torch.equal(self.insert_known_values(words, number), words)
-            for number, words in enumerate(sets)
-        )
 
     def _refuse_shared_subsamples(self) -> None:
         graph = self.product.graph
@@ -228,10 +224,7 @@ class ProductScorer(Probe):
         return torch.cat([part if levels is None else levels.put_into(part) for part, levels in zip(parts, known_levels, strict=True)])
 
     def log_weights(self, words: Tensor, group: int) -> Tensor:
-        """Returns log weights ``(rows, S)`` of a group's states.
-
-        They are zero, or impossible where states contradict what is known.
-        """
+        """Returns log weights ``(rows, S)`` of a group's states."""
         weights = torch.zeros(words.shape[:2], dtype=torch.float64, device=self.device)
         for part, own, levels in zip(self.split_nodes(words, group), self.split_nodes(weights, group), self.known_sets[group], strict=True):
             if levels is not None:
@@ -241,20 +234,14 @@ class ProductScorer(Probe):
     # --- tables and sums ---
 
     def tables(self, sets: Sets) -> LogTables:
-        """Returns the log density of each sample site as a table.
-
-        The sites depend on discrete latents; a table is over the states of their nodes.
-        """
+        """Returns the log density of each sample site as a table."""
         if (first := self._reuse_first_run(sets)) is not None:
             return first
         with pyro.validation_enabled(False):
             return self._build_tables(self.run_sets(sets))
 
     def _reuse_first_run(self, sets: Sets) -> LogTables | None:
-        """Returns the first run's tables if they are of these sets.
-
-        It does so once, as a gradient goes through a run once.
-        """
+        """Returns the first run's tables, once, if they are of these sets."""
         first_sets, tables = self.first_sets, self._first_tables
         if first_sets is None or tables is None or not all(map(torch.equal, first_sets, sets)):
             return None
@@ -382,10 +369,7 @@ class ProductScorer(Probe):
         return scale
 
     def weights(self, sets: Sets) -> dict[int, Tensor]:
-        """Returns, by node, the log weights of its states.
-
-        They have the plates of the node, where tables may have ones.
-        """
+        """Returns, by node, the log weights of its states."""
         log_weights, product = {}, self.product
         for number, (group, words) in enumerate(zip(product.groups, sets, strict=True)):
             if all(levels is None for levels in self.known_sets[number]):
@@ -401,13 +385,10 @@ class ProductScorer(Probe):
     @torch.no_grad()
     def messages(self, sets: Sets, *, maximum: bool = False) -> Messages:
         """The messages of a run of the model on the sets."""
-        return self.product.tree.collect(self.tables(sets), self.weights(sets), maximum=maximum)
+        return Messages(self.product.tree, self.tables(sets), self.weights(sets), maximum=maximum)
 
     def evidence(self, messages: Messages) -> list[Tensor]:
-        """Returns, by component, the log of the sum over its sets.
-
-        The sum is over the product of sets, ``(rows of its plates,)`` in float64, and ``-inf`` if impossible.
-        """
+        """Returns by component the log sum over its sets, ``(rows of its plates,)`` in float64."""
         evidence = []
         for root in self.product.roots:
             rows = self.product.rows(root, messages.evidence(root), self.plate_sizes(root)).squeeze(-1)
@@ -415,10 +396,7 @@ class ProductScorer(Probe):
         return evidence
 
     def free_energy(self, sets: Sets) -> Tensor:
-        """Returns the scaled free energy of all components.
-
-        It is differentiable in whatever the model is, and leaves out what is outside.
-        """
+        """Returns the scaled free energy of all components, differentiable."""
         return self.free_energy_with_messages(self.tables(sets), self.weights(sets))[0]
 
     def free_energy_with_messages(
@@ -430,7 +408,7 @@ class ProductScorer(Probe):
         """
         with torch.no_grad():
             hot = tables if temperature == 1.0 else dataclasses.replace(tables, entries=tables.entries / temperature)
-            messages = self.product.tree.collect(hot, weights)
+            messages = Messages(self.product.tree, hot, weights)
             value = temperature * self.sum_evidence(self.evidence(messages))
             if not tables.entries.requires_grad:
                 return value, messages
@@ -492,11 +470,7 @@ class ProductScorer(Probe):
         return takes_plates and self._agrees_with_single_run(together, sets, generator)
 
     def _reduced_site(self, generator: torch.Generator) -> str | None:
-        """Returns a site that depends on several states of a set.
-
-        A sum, maximum or the like over them reaches it, whatever their values. So does one over the members of a plate that the graph
-        takes to be independent.
-        """
+        """Returns a site that depends on several states of a set."""
         number = recognisable_size(self.nodes)
         if number is None:
             return None
@@ -554,10 +528,8 @@ class ProductScorer(Probe):
 
 @contextlib.contextmanager
 def generic_parameters(scorer: Probe, names: Iterable[str], generator: torch.Generator) -> Iterator[None]:
-    """Moves the parameters of some sites' densities a little, for a while.
-
-    Those that are zero or equal hide what densities depend on.
-    """
+    """Moves the parameters of some sites' densities a little, for a while."""
+    # Those that are zero or equal hide what densities depend on.
     names = list(names)
     with torch.enable_grad():
         log_probs = _log_probs(scorer, names)

@@ -92,10 +92,7 @@ class WrittenMemory:
         return self._entries(tensor, is_new=False) is not None
 
     def _entries(self, tensor: Tensor, is_new: bool) -> Tensor | None:
-        """Returns numbers of a tensor's entries, in memory of their own.
-
-        ``None`` stands for nothing written.
-        """
+        """Returns numbers of a tensor's entries, in memory of their own."""
         try:
             storage = tensor.untyped_storage()
             address, size = storage.data_ptr(), storage.nbytes() // tensor.element_size()
@@ -200,10 +197,7 @@ def _tells_values(name: str, args: Sequence[Any], results: Any) -> bool:
 
 
 def _strip_provenance(value: Any, sources: set[str], tensors: list[Tensor]) -> Any:
-    """Returns arguments without their provenance.
-
-    That is added to a set, and the tensors among them to a list.
-    """
+    """Strips provenance, noted in ``sources``, of arguments, whose tensors are listed."""
     kind = type(value)
     if kind is tuple or kind is list:
         return kind([_strip_provenance(part, sources, tensors) for part in value])

@@ -66,10 +66,6 @@ class DiscreteSite:
         """Number of event dimensions of the value Pyro sees."""
         return len(self.event_shape) + (self.kind == "one_hot")
 
-    def as_kind(self) -> tuple[Any, ...]:
-        """How levels become values: equal for sites that are decoded together."""
-        return self.kind, self.plates, self.event_shape, self.low, self.cardinalities
-
     def in_plates(self, plates: Collection[str]) -> DiscreteSite:
         """The same site seen from a member of data plates."""
         frames = {frame.dim: frame.name for frame in self.frames if frame.vectorized}
@@ -135,19 +131,13 @@ def recorded_names(nodes: Mapping[str, Any]) -> set[str]:
 
 
 def density_nodes(nodes: Mapping[str, Any]) -> dict[str, Any]:
-    """The sample sites that have a density of their own.
-
-    What is recorded, or follows from other sites, has none.
-    """
+    """The sample sites that have a density of their own."""
     recorded = recorded_names(nodes)
     return {name: node for name, node in nodes.items() if name not in recorded and (node["is_observed"] or family(node["fn"]) != "Delta")}
 
 
 def log_density(nodes: Iterable[Any], device: torch.device | None = None) -> Tensor:
-    """Returns the summed log densities of sample sites in float64.
-
-    Scales and masks count. Without sites it is zero on that device.
-    """
+    """Returns the summed log densities of sample sites in float64."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for node in nodes:
         log_prob = node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"])
@@ -210,10 +200,7 @@ def without_masks(fn: Any) -> Any:
 
 
 def family(fn: Any) -> str:
-    """Returns the name of a distribution without its wrappers.
-
-    A transformed distribution has its own name.
-    """
+    """Returns the name of a distribution without its wrappers."""
     while hasattr(fn, "base_dist") and not hasattr(fn, "transforms"):
         fn = fn.base_dist
     return type(fn).__name__

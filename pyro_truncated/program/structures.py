@@ -91,10 +91,7 @@ def _numbers(leaves: Iterable[Any], nodes: Mapping[str, Any]) -> Any:
 
 
 def refuse_other_structure(scorer: LogJoint | ProductScorer | ChainScorer, max_count: int | Mapping[str, int] | None) -> None:
-    """Checks that densities and supports depend on no other latents.
-
-    They may depend on those that they did depend on when the guide was set up.
-    """
+    """Checks that densities and supports depend on no other latents."""
     layout = scorer.layout
     # A conditional may look at the minibatch that the model has kept: other runs take the same.
     call = scorer.call.with_program(Assign(scorer.subsamples)(scorer.call.model))

@@ -58,10 +58,7 @@ class _Minibatch(SparseSubsamples):
 
 
 def in_minibatch(program: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the program that takes its minibatch's rows.
-
-    It finds them even if its sites are hidden from outer handlers.
-    """
+    """Returns the program that takes its minibatch's rows."""
     handler: Callable[..., Any] = program if current_batch() is None else _Minibatch()(program)
     return handler
 

@@ -25,10 +25,7 @@ Bounds = tuple[Tensor, Tensor]
 
 
 def is_discrete(fn: Any) -> bool:
-    """Whether a distribution is known to be one of integers.
-
-    Of a support that depends on others nothing is known.
-    """
+    """Whether a distribution is known to be one of integers."""
     support = get_support(fn)
     try:
         return support is not None and bool(support.is_discrete)
@@ -37,10 +34,7 @@ def is_discrete(fn: Any) -> bool:
 
 
 def value_bounds(fn: Any) -> Bounds:
-    """Returns lowest and highest values of a discrete distribution's entries.
-
-    They are int64. Without a highest value it is huge.
-    """
+    """Returns lowest and highest values of a discrete distribution's entries."""
     support = elementwise(get_support(fn))
     if support is constraints.boolean:
         return torch.tensor(0), torch.tensor(1)
@@ -80,10 +74,7 @@ def possible_values(fn: Any, value: Tensor) -> Tensor:
 
 
 def log_prob_on_support(fn: Any, value: Tensor) -> Tensor:
-    """Returns the log density of values that may lie outside.
-
-    Outside of the support it is ``-inf``, whatever the formula says.
-    """
+    """Returns the log density of values that may lie outside."""
     possible = possible_values(fn, value)
     low = getattr(elementwise(get_support(fn)), "lower_bound", None)
     if low is not None:

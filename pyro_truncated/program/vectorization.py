@@ -143,10 +143,7 @@ def _with_broadcasts(
 
 
 def _warn_if_reduced(log_joint: LogJoint) -> str | None:
-    """Returns a site that depends on several states at once.
-
-    It does whatever values show. Also warns of a site that depends on several data points.
-    """
+    """Returns a site that depends on several states; warns of data points."""
     number = recognisable_size(log_joint.nodes, min(63, max(3, log_joint.candidates_per_run())))
     if log_joint.conditional is not None or number is None:
         return None

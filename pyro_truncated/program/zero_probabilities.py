@@ -146,10 +146,7 @@ class _Probability:
 
     @classmethod
     def from_distribution(cls, fn: Any, probs: str = "probs", logits: str = "logits") -> _Probability:
-        """Returns the parameter that a distribution was made with.
-
-        The other one is computed from it when first asked for.
-        """
+        """Returns the parameter that a distribution was made with."""
         names = [name for name in vars(fn) if name in (probs, logits)]
         own_name = next((name for name in names if vars(fn).get("_param") is vars(fn)[name]), names[0])
         if len(names) == 2 and own_name == logits:

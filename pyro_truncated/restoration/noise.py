@@ -22,11 +22,7 @@ _MIN_SAMPLES = 100
 
 
 def check_image(image: Any) -> Tensor:
-    """Returns a damaged array, in double precision if squares need it.
-
-    Raises:
-        ValueError: if it is a single number, has no observed entry, infinite ones, or such whose squares are infinite or zero.
-    """
+    """Returns a damaged array, in double precision if squares need it."""
     array = as_floating(as_data("image", image).detach())
     observed = array[~array.isnan()]
     if array.dim() == 0:

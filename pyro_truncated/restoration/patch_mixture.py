@@ -154,13 +154,10 @@ class PatchMixture(torch.nn.Module):
         self.spreads = (variance + 2.0**2).sqrt().to(counts)
 
     def _eigen(self, covariance: Tensor) -> tuple[Tensor, Tensor]:
-        """Eigenvalues and eigenvectors of covariances, which are overwritten.
-
-        They include the noise, which is subtracted again. A covariance of few directions alone becomes tridiagonal with entries that
-        underflow, of which LAPACK's divide and conquer makes NaN.
-        """
+        """Eigenvalues and eigenvectors of covariances, which are overwritten."""
         diagonal = covariance.diagonal(dim1=1, dim2=2)
-        # Where the noise is smaller, rounding takes its part.
+        # Without noise, covariances of few directions become tridiagonal with entries that underflow, of which LAPACK's divide and conquer
+        # makes NaN. Where the noise is smaller, rounding takes its part.
         noise = self.scale.square() + torch.finfo(covariance.dtype).eps * diagonal.sum(1, keepdim=True).clamp(min=0.0)
         diagonal += noise
         values, vectors = torch.linalg.eigh(covariance)

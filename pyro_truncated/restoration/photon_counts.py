@@ -62,10 +62,7 @@ def _table() -> tuple[np.ndarray, np.ndarray]:
 
 
 def estimate_gain(counts: Tensor) -> float:
-    """Returns what counts were multiplied with: the least distance, or one.
-
-    All values are its multiples. Raises ``ValueError`` for negative values.
-    """
+    """Returns what counts were multiplied with: the least distance, or one."""
     values = counts[~counts.isnan()].double()
     if float(values.min()) < 0:
         raise ValueError(

@@ -54,10 +54,7 @@ Affinity = Callable[[SearchBatch], Tensor]
 
 
 class AffinityOwner(Stateful):
-    """An object that ranks by an affinity, which may learn from data.
-
-    What it has learned is forgotten, saved and restored with the object.
-    """
+    """An object that ranks by an affinity, which may learn from data."""
 
     affinity: Any
 
@@ -319,10 +316,7 @@ class Preselection(AffinitySearch):
 
 
 def _replace_by_chance(selection: Tensor, num_random: Tensor, most: int, options: Options, keys: Tensor) -> Tensor:
-    """Fills the last places of selections ``(N, K)`` by largest random keys.
-
-    ``num_random`` is ``(N, 1)``. Options come from groups not selected.
-    """
+    """Fills the last places of selections ``(N, K)`` by chance, from other groups."""
     place = torch.arange(selection.shape[1], device=selection.device) - (selection.shape[1] - num_random)
     is_selected = torch.zeros(len(selection), options.num_groups, dtype=torch.bool, device=selection.device)
     is_selected.scatter_(1, options.group[selection], place < 0)

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from pyro_truncated.em.closed_form import ClosedForm
 from pyro_truncated.models import BinarySparseCoding, NoisyOr, SpikeSlabSparseCoding
+from pyro_truncated.models.gaussians import add_statistics
 from pyro_truncated.multistart.config import LearnConfig
 from pyro_truncated.multistart.multi_start import learn
 from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.sklearn.estimators import ColumnUnits, binary_posteriors, isolated_state, validated_codes, validated_data
-from pyro_truncated.states.population import Population
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.loop import fit
 from pyro_truncated.utils.arguments import check_count, check_counts, check_kinds
@@ -150,7 +150,10 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         Returns:
             Codes ``(n_samples, n_components)``, in the type of the data.
         """
-        return self._map_posteriors(X, lambda rows, population: _codes(self.model_, rows, population))
+        model = self.model_
+        if isinstance(model, SpikeSlabSparseCoding):
+            return self._map_posteriors(X, lambda rows, population: model.likelihood().coefficients(population, rows))
+        return self._map_posteriors(X, lambda _, population: population.marginals())
 
     def inverse_transform(self, X: Any) -> Any:
         r"""The data that codes stand for: :math:`W x + b`, or the probabilities :math:`1 - (1 - w_{0d}) \prod_h (1 - W_{dh} x_h)`.
@@ -298,10 +301,8 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
     def _step(self, rows: Tensor) -> None:
         """Blends in the statistics of a minibatch, and makes an M-step."""
         rows = rows.to(self.model_.weight.dtype)
-        total: dict[str, Tensor] = {}
-        for block, population in binary_posteriors(self.model_, rows, self.model_.num_latents, check_count("n_states", self.n_states)):
-            for name, value in self.model_.sufficient_statistics(population, block).items():
-                total[name] = total[name] + value if name in total else value
+        blocks = binary_posteriors(self.model_, rows, self.model_.num_latents, check_count("n_states", self.n_states))
+        total = add_statistics(self.model_.sufficient_statistics(population, block) for block, population in blocks)
         self._num_rows += len(rows)
         rate, old = (len(rows) / self._num_rows) ** 0.6, self._statistics
         self._statistics = {name: rate * value / len(rows) + ((1 - rate) * old[name] if old else 0.0) for name, value in total.items()}
@@ -311,11 +312,6 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
             driver.collect({name: self._num_rows * value for name, value in self._statistics.items()}, None, None, self._num_rows)
             driver([])
             driver.release()
-
-
-def _codes(model: Any, rows: Tensor, population: Population) -> Tensor:
-    is_spike_slab = isinstance(model, SpikeSlabSparseCoding)
-    return model.likelihood().coefficients(population, rows) if is_spike_slab else population.marginals()
 
 
 def _data(model: Any, codes: Tensor) -> Tensor:

@@ -37,17 +37,7 @@ from pyro_truncated.utils.parameter_store import empty_store, one_thread, spare_
 
 
 def validated_data(estimator: Any, X: Any, y: Any = "no_validation", **options: Any) -> Any:
-    """Returns data as scikit-learn checks them, NaN where missing.
-
-    Args:
-        estimator: whose features are counted and named.
-        X: data ``(n_samples, n_features)``.
-        y: targets, ``None`` where they are missing; by default there are none to look at.
-        **options: of :func:`sklearn.utils.validation.validate_data`.
-
-    Raises:
-        ValueError: for what scikit-learn refuses, as NaN where an estimator takes none.
-    """
+    """Returns data as scikit-learn's ``validate_data`` checks them, NaN where missing."""
     X, y = _with_nan("X", X), _with_nan("y", y)
     for name, values in (("X", X), ("y", y)):
         if options["dtype"] is not None:
@@ -59,16 +49,7 @@ def validated_data(estimator: Any, X: Any, y: Any = "no_validation", **options: 
 
 
 def validated_codes(transformer: Any, X: Any, **options: Any) -> Any:
-    """Returns what a transformer has returned, as scikit-learn checks it.
-
-    Args:
-        transformer: whose columns a table may have, in their order.
-        X: codes ``(n_samples, n_components)``.
-        **options: of :func:`sklearn.utils.check_array`.
-
-    Raises:
-        ValueError: for another number of columns, and for its own in another order.
-    """
+    """Returns a transformer's codes, as scikit-learn's ``check_array`` checks them."""
     check_columns(X, "X")
     expected, names = transformer.get_feature_names_out().tolist(), column_names(X)
     if names and names != expected and sorted(names) == sorted(expected):
@@ -102,27 +83,14 @@ class ColumnUnits:
     r"""Means and standard deviations of columns, by which data are standardised.
 
     .. math:: x_d = (y_d - c_d) / u_d
-
-    Attributes:
-        center: :math:`c`, ``(D,)``.
-        deviation: :math:`u`, ``(D,)``; one for columns that do not vary.
     """
 
-    center: Tensor
-    deviation: Tensor
+    center: Tensor  # c, (D,)
+    deviation: Tensor  # u, (D,); one for columns that do not vary
 
     @classmethod
     def from_rows(cls, rows: Tensor, *, is_centred: bool = True) -> Self:
-        """Returns the units of data ``(N, D)``, NaN where missing.
-
-        Without centring all means are taken for zero.
-
-        Raises:
-            ValueError: for columns that are all missing.
-
-        Warns:
-            UserWarning: if a column has outliers, beside which its other entries are lost.
-        """
+        """Returns the units of data ``(N, D)``, NaN where missing."""
         _check_observed(rows)
         low, high = rows.nan_to_num(torch.inf).amin(0), rows.nan_to_num(-torch.inf).amax(0)
         center = torch.where(high > low, rows.nanmean(0), low)
@@ -149,10 +117,7 @@ class ColumnUnits:
         return rows * self.deviation.to(rows) + self.center.to(rows)
 
     def log_volume(self, rows: Tensor) -> Tensor:
-        r"""Returns by how much log densities of rows fall, ``(N,)``.
-
-        That is :math:`\sum_d \log u_d` over the columns that are observed.
-        """
+        """Returns by how much log densities of rows fall, ``(N,)``."""
         return (~rows.isnan()).to(self.deviation) @ self.deviation.log()
 
 
@@ -184,10 +149,6 @@ def isolated_state(random_state: Any = 0) -> Iterator[torch.Generator]:
     """A context with an empty parameter store and its own random numbers.
 
     It seeds torch's global generator and the generator that it returns. Other threads wait.
-
-    Args:
-        random_state: as everywhere in scikit-learn: a seed, a ``RandomState``, or ``None`` for NumPy's global one, of which one number is
-            drawn.
     """
     seed = int(check_random_state(random_state).randint(np.iinfo(np.int32).max))
     with one_thread, empty_store(), spare_random_numbers():
@@ -202,10 +163,7 @@ class SteepestAscent(Search):
 
     The result for a data point depends on that data point and its first population only. It depends
     neither on the others nor on chance. Estimators need this, which must say the same of a data
-    point in whatever company it comes.
-
-    Args:
-        parents: number of states of each population whose neighbours are scored in a step.
+    point in whatever company it comes. In a step the neighbours of ``parents`` states are scored.
     """
 
     def __init__(self, parents: int = 8) -> None:
@@ -218,10 +176,7 @@ class SteepestAscent(Search):
         return batch.evaluate(Moves(batch.space, population.words.device).neighbours(ops.gather_states(population.words, best)))
 
     def improve(self, batch: SearchBatch, steps: int = 1) -> Population:
-        """Returns the populations after at most so many steps.
-
-        The population of a data point is final once a step has gained nothing.
-        """
+        """Returns the populations after at most so many steps."""
         population = batch.population
         moving = torch.full((len(population),), not population.is_complete, device=population.words.device)
         for _ in range(steps):
@@ -242,13 +197,6 @@ def binary_posteriors(
     """Yields blocks of the data with updated populations of binary latents.
 
     All data points start from the same states: none active, then single latents, then pairs.
-
-    Args:
-        model: called with data points ``(N, D)``.
-        y: the data points.
-        num_latents: number of binary latents ``H``.
-        num_states: states per data point.
-        max_steps: most steps of the search.
     """
     num_states = min(num_states, 2**num_latents)
     first = _sparsest(num_latents, num_states)
@@ -258,13 +206,7 @@ def binary_posteriors(
 
 
 def mixture_posteriors(model: Any, y: Tensor, num_states: int) -> Iterator[tuple[Tensor, Population]]:
-    """Yields blocks of the data with the most probable of all components.
-
-    Args:
-        model: called with data points ``(N, D)``.
-        y: the data points.
-        num_states: components kept per data point.
-    """
+    """Yields blocks of the data with the most probable of all components."""
     # A guide looks at its model anew for every block: as few as fit into memory.
     for rows in y.split(rows_per_block(64 * (len(model.weights) + y.shape[1]))):
         guide = AutoTruncated(model, num_states, vectorize=True)

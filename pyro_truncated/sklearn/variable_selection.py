@@ -25,21 +25,13 @@ from pyro_truncated.utils.budget import rows_per_block
 
 
 class Coefficients(NamedTuple):
-    """Posteriors of the coefficients of ``C`` regressions with at most ``k`` predictors.
+    """Posteriors of the coefficients of ``C`` regressions with at most ``k`` predictors."""
 
-    Attributes:
-        positions: the predictors, ``(C, k)``. Where there are fewer, any others.
-        is_used: which of them are used, ``(C, k)``.
-        factor: Cholesky factors of the precisions in units of the noise's, ``(C, k, k)``; 1 on the diagonal where unused.
-        mean: means ``(C, k)``; 0 where unused.
-        rest: posterior sums of squares :math:`S`, ``(C,)``.
-    """
-
-    positions: Tensor
-    is_used: Tensor
-    factor: Tensor
-    mean: Tensor
-    rest: Tensor
+    positions: Tensor  # the predictors, (C, k). Where there are fewer, any others.
+    is_used: Tensor  # which of them are used, (C, k)
+    factor: Tensor  # Cholesky factors of the precisions in units of the noise's, (C, k, k); 1 on the diagonal where unused
+    mean: Tensor  # means (C, k); 0 where unused
+    rest: Tensor  # posterior sums of squares S, (C,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,29 +47,18 @@ class LinearModels:
     The number of predictors has a beta-binomial prior of mean ``size``: :math:`p(s) = B(1 + |s|, b + p - |s|) / B(1, b)` with
     :math:`b = (p - m) / m`.
 
-    Args:
-        X: predictors ``(n, p)``, centred, of variance 1 (or 0).
-        y: centred targets ``(n,)``.
-        g: variance of the coefficients, relative to least squares.
-        is_zellner: whether the prior is Zellner's.
-        size: expected number of predictors :math:`m`, between 0 and :math:`p`.
-
-    Attributes:
-        precision: precisions of all coefficients in units of the noise's, :math:`X^\top X + V^{-1}`, ``(p, p)``.
-        linear: :math:`X^\top y`, ``(p,)``.
-
     Reference: Liang, Paulo, Molina, Clyde and Berger, "Mixtures of g priors for Bayesian variable
         selection", JASA 2008. Ley and Steel, "On the effect of prior assumptions in Bayesian model
         averaging", Journal of Applied Econometrics 2009.
     """
 
-    X: Tensor
-    y: Tensor
-    g: float
-    is_zellner: bool
-    size: float
-    precision: Tensor = dataclasses.field(init=False)
-    linear: Tensor = dataclasses.field(init=False)
+    X: Tensor  # predictors (n, p), centred, of variance 1 (or 0)
+    y: Tensor  # centred targets (n,)
+    g: float  # variance of the coefficients, relative to least squares
+    is_zellner: bool  # whether the prior is Zellner's
+    size: float  # expected number of predictors m, between 0 and p
+    precision: Tensor = dataclasses.field(init=False)  # of all coefficients in units of the noise's, (p, p)
+    linear: Tensor = dataclasses.field(init=False)  # products of predictors with targets, (p,)
 
     def __post_init__(self) -> None:
         n, p = self.X.shape

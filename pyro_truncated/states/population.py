@@ -21,16 +21,11 @@ class Moments(NamedTuple):
     """Means and variances of the observations in ``M`` states.
 
     The states may belong to any data points. All sites stand side by side.
-
-    Attributes:
-        words: the states, ``(M, num_words)``.
-        mean: of each observed value in each state, ``(M, D)``.
-        variance: likewise.
     """
 
-    words: Tensor
-    mean: Tensor
-    variance: Tensor
+    words: Tensor  # the states, (M, num_words)
+    mean: Tensor  # of each observed value in each state, (M, D)
+    variance: Tensor  # likewise
 
     @classmethod
     def concatenate(cls, parts: Sequence[Moments]) -> Moments:
@@ -298,18 +293,6 @@ def initial_population(
     sparse: two active latents and a Poisson number more, whose mean is drawn per data point between
     0 and 2.
 
-    Args:
-        space: the state space.
-        num_data: number of data points ``N``.
-        num_states: number of states per data point ``S``.
-        generator: source of randomness.
-        device: where the result goes. It is computed on the CPU, once.
-        rows: positions ``(N,)`` of the data points among all data, which decide on their states. Default: ``0 .. N - 1``.
-
-    Returns:
-        Packed states ``(N, S, num_words)``.
-
-    Raises:
-        ValueError: if the space has fewer than ``num_states`` states.
+    The result is ``(N, S, num_words)``. Positions ``rows (N,)`` of the data points among all data decide on their states.
     """
     return ops.initial_states(space.fields, num_data, num_states, generator, rows=rows).to(device or "cpu")

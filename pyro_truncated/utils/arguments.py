@@ -133,12 +133,7 @@ def leaves_inference_mode(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def check_kinds(function: Callable[..., Any], /, **arguments: Any) -> None:
-    """Refuses arguments of other kinds than annotated, before any work.
-
-    Raises:
-        TypeError: naming the first of them.
-        ValueError: if that is NaN.
-    """
+    """Refuses arguments of other kinds than annotated, before any work."""
     signature = inspect.signature(function)
     for name, value in arguments.items():
         hint = _hint(function, signature, name)

@@ -30,15 +30,10 @@ _UNNAMED = re.compile(r"dim_\d+")
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """One axis of an array.
+    """One axis of an array."""
 
-    Attributes:
-        name: what it is called; ``None`` if it has no name.
-        labels: the names of its entries; ``None`` if they have none.
-    """
-
-    name: str | None
-    labels: np.ndarray | None
+    name: str | None  # what it is called
+    labels: np.ndarray | None  # the names of its entries
 
 
 # Packages whose arrays have names, with the modules and classes of these arrays.
@@ -56,10 +51,7 @@ def find_package(value: Any) -> str | None:
 
 
 def labelled_axes(value: Any) -> tuple[Axis, ...]:
-    """The axes of a labelled array, one per dimension.
-
-    Labels are numbers, times or strings; any others become strings.
-    """
+    """The axes of a labelled array, one per dimension."""
     if find_package(value) == "xarray":
         indexes = getattr(value, "indexes", {})  # variables have none
         return tuple(Axis(*_label(dim, indexes.get(dim))) for dim in value.dims)
@@ -73,15 +65,7 @@ def labelled_axes(value: Any) -> tuple[Axis, ...]:
 
 
 def as_numpy(value: Any, name: str | None = None) -> np.ndarray:
-    """The numbers of another package's array, NaN where null or ``_FillValue``.
-
-    Args:
-        value: the array.
-        name: the argument that it is, for the error.
-
-    Raises:
-        TypeError: for columns of anything else.
-    """
+    """The numbers of another package's array, NaN where null or ``_FillValue``."""
     array = _numbers(value)
     if array.dtype.kind in "biuf":
         return array
@@ -90,15 +74,7 @@ def as_numpy(value: Any, name: str | None = None) -> np.ndarray:
 
 
 def check_columns(value: Any, name: str) -> None:
-    """Refuses columns of a table that cannot become numbers.
-
-    Args:
-        value: the table; anything else passes.
-        name: the argument that it is, for the error.
-
-    Raises:
-        TypeError: naming the columns and their types.
-    """
+    """Refuses columns of a table that cannot become numbers."""
     if (
         hasattr(value, "columns")
         and find_package(value)
@@ -116,22 +92,12 @@ def column_names(value: Any) -> list[str] | None:
 
 
 def remember_columns(owner: Any, name: str, value: Any) -> None:
-    """Keeps the names of a table's columns for :func:`check_column_names`.
-
-    Args:
-        owner: what has learned from the table.
-        name: the argument by which others like it come.
-        value: the table; other data have no names, and any are allowed later.
-    """
+    """Keeps the names of a table's columns for :func:`check_column_names`."""
     vars(owner)["_names_of_columns"] = {**vars(owner).get("_names_of_columns", {}), name: column_names(value)}
 
 
 def check_column_names(owner: Any, name: str, value: Any) -> None:
-    """Refuses tables whose columns are not those that an object remembers.
-
-    Raises:
-        ValueError: naming the first column that is another one.
-    """
+    """Refuses tables whose columns are not those that an object remembers."""
     expected, names = getattr(owner, "_names_of_columns", {}).get(name), column_names(value)
     if expected is None or names is None or len(expected) != len(names):
         return
@@ -216,10 +182,7 @@ def _in_type(fills: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def with_missing(values: np.ndarray, is_missing: np.ndarray) -> np.ndarray:
-    """A copy with NaN where entries are missing.
-
-    Numbers become floating point numbers, anything else objects.
-    """
+    """A copy with NaN where entries are missing."""
     kind = values.dtype.kind
     result = values.astype(np.float64 if kind in "biu" else values.dtype if kind in "fc" else object)
     result[is_missing] = np.nan
@@ -274,10 +237,7 @@ def _move(tensor: Tensor, like: Tensor | None) -> Tensor:
 
 
 def warn_if_rounded(data: Tensor, dtype: torch.dtype) -> None:
-    """Warns if a type loses what varies within columns ``(N, ...)``.
-
-    Of very many data points some are looked at.
-    """
+    """Warns if a type loses what varies within columns ``(N, ...)``."""
     if not data.numel() or not data.dim() or data.dtype.itemsize <= dtype.itemsize:
         return
     # About 256 rows are looked at.
@@ -299,12 +259,7 @@ def warn_if_rounded(data: Tensor, dtype: torch.dtype) -> None:
 
 
 def warn_about_constants(name: str, varies: Tensor) -> None:
-    """Warns if most columns lower a noise without varying.
-
-    Args:
-        name: the argument that they are.
-        varies: which columns vary, ``(D,)``.
-    """
+    """Warns if most columns lower a noise without varying."""
     number = len(varies) - int(varies.sum())
     if 2 * number > len(varies) > number:
         warnings.warn(
@@ -315,13 +270,7 @@ def warn_about_constants(name: str, varies: Tensor) -> None:
 
 
 def warn_about_units(name: str, deviation: Tensor, shared: str) -> None:
-    """Warns if a column varies far more than half of them.
-
-    Args:
-        name: the argument that they are.
-        deviation: standard deviations of the columns that vary, ``(D,)``.
-        shared: what all columns share.
-    """
+    """Warns if a column varies far more than half of them."""
     # Of images half of the pixels vary at least a fifth as much as any.
     if len(deviation) and bool(deviation.max() > 10 * deviation.median()):
         warnings.warn(
@@ -333,13 +282,7 @@ def warn_about_units(name: str, deviation: Tensor, shared: str) -> None:
 
 
 def warn_about_noise_of_columns(name: str, center: Tensor, variance: Tensor) -> None:
-    """Warns of columns that one noise does not suit.
-
-    Args:
-        name: the argument that they are.
-        center: their means, ``(D,)``.
-        variance: their variances, ``(D,)``.
-    """
+    """Warns of columns that one noise does not suit."""
     # Rounding errors of a constant are no deviation.
     deviation = variance.sqrt()
     varies = deviation > 16 * torch.finfo(variance.dtype).eps * center.abs()
@@ -348,15 +291,7 @@ def warn_about_noise_of_columns(name: str, center: Tensor, variance: Tensor) -> 
 
 
 def check_units(name: str, rows: Tensor) -> None:
-    """Refuses columns whose squared extents are zero or infinite in their type.
-
-    Args:
-        name: the argument that they are.
-        rows: data ``(N,)`` or ``(N, D)``; nothing is said of those that are not finite.
-
-    Raises:
-        ValueError: naming the first of them.
-    """
+    """Refuses columns whose squared extents are zero or infinite in their type."""
     if not rows.numel() or not bool(rows.isfinite().all()):
         return
     extents = (rows.amax(0) - rows.amin(0)).reshape(-1)
@@ -373,22 +308,14 @@ def check_units(name: str, rows: Tensor) -> None:
 
 
 def rounding_tolerance(values: Tensor, *dtypes: torch.dtype) -> float:
-    """A thousand rounding errors of the largest finite value, or of one.
-
-    Args:
-        values: the values.
-        dtypes: the types that they were computed in, of which the coarsest counts; by default their own.
-    """
+    """A thousand rounding errors of the largest finite value, or of one."""
     finite = values[values.isfinite()].abs()
     epsilon = max(torch.finfo(dtype).eps for dtype in dtypes or (values.dtype,))
     return 1e3 * epsilon * (1.0 + (float(finite.max()) if finite.numel() else 0.0))
 
 
 def once(tensor: Tensor, start: int = 0, end: int = 0) -> Tensor:
-    """Returns the tensor with one entry along expanded dimensions.
-
-    They are those from ``start`` on, without the last ``end``.
-    """
+    """Returns the tensor with one entry along expanded dimensions."""
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if size > 1 and stride == 0 and start <= dim < tensor.dim() - end:
             tensor = tensor.narrow(dim, 0, 1)
@@ -396,12 +323,7 @@ def once(tensor: Tensor, start: int = 0, end: int = 0) -> Tensor:
 
 
 def as_plain_array(value: Any, name: str | None = None) -> Any:
-    """Arrays of any package as NumPy arrays, NaN where missing.
-
-    Args:
-        value: an array; anything else stays as it is.
-        name: the argument that it is, for errors.
-    """
+    """Arrays of any package as NumPy arrays, NaN where missing."""
     if find_package(value):
         value = as_numpy(value, name)
     if isinstance(value, np.ma.MaskedArray):
@@ -558,11 +480,7 @@ def takes_arrays(method: Callable[P, T]) -> Callable[P, T]:
 
 
 def remembers_columns(argument: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Lets a method's owner remember the names of a table's columns.
-
-    Args:
-        argument: the first argument of the method, data ``(N, D)``.
-    """
+    """Lets a method's owner remember the names of a table's columns."""
 
     def decorate(method: Callable[P, T]) -> Callable[P, T]:
         """Returns the method, wrapped."""

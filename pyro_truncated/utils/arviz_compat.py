@@ -51,12 +51,7 @@ def make_idata(**datasets: xr.Dataset) -> Any:
 
 
 def get_dataset(idata: Any, group: str) -> xr.Dataset:
-    """The dataset of one group.
-
-    Raises:
-        TypeError: for anything but converted data.
-        ValueError: if there is no such group.
-    """
+    """The dataset of one group."""
     groups = group_names(idata)
     if group not in groups:
         raise ValueError(f"the data have no group {group}, only {groups}; see to_arviz for what makes it")

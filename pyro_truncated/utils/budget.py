@@ -61,7 +61,7 @@ def rows_per_block(bytes_per_row: int, num_bytes: int | None = None) -> int:
     return max(1, (_budget.get() if num_bytes is None else num_bytes) // max(1, bytes_per_row))
 
 
-def row_slices(num_rows: int, bytes_per_row: int) -> Iterator[slice]:
+def row_slices(num_rows: int, bytes_per_row: int, num_bytes: int | None = None) -> Iterator[slice]:
     """Yields slices of successive rows that fit the budget."""
-    size = rows_per_block(bytes_per_row)
+    size = rows_per_block(bytes_per_row, num_bytes)
     return (slice(start, start + size) for start in range(0, num_rows, size))

@@ -75,19 +75,12 @@ def spare_random_numbers() -> AbstractContextManager[None]:
 
 
 class Parameter(NamedTuple):
-    """A parameter of a module, as Pyro's store knows it.
+    """A parameter of a module, as Pyro's store knows it."""
 
-    Attributes:
-        name: its name in the store.
-        holder: the module.
-        tensor: its unconstrained values.
-        is_managed: whether it is a ``PyroParam``, not one of torch's.
-    """
-
-    name: str
-    holder: torch.nn.Module
-    tensor: Tensor
-    is_managed: bool
+    name: str  # its name in the store
+    holder: torch.nn.Module  # the module
+    tensor: Tensor  # its unconstrained values
+    is_managed: bool  # whether it is a PyroParam, not one of torch's
 
 
 def snapshot(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -123,13 +116,11 @@ def program_modules(*programs: Any) -> list[torch.nn.Module]:
 
 
 def read_variables(function: Any) -> Iterator[Any]:
-    """What a function reads from its closure and globals.
-
-    ``inspect.getclosurevars`` would take names of attributes for those of globals.
-    """
+    """What a function reads from its closure and globals."""
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # of a variable that has no value yet
             yield cell.cell_contents
+    # ``inspect.getclosurevars`` would take names of attributes for those of globals.
     yield from (function.__globals__[name] for name in _global_names(function.__code__) if name in function.__globals__)
 
 

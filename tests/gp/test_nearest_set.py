@@ -63,15 +63,3 @@ def test_all_points_are_the_whole_posterior_and_gradients_are_right():
         torch.testing.assert_close(found, expected)
     around = nearest.around(new)
     assert torch.autograd.gradcheck(lambda latents: around.predict(latents), new.clone().requires_grad_())
-
-
-def test_bad_arguments_are_refused():
-    kernel = kernels.RBF(3).double()
-    _, z, x, _ = make(kernel)
-    with pytest.raises(ValueError, match="must agree"):
-        NearestSet(z, x[:3], kernel, NOISE, 4)
-    with pytest.raises(ValueError, match="num_neighbors must be a positive integer; got 0"):
-        NearestSet(z, x, kernel, NOISE, 0)
-    x[2, 1] = torch.nan
-    with pytest.raises(ValueError, match=r"outputs must be complete for active sets of neighbours; got float64 of shape .*, 1 NaN"):
-        NearestSet(z, x, kernel, NOISE, 4)

@@ -53,12 +53,6 @@ def test_a_banana_and_a_slope_without_end(dtype):
     assert float(found[1, 0]) > 40  # a step is no longer than one
 
 
-@pytest.mark.parametrize(("num_starts", "evaluations", "message"), [(0, 5, "starts must hold"), (1, -1, "evaluations")])
-def test_bad_input(num_starts, evaluations, message):
-    with pytest.raises(ValueError, match=message):
-        maximize_batched(bowls, torch.zeros(num_starts, 3, 3, dtype=torch.float64), evaluations, 0.1)
-
-
 def conditioned(generator, num_data=60):
     x = circle(num_data + 20, 6, generator).double()
     x[num_data:, ::2] = torch.nan

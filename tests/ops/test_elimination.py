@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pyro_truncated.ops import elimination
-from pyro_truncated.ops.elimination import IMPOSSIBLE, BucketTree, LogTables
+from pyro_truncated.ops.elimination import IMPOSSIBLE, BucketTree, LogTables, Messages
 from pyro_truncated.program.factor_graph import _colour, eliminate
 
 PLATE = ("data", -1, 3)
@@ -79,7 +79,7 @@ class Problem:
         return self.log_weights(self.states, weights).logsumexp(0)
 
     def found(self, **options):
-        messages = self.tree.collect(LogTables.from_parts(self.tables), dict(self.weights), **options)
+        messages = Messages(self.tree, LogTables.from_parts(self.tables), self.weights, **options)
         roots = [node for node in self.tree.order if self.tree.parents[node] is None]
         return messages, sum(messages.evidence(root).sum() for root in roots)
 

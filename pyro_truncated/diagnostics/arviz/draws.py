@@ -59,10 +59,7 @@ def site_plates(node: Node) -> frozenset[str]:
 
 
 def hidden_entries(node: Node) -> Tensor | None:
-    """Returns where masks hide entries of a site's value, ``None`` if nowhere.
-
-    Masks may lie under ``to_event``, and hide parts of an event.
-    """
+    """Returns where masks hide entries of a site's value, ``None`` if nowhere."""
     fn, hidden = node["fn"], torch.zeros((), dtype=torch.bool)
     for mask, event_dim in [(node["mask"], node["fn"].event_dim), *unwrap(fn)[1]]:
         if mask is not None:

@@ -56,10 +56,7 @@ class Section:
 
 
 def write_page(path: str | Path, title: str, lead: str, numbers: Mapping[str, Any], sections: Sequence[Section]) -> Path:
-    """Writes one file that holds its pictures; returns its path.
-
-    It needs no network. The ``numbers``, main results by name, stand in large type under the ``lead``.
-    """
+    """Writes one file that holds its pictures; returns its path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     tiles = "".join(f"<div><b>{_text(value)}</b><span>{_text(name)}</span></div>" for name, value in numbers.items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import pyro.poutine as poutine
@@ -23,7 +23,7 @@ from pyro_truncated.search.base import check_search
 from pyro_truncated.search.conditional import Moves
 from pyro_truncated.states.population import Population, initial_population
 from pyro_truncated.utils.arguments import check_count
-from pyro_truncated.utils.budget import rows_per_block
+from pyro_truncated.utils.budget import row_slices, rows_per_block
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 
@@ -163,7 +163,7 @@ def certificate(log_joint: LogJoint, population: Population, num_parents: int | 
     missing = torch.full_like(free_energy, -torch.inf)
     for rows in log_joint.row_blocks(population.num_states + parents.shape[1] * moves.count):
         is_new = _new_neighbours(moves, population.words[rows], parents[rows], log_joint.memory_budget)
-        for columns in _columns(parents.shape[1], moves, len(is_new), log_joint.memory_budget):
+        for columns in row_slices(parents.shape[1] if moves.count else 0, 64 * len(is_new) * moves.count, log_joint.memory_budget):
             scores = log_joint.score(moves.neighbours(parents[rows, columns]), rows).double()
             new = is_new[:, columns.start * moves.count : columns.stop * moves.count]
             missing[rows] = torch.logaddexp(missing[rows], scores.masked_fill(~new, -torch.inf).logsumexp(-1))
@@ -179,12 +179,6 @@ def _new_neighbours(moves: Moves, words: Tensor, parents: Tensor, memory_budget:
         for own, roots in zip(words.split(size), parents.split(size), strict=True)
     ]
     return torch.cat(blocks)
-
-
-def _columns(num_parents: int, moves: Moves, num_data: int, memory_budget: int) -> Iterator[slice]:
-    step = rows_per_block(64 * num_data * moves.count, memory_budget)
-    for start in range(0, num_parents if moves.count else 0, step):
-        yield slice(start, min(start + step, num_parents))
 
 
 @dataclasses.dataclass(frozen=True)

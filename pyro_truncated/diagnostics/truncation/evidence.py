@@ -298,7 +298,10 @@ def estimate_evidence(
         raise ValueError(f"confidence must lie between 0 and 1; got {confidence}")
     if find_part(args, kwargs) is not None:
         settings: dict[str, Any] = {"num_samples": num_samples, "confidence": confidence, "generator": generator}
-        settings["exact_states"] = _gather_states(exact_states)
+        # Those of all processes, on the first one.
+        every = collectives.collect(None if exact_states is None else dict(exact_states))
+        known = [own for own in every or () if own is not None]
+        settings["exact_states"] = {name: torch.cat([own[name] for own in known]) for name in known[0]} if known else None
         return broadcast_answer(functools.partial(estimate_evidence, **settings), guide, args, kwargs)
     part, log_joint, population = score_populations(guide, args, kwargs)
     exact_words = None if exact_states is None else part.space.pack(part.layout.encode(exact_states).to(population.words.device))
@@ -344,13 +347,6 @@ def _possible_prior_draws(log_joint: LogJoint) -> Tensor:
     if not states:
         return torch.zeros(log_joint.num_data, dtype=torch.int64)
     return plain((log_joint.score(layout.space.pack(torch.stack(states, 1))) > -math.inf).sum(-1))
-
-
-def _gather_states(states: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
-    """Gathers site values of all processes' data points on the first process."""
-    every = collectives.collect(None if states is None else dict(states))
-    parts = [own for own in every or () if own is not None]
-    return {name: torch.cat([own[name] for own in parts]) for name in parts[0]} if parts else None
 
 
 def _log_ratios(scores: Tensor, proposal: Proposal, words: Tensor, rows: slice) -> Tensor:

@@ -309,7 +309,9 @@ class TruncationReport(trust.CheckResult):
 
     def __str__(self) -> str:
         rows = [("data point:", "mean", "median", "worst", "at")]
-        rows += [_row(name, values, worst) for name, values, worst in self._columns()]
+        for name, values, worst in self._columns():
+            at = int(values.argmin() if worst == "min" else values.argmax())
+            rows.append((name, f"{float(values.mean()):.3g}", f"{float(values.median()):.3g}", f"{float(values[at]):.3g}", str(at)))
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
         table = [
             "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])
@@ -347,11 +349,6 @@ _EVIDENCE = {
     "_possible_draws": "possible_draws",
     "_is_reliable": "is_reliable",
 }
-
-
-def _row(name: str, values: Tensor, worst: str) -> tuple[str, str, str, str, str]:
-    at = int(values.argmin() if worst == "min" else values.argmax())
-    return name, f"{float(values.mean()):.3g}", f"{float(values.median()):.3g}", f"{float(values[at]):.3g}", str(at)
 
 
 @torch.no_grad()

@@ -641,18 +641,7 @@ def _as_matrix(name: str, value: Any) -> Any:
 
 
 def bound_kernel(X: Any, kernel: Any = None) -> DataKernel:
-    """A kernel on training inputs.
-
-    Args:
-        X: the training inputs, of any type that the kernel takes. Or a kernel with its own inputs:
-            a :class:`DataKernel`, or an object with ``diag()``, ``columns(index)`` and ``cross(new,
-            index)``.
-        kernel: a kernel of :mod:`pyro.contrib.gp.kernels` or of GPyTorch, or a function that makes a :class:`DataKernel` of the inputs,
-            such as :class:`CountKernel`. Default for numeric inputs: :func:`smooth_rbf`.
-
-    Raises:
-        TypeError: if there is no kernel for such inputs, or there are inputs twice.
-    """
+    """A kernel on training inputs, both given as to :class:`.SubsetGPRegression`."""
     holders = DataKernel, KernelColumns
     if isinstance(X, holders) and not isinstance(X, type):
         if kernel is not None:

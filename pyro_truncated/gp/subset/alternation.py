@@ -316,10 +316,7 @@ def fit_with_restart(
 def scout_length_scales(
     scout: Callable[[], float], kernel: DataKernel, parameters: list[Tensor], start: list[Tensor]
 ) -> tuple[float, list[Tensor] | None]:
-    """Returns the least objective of short fits, and its parameters, if any.
-
-    They start from all, a half, a quarter, an eighth and a sixteenth of the current length-scales.
-    """
+    """Returns the least objective of short fits, and its parameters, if any."""
     best, best_parameters = math.inf, None
     for share in (1.0, 0.5, 0.25, 0.125, 0.0625):
         load_snapshot(parameters, start)

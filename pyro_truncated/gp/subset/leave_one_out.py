@@ -82,10 +82,7 @@ class Box:
 def maximize(
     objective: Callable[[Parameters], Tensor], start: Parameters, box: Box, steps: int, tolerance: float = 1e-6
 ) -> tuple[Parameters, float]:
-    """Returns parameters in the box that raise an objective, by L-BFGS.
-
-    It ends after ``steps`` iterations, or when one gains less than ``tolerance`` nats per target.
-    """
+    """Returns parameters in the box that raise an objective, by L-BFGS."""
     with torch.no_grad():
         before = float(objective(start))
     free = {name: value.detach().clone().requires_grad_() for name, value in box.free(start).items()}

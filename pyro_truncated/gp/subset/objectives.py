@@ -366,13 +366,8 @@ class SparsePosterior:
 
     .. math:: v(x) = c \, (k(x, x) - \phi^\top \phi) + \phi^\top A^{-1} \phi .
 
-    Args:
-        basis: inducing inputs. Those that depend on earlier ones are left out.
-        targets: ``(n, H)`` float64.
-        noise: noise variance.
-        objective: by which hyper-parameters were learned. ``"vfe"``; ``"fitc"``, where the
-            unexplained variance counts as noise of each data point; or ``"pp"``.
-        held_out: positions of data points that had no part in moving the inducing inputs. These alone calibrate ``"pp"`` then.
+    With ``"fitc"`` unexplained variance counts as noise of each data point. Data points ``held_out``, that had no part in moving the
+    inducing inputs, calibrate ``"pp"`` alone. Inducing inputs that depend on earlier ones are left out.
 
     Attributes:
         share: the factor :math:`c`; 1 but for ``"pp"``.

@@ -99,11 +99,7 @@ class SubsetModel(UniqueModule, Parameterized):
         return one if torch.equal(one, other) else one[:0]
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Refuses a state of other inputs.
-
-        Raises:
-            ValueError: if the kernel here has other covariances of the inducing inputs.
-        """
+        """Refuses a state of other inputs."""
         with _looking_at(self.kernel):
             if int(self.index.max()) >= self.kernel.num_data or len(self.get_extra_state()):
                 check_witness(self.kernel, self.index, state)

@@ -203,11 +203,7 @@ class SavedRegression(DoubleModule):
         return {"objective_value": self.objective_value, "targets": _digest(targets), "witness": witness(self.kernel, index)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Takes what :meth:`get_extra_state` gave.
-
-        Raises:
-            ValueError: if it is of other data: other targets, or covariances that the kernel here does not have.
-        """
+        """Takes what :meth:`get_extra_state` gave, if it is of these data."""
         targets, index = self.saved_data()
         if state["targets"] != _digest(targets):
             raise ValueError(_OTHER_TARGETS)

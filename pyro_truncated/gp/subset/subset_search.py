@@ -118,10 +118,8 @@ def random_subset(num_data: int, num: int, generator: torch.Generator | None, de
 
 
 def draw(weights: Tensor, num: int, generator: torch.Generator | None) -> Tensor:
-    """At most ``num`` distinct positions, drawn in proportion to weights ``(n,)``.
-
-    One exponential variable per position is raced against its weight, which needs neither loops nor a limit on ``n``.
-    """
+    """At most ``num`` distinct positions, drawn in proportion to weights ``(n,)``."""
+    # One exponential variable per position is raced against its weight: that needs no loops, and no limit on their number.
     positive = int((weights > 0).sum())
     noise = torch.rand(len(weights), generator=generator, dtype=torch.float64).to(weights.device)
     arrival = -torch.log1p(-noise) / weights.clamp(min=0.0)

@@ -45,6 +45,7 @@ from pyro_truncated.gplvm.decoders.conditioning_set import Posterior
 from pyro_truncated.utils.arguments import check_count, describe, leaves_inference_mode, names_arguments
 from pyro_truncated.utils.arrays import as_data, check_column_names
 from pyro_truncated.utils.devices import generator_device
+from pyro_truncated.utils.parameter_store import load_snapshot
 
 # Values ``(M,)`` of data points ``(M, D)`` at latents ``(M, Q)``, under what predicts outputs at latents.
 Objective = Callable[[Any, Tensor, Tensor], Tensor]
@@ -434,8 +435,7 @@ def _begin(module: torch.nn.Module, portion: Portion) -> None:
         parameter.grad = None
     own = {id(parameter) for parameter in latents}
     common = [tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in own]
-    for tensor, value in zip(common, collectives.agree([tensor.detach() for tensor in common]), strict=True):
-        tensor.copy_(value)
+    load_snapshot(common, collectives.agree([tensor.detach() for tensor in common]))
     synchronize_generator(None)
 
 
@@ -456,7 +456,7 @@ class SharedSplit(Split):
         """That of a minibatch of data points of all processes."""
         if not split.num_active:
             raise ValueError("on several processes a minibatch needs an active set of at least one data point (num_active)")
-        is_own = (split.indices >= portion.first) & (split.indices < portion.first + portion.size)
+        is_own = portion.holds(split.indices)
         is_own[: split.num_active] = True
         within = is_own.nonzero().squeeze(-1)
         return cls(split.indices[within], split.num_active, within, len(split.indices), portion)

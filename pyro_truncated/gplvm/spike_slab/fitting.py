@@ -486,7 +486,7 @@ def draw_minibatch(model: Any, views: Sequence[Tensor], size: int, generator: to
     scale = model.num_data / len(index)
     if portion is None:
         return Minibatch(index, index, scale)
-    own = index[(index >= portion.first) & (index < portion.first + portion.size)]
+    own = index[portion.holds(index)]
     return Minibatch(own, own - portion.first, scale, 1 / collectives.size(), shard_sum(views[0]))
 
 

@@ -303,10 +303,7 @@ KernelSpec = str | kernels.Kernel | Callable[[], kernels.Kernel]
 
 
 def make_kernel(kernel: KernelSpec, num_latents: int, like: Tensor) -> kernels.Kernel:
-    r"""Returns a kernel of ``Q`` latents by name.
-
-    ``"rbf"`` has one length-scale :math:`\sqrt Q` per latent, ``"linear"`` one weight per latent.
-    """
+    """Returns a kernel of ``Q`` latents by name."""
     refuse_foreign_kernel(kernel)
     if isinstance(kernel, kernels.Kernel):
         kernel = kernel.to(like)
@@ -342,19 +339,8 @@ LikelihoodSpec = str | LabelLikelihood | None
 class View(UniqueModule):
     r"""Gaussian process from ``Q`` latents to a view's ``D`` outputs.
 
-    Args:
-        num_observed: number of outputs ``D``.
-        kernel: covariance function of the (switched) latents.
-        inducing: inducing inputs to start from, ``(M, Q)``.
-        num_data: number of data points ``N``.
-        likelihood: that of labels or counts; ``None`` for Gaussian noise.
-        collapsed: whether the inducing variables take their optimal posterior, which needs all data
-            at every step. Otherwise they have a Gaussian posterior of their own.
-        trainable: whether the inducing inputs are optimised.
-        expectation: how to take expectations of kernels without closed form.
-
     Attributes:
-        kernel: the covariance function.
+        kernel: the covariance function of the (switched) latents.
         num_functions: number of latent functions ``F``: ``D``, or the number of classes.
         inducing: inducing inputs, ``(M, Q)``.
         noise: noise variance; of labels, that of the pseudo-targets of weight one.
@@ -412,10 +398,7 @@ class View(UniqueModule):
         self.scale_tril = PyroParam(eye, constraints.lower_cholesky)  # type: ignore[assignment]
 
     def cholesky(self) -> Tensor:
-        r"""The factor of :math:`K_{uu}`, slightly raised, in float64.
-
-        The addition is noise on the inducing variables, which leaves the bound a bound.
-        """
+        """The factor of :math:`K_{uu}`, slightly raised, in float64."""
         return inducing_cholesky(evaluate(self.kernel, self.inducing.double()).double())
 
     def check_labels(self, y: Tensor, number: int) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from pyro_truncated.ops.backend import is_vectorised
 from pyro_truncated.ops.binary_chains import LOST_NATS, PairTables, chances_if_full, likelihoods, pair_tables
 from pyro_truncated.ops.evolution import find_duplicates
+from pyro_truncated.ops.packed_states import gather_states
 from pyro_truncated.ops.vectorised import in_order
 from pyro_truncated.ops.vectorised.latent_values import unpack_bits
 
@@ -108,10 +109,8 @@ class _Members:
         return is_possible
 
     def weigh(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights times factors of transitions, ``(N, C, S)``, and their sums.
-
-        Only in place of a kernel; elsewhere zero, so that logarithms are computed.
-        """
+        """Weights times factors of transitions, ``(N, C, S)``, and their sums."""
+        # Only in place of a kernel; elsewhere zero, so that logarithms are computed.
         if is_vectorised(states):
             return self.weights.new_zeros(len(states), 1, 1), self.weights.new_zeros(len(states), 1)
         both, products = self.words.unsqueeze(1) & states.unsqueeze(2), self.weights.unsqueeze(1)
@@ -265,7 +264,7 @@ def select(
         at = place.clamp(min=0)
         message, total = _normalize((left if forward else right).gather(1, at).masked_fill(place < 0, -torch.inf))
         out[:, t], log_norm[:, t] = _replace_after_end(message, is_part), torch.where(is_part.squeeze(1), total, 0.0)
-        kept = states.gather(1, at.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
+        kept = gather_states(states, at)
         own = out[:, t] if forward else out[:, t] + unary[:, t].gather(1, at).masked_fill(place < 0, -torch.inf)
     return chosen, out, log_norm
 
@@ -273,7 +272,7 @@ def select(
 def _best_distinct(score: Tensor, words: Tensor, size: int) -> Tensor:
     """Positions ``(N, size)`` of the best distinct states, filled up with -1."""
     score, order = score.sort(dim=1, descending=True, stable=True)
-    ordered = words.gather(1, order.unsqueeze(-1).expand(-1, -1, words.shape[-1]))
+    ordered = gather_states(words, order)
     score = score.masked_fill(find_duplicates(ordered), -torch.inf)
     score, place = torch.nn.functional.pad(score, (0, max(0, size - score.shape[1])), value=-torch.inf).topk(size, dim=1)
     chosen = order.gather(1, place.clamp(max=order.shape[1] - 1)).masked_fill(score == -torch.inf, -1)
@@ -418,7 +417,7 @@ def flips(
     bit = torch.where(latent // 64 == torch.arange(words.shape[-1], device=words.device).unsqueeze(-1), 1 << (latent % 64), 0).mT
     flipped = (words[n, t, : gain.shape[1]].unsqueeze(2) ^ bit).flatten(1, 2)
     score, order = score.sort(dim=1, descending=True, stable=True)
-    ordered = flipped.gather(1, order.unsqueeze(-1).expand(-1, -1, words.shape[-1]))
+    ordered = gather_states(flipped, order)
     is_member = (ordered.unsqueeze(2) == words[n, t].unsqueeze(1)).all(-1) & (log_weight[n, t] > -torch.inf).unsqueeze(1)
     is_old = is_member.any(-1) | find_duplicates(ordered)
     score, place = score.masked_fill(is_old, -torch.inf).topk(min(size, score.shape[1]), dim=1)

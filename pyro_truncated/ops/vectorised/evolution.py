@@ -125,10 +125,8 @@ def _flip_sparse(words: Tensor, fields: Fields, flips: SparseFlips, draws: Tenso
 
 @functools.cache
 def _ones(device: torch.device) -> Tensor:
-    """How many bits of a byte are set, for all bytes.
-
-    To look it up takes fewer launches than to count pairs, fours and so on.
-    """
+    """How many bits of a byte are set, for all bytes."""
+    # To look it up takes fewer launches than to count pairs, fours and so on.
     return torch.tensor([byte.bit_count() for byte in range(256)], device=device)
 
 

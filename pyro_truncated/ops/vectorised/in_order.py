@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from pyro_truncated.ops.backend import backend
@@ -26,8 +25,3 @@ def total(values: Tensor) -> Tensor:
 def add(sums: Tensor, index: Tensor, values: Tensor) -> None:
     """Adds values at places of the flattened sums, one after the other."""
     sums.view(-1).index_add_(0, index.flatten(), values.flatten())
-
-
-def blocks_of_rows(num_data: int, num_blocks: int) -> Tensor:
-    """The block of each data point, where kernels split them."""
-    return torch.bucketize(torch.arange(num_data), num_data * torch.arange(1, num_blocks) // num_blocks, right=True)

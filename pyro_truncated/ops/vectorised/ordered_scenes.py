@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
-from pyro_truncated.ops.vectorised.in_order import add, blocks_of_rows, exp, log, total
+from pyro_truncated.ops.vectorised.in_order import add, exp, log, total
 
 # As in the kernels.
 _LOST, _SMALL, _BLOCKS = -60.0, 1e-200, 16
@@ -118,7 +118,9 @@ def empty_statistics(num_data: int, scene: SceneParameters) -> tuple[Tensor, tup
     """The block of every image, and empty sums for each block."""
     num_blocks, channels, masks = min(max(1, num_data), _BLOCKS), scene.features.shape[2], scene.masks
     shapes = (*masks.shape, channels + 2), masks.shape, masks.shape[:1], (channels + 2,)
-    return blocks_of_rows(num_data, num_blocks), tuple(masks.new_zeros(num_blocks, *shape) for shape in shapes)
+    # Where kernels split them.
+    block = torch.bucketize(torch.arange(num_data), num_data * torch.arange(1, num_blocks) // num_blocks, right=True)
+    return block, tuple(masks.new_zeros(num_blocks, *shape) for shape in shapes)
 
 
 def add_statistics(

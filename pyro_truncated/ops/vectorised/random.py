@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.streams import FINALISER, GOLDEN, SECOND_FINALISER, CachedSeed
-from pyro_truncated.utils.budget import current_budget, rows_per_block
+from pyro_truncated.utils.budget import current_budget, row_slices
 
 
 def _to_signed(number: int) -> int:
@@ -86,8 +86,7 @@ def blocks(streams: Tensor, count: int) -> Iterator[slice]:
     # Where flips of 280 000 states of 20 latents took the least time on the CPU; a quarter or four
     # times of it is hardly worse.
     budget = min(current_budget(), 2**24) if streams.is_cpu else None
-    size = rows_per_block(64 * count, budget)
-    return (slice(start, start + size) for start in range(0, len(streams), size))
+    return row_slices(len(streams), 64 * count, budget)
 
 
 def uniform(words: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_truncated import ops
 from pyro_truncated.search.surrogate.quadratic_functions import half_products
 
 # Nats below the best score beyond which a state is impossible.
@@ -37,7 +38,7 @@ class ScoredBatch:
     def __post_init__(self) -> None:
         best, at = self.log_joint.max(1, keepdim=True)
         put = object.__setattr__
-        put(self, "best", self.states.gather(1, at.unsqueeze(-1).expand(-1, 1, self.states.shape[-1])))
+        put(self, "best", ops.gather_states(self.states, at))
         put(self, "gap", best - self.log_joint)
         put(self, "target", -self.gap if self.baseline is None else self.baseline.gather(1, at) - self.baseline - self.gap)
         put(self, "steps", self.states - self.best)

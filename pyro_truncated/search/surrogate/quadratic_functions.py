@@ -44,10 +44,7 @@ class QuadraticFunctions(NamedTuple):
         return states
 
     def best_new_states(self, optimum: Tensor, space: StateSpace, words: Tensor) -> Tensor:
-        """Returns the best unscored state within two flips of ``(n, C, H)``.
-
-        There is one for each of the functions. Scored are words ``(n, M, W)``.
-        """
+        """Returns the best states within two flips of ``(n, C, H)``, none of ``words``."""
         # States are known by their words, or by one number made of these; each latent adds its own.
         latent_keys = _keys(space.pack(torch.eye(optimum.shape[-1], dtype=torch.int64, device=optimum.device)))
         known_keys, children = _keys(words).sort(1).values, []

@@ -278,10 +278,7 @@ class ScoredStates:
         return cls(batch.space, batch.positions, population.words, log_joint)
 
     def holds(self, batch: SearchBatch) -> bool:
-        """Whether the best are still in populations, with equal log joints.
-
-        Populations may have better states, too, that others have found.
-        """
+        """Whether the best are still in populations, with equal log joints."""
         population = batch.population
         if self.space is not batch.space or not torch.equal(self.positions, batch.positions):
             return False
