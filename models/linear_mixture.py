@@ -108,9 +108,10 @@ def _dense_outer_products(shares: Tensor, rows: Tensor) -> Tensor:
 
 
 def _outer_product(share: Tensor, rows: Tensor) -> Tensor:
-    is_used = ~(share <= _NEGLIGIBLE)
-    if rows.is_cpu and 2 * int(is_used.count_nonzero()) < len(rows):  # a device would be waited for
-        share, rows = share[is_used], rows[is_used]
+    if rows.is_cpu:  # a device would be waited for
+        is_used = ~(share <= _NEGLIGIBLE)
+        if 2 * int(is_used.count_nonzero()) < len(rows):
+            share, rows = share[is_used], rows[is_used]
     return (share.unsqueeze(-1) * rows).mT @ rows
 
 
