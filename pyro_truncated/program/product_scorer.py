@@ -548,7 +548,8 @@ class ProductScorer(Probe):
         for node in factor[1]:
             if table.shape[tree.dim(node)] > 1:
                 table = torch.take_along_dim(table, places[node], dim=tree.dim(node))
-        table, expected = (own.double().clamp(min=IMPOSSIBLE) for own in (table, expected))
+        # What is NaN, the scores tell.
+        table, expected = (own.double().nan_to_num(nan=IMPOSSIBLE).clamp(min=IMPOSSIBLE) for own in (table, expected))
         return bool(((table - expected).abs() <= rounding_tolerance(expected, *dtypes)).all())
 
 

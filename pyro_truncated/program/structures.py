@@ -56,12 +56,12 @@ class KnownStructures:
     def __contains__(self, run: tuple[Call, Mapping[str, Any]]) -> bool:
         call, nodes = run
         leaves = _leaves(call)
-        return nodes.keys() <= self._sites and _match_any(_numbers(leaves, nodes), self._numbers.get(_kinds(leaves), set()))
+        return nodes.keys() <= self._sites and _match_any(_numbers(leaves), self._numbers.get(_kinds(leaves), set()))
 
     def add(self, call: Call, nodes: Mapping[str, Any]) -> None:
         """Notes that the structure of a call is known."""
         leaves = _leaves(call)
-        self._numbers.setdefault(_kinds(leaves), set()).add(_numbers(leaves, nodes))
+        self._numbers.setdefault(_kinds(leaves), set()).add(_numbers(leaves))
         self._sites |= nodes.keys()
 
 
@@ -84,10 +84,8 @@ def _match_any(numbers: tuple[Any, ...], known: Collection[tuple[Any, ...]]) -> 
     return any(all(numbers[place] == others[place] for place in places) for others in alike)
 
 
-def _numbers(leaves: Iterable[Any], nodes: Mapping[str, Any]) -> Any:
-    values = (node["value"] for node in nodes.values() if node["is_observed"] and isinstance(node["value"], Tensor))
-    observed = {value.untyped_storage().data_ptr() for value in values if value.layout == torch.strided}
-    return tuple(number for leaf in leaves for number in _numbers_of(leaf, observed))
+def _numbers(leaves: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(number for leaf in leaves for number in _numbers_of(leaf))
 
 
 def refuse_other_structure(scorer: LogJoint | ProductScorer | ChainScorer, max_count: int | Mapping[str, int] | None) -> None:
@@ -197,15 +195,13 @@ def _kind(value: Any) -> Any:
     return (name, str(value)) if isinstance(value, (bool, enum.Enum)) else name
 
 
-def _numbers_of(value: Any, observed: set[int]) -> Sequence[Any]:
+def _numbers_of(value: Any) -> Sequence[Any]:
     """Shapes, integers such as edges, and real numbers.
 
-    Of these it is also told which are zero. Of observed tensors it is shapes alone.
+    Of these it is also told which are zero. A row of a table may say what is observed, and of which latent.
     """
     if isinstance(value, (Tensor, np.ndarray)):
-        if isinstance(value, Tensor) and (not _lies_in_memory(value) or value.untyped_storage().data_ptr() in observed):
-            return (value.shape,)
-        if find_memory_map(value) is not None:
+        if find_memory_map(value) is not None or (isinstance(value, Tensor) and not _lies_in_memory(value)):
             return (value.shape,)
         size = math.prod(value.shape)
         if size <= 16 * _MOST_HELD:

@@ -287,19 +287,58 @@ def test_labels_that_tell_nothing_of_a_latent_hide_no_lookup():
 
 def test_rows_that_depend_on_a_latent_only_later_are_refused():
     """A covariate that was zero: to which group its row belongs is not known."""
+    slope = torch.nn.Parameter(torch.arange(40.0).double() % 2, requires_grad=False)
 
     def model(y):
         with pyro.plate("groups", 6):
             z = pyro.sample("z", dist.Categorical(TRANSITION[1]))
         with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(y[:, 0] * z[GROUP], ONE), obs=y[:, 1])
+            pyro.sample("y", dist.Normal(slope * z[GROUP], ONE), obs=y)
 
-    y, guide = torch.stack([torch.arange(40.0).double() % 2, draw(40)], -1), AutoTruncated(model, 3)
+    y, guide = draw(40), AutoTruncated(model, 3)
     for _ in range(2):
         Truncated_ELBO().loss(model, guide, y)
+    slope.copy_(slope.roll(1, 0))
     # At once, and not only at one of the calls that look again.
     with pytest.raises(ValueError, match="has entries that depend on other latents than they did"):
-        Truncated_ELBO().loss(model, guide, y.roll(1, 0))
+        Truncated_ELBO().loss(model, guide, y)
+
+
+def test_missing_entries_of_later_data_are_named():
+    y, guide, elbo = draw(4, 3), AutoTruncated(chain_in_event, 2), Truncated_ELBO()
+    elbo.loss(chain_in_event, guide, y, False)
+    y[2, 1] = torch.nan
+    with pytest.raises(ValueError, match="site 'y_1' observes nan at data point 2"):
+        elbo.loss(chain_in_event, guide, y, False)
+
+
+@pytest.mark.parametrize("kind", ["labels", "measurements", "observed groups"])
+@pytest.mark.parametrize("is_in_place", [False, True])
+def test_rows_of_other_groups_are_refused_at_once(kind, is_in_place):
+    """Groups and observations are columns of one table, or the groups are observed themselves."""
+
+    def model(rows):
+        group = rows[:, 0].long()
+        with pyro.plate("groups", 6):
+            z = pyro.sample("z", dist.Categorical(TRANSITION[1]))
+        with pyro.plate("data", len(rows)):
+            if kind == "labels":
+                pyro.sample("y", dist.Categorical(TRANSITION[z[group]]), obs=rows[:, 1])
+                return
+            if kind == "observed groups":
+                pyro.sample("group", dist.Categorical(torch.ones(6, dtype=torch.float64)), obs=rows[:, 0])
+            pyro.sample("y", dist.Normal(z[group], ONE), obs=rows[:, 1])
+
+    rows = torch.stack([GROUP, torch.arange(40) % 3], 1)
+    rows = rows if kind == "labels" else rows.double()
+    other = torch.stack([rows[:, 0].flip(0), rows[:, 1]], 1)
+    guide, elbo = AutoTruncated(model, 3), Truncated_ELBO()
+    first = [elbo.loss(model, guide, rows) for _ in range(2)]
+    assert first[0] == first[1]
+    if is_in_place:
+        rows.copy_(other)
+    with pytest.raises(ValueError, match="another structure than when the guide was set up"):
+        elbo.loss(model, guide, rows if is_in_place else other)
 
 
 @pytest.mark.parametrize(("time", "number"), [(torch.arange(300) * 1.7 % 500, 500), (torch.arange(60) // 3 % 20 * 2.5, 50)])
