@@ -17,8 +17,8 @@ import pyro
 import pyro.poutine as poutine
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from pyro_truncated.ops.backend import gradient, save_with_context
 from pyro_truncated.ops.elimination import IMPOSSIBLE, LogTables, Messages
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.densities import MAX_STACKED, coarsest_dtype, count_entries, log_density, site_log_densities
@@ -57,15 +57,15 @@ class _GivenGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, entries: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
         """Returns the value."""
-        ctx.save_for_backward(gradient)
+        save_with_context(ctx, gradient)
         return value.clone()
 
     @staticmethod
-    @once_differentiable
+    @gradient
     def backward(ctx: Any, weight: Tensor) -> tuple[Tensor, None, None]:
         """The given gradient, times the incoming one."""
-        (gradient,) = ctx.saved_tensors
-        return weight * gradient, None, None
+        (own,) = ctx.saved_tensors
+        return weight * own, None, None
 
 
 def _log_densities_by_name(nodes: Sequence[Any], formula: Callable[[Any, Tensor], Tensor]) -> dict[str, Tensor]:
