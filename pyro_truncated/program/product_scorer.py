@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -467,7 +468,7 @@ class ProductScorer(Probe):
         generator = torch.Generator().manual_seed(0)
         parameters = generic_parameters(self, self.product.graph.factors, generator)
         with contextlib.suppress(Exception), parameters:
-            return (is_reduction_known or self._reduced_site(generator) is None) and self._agrees()
+            return (is_reduction_known or self._reduced_site(generator) is None) and self._agrees() and self._entries_agree(generator)
         return False
 
     def _agrees(self, seed: int = 1) -> bool:
@@ -476,20 +477,42 @@ class ProductScorer(Probe):
         number = max(1, min(8, 128 // sum(map(self.num_rows, range(len(self.product.groups))))))
         return all(self._takes_random_sets(generator) for _ in range(number))
 
-    def _takes_random_sets(self, generator: torch.Generator) -> bool:
+    def _entries_agree(self, generator: torch.Generator) -> bool:
+        """Whether entries depend on the steps, or members of plates, that were found.
+
+        Each row takes the first or the second state of its set by a bit of its position: any two rows differ in some bit.
+        """
+        entries = self.product.graph.entries
+        plates = {plate for own in entries.values() for plate, _, _ in own.plates}
+        numbers = [self.num_rows(place) for place, group in enumerate(self.product.groups) if plates & {*group.plates}]
+        num_bits = max(1, (max(numbers, default=1) - 1).bit_length()) if entries else 0
+        bits = itertools.product(range(num_bits), (0, 1))
+        return all(self._takes_random_sets(generator, lambda row, bit=bit, flip=flip: (row >> bit & 1) ^ flip) for bit, flip in bits)
+
+    def _takes_random_sets(self, generator: torch.Generator, choose: Callable[[Tensor], Tensor] | None = None) -> bool:
         product = self.product
         sets: list[Tensor] = []
         # Sets are as large as others only where they may be so in use, and no larger than they can be then.
         distinct = sorted({group.space.size for group in product.groups})
         for number, group in enumerate(product.groups):
             size = min(NUM_TRIED + distinct.index(group.space.size), group.space.size)
-            words = group.space.random((self.num_rows(number), size), 0.5, generator).to(self.device)
+            levels = group.space.unpack(group.space.random((self.num_rows(number), size), 0.5, generator))
+            if size > 1:
+                is_same = (levels[:, 0] == levels[:, 1]).all(-1, keepdim=True)
+                levels[:, 1] = (levels[:, 1].long() + is_same) % torch.tensor(group.space.cardinalities)
+            words = group.space.pack(levels).to(self.device)
             sets.append(words[:1].expand_as(words) if product.shares_sets else words)
         nodes = self.run_sets(sets)
         together = dict(self._site_tables(nodes, self._factor_names(nodes)))
         beyond = (node for node in density_nodes(nodes).values() if node["is_observed"] and not self.is_inside(node))
         takes_plates = all(len(node["fn"].batch_shape) <= product.layout.depth for node in beyond)
-        return takes_plates and self._agrees_with_single_run(together, sets, generator)
+        chosen = [
+            torch.randint(words.shape[1], (len(words),), generator=generator)
+            if choose is None
+            else choose(torch.arange(len(words))).clamp(max=words.shape[1] - 1)
+            for words in sets
+        ]
+        return takes_plates and self._agrees_with_single_run(together, sets, chosen)
 
     def _reduced_site(self, generator: torch.Generator) -> str | None:
         """Returns a site that depends on several states of a set.
@@ -526,14 +549,14 @@ class ProductScorer(Probe):
             nodes = sample_nodes(self.run({**self.values, **values}))
         return next(filter(None, (operations.reduced_site(nodes, place) for place in range(len(dimensions)))), None)
 
-    def _agrees_with_single_run(self, together: Mapping[Factor, Tensor], sets: Sets, generator: torch.Generator) -> bool:
-        """Whether tables agree with a run of random states of the sets."""
+    def _agrees_with_single_run(self, together: Mapping[Factor, Tensor], sets: Sets, chosen: Sequence[Tensor]) -> bool:
+        """Whether tables agree with a run of one state of each set, which are chosen by their positions."""
         product = self.product
         levels: dict[str, Tensor] = {}
         places: dict[int, Tensor] = {}
         for number, (group, words) in enumerate(zip(product.groups, sets, strict=True)):
-            for node, own in zip(group.nodes, self.split_nodes(words, number), strict=True):
-                index = torch.randint(words.shape[1], (len(own), 1), generator=generator).to(self.device)
+            positions = self.split_nodes(chosen[number].unsqueeze(-1).to(self.device), number)
+            for node, own, index in zip(group.nodes, self.split_nodes(words, number), positions, strict=True):
                 places[node] = product.spread(node, index, self.plate_sizes(node))
                 single = own.gather(1, index.unsqueeze(-1).expand(-1, -1, own.shape[-1])).squeeze(1)
                 levels |= product.node_layouts[node].site_values(group.space.unpack(single), self.plate_sizes(node), self.dtypes)

@@ -304,6 +304,41 @@ def test_rows_that_depend_on_a_latent_only_later_are_refused():
         Truncated_ELBO().loss(model, guide, y)
 
 
+@pytest.mark.parametrize("row", range(0, 200, 25))
+def test_one_row_of_another_group_is_refused_at_once(row):
+    """However many groups there are; states of both groups differ in some of the runs that are compared."""
+
+    def model(y, group):
+        with pyro.plate("groups", 50):
+            z = pyro.sample("z", dist.Bernoulli(0.4 * ONE))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(z[group], ONE), obs=y)
+
+    y, group, guide = draw(200), torch.arange(200) % 50, AutoTruncated(model, 2)
+    for _ in range(2):
+        Truncated_ELBO().loss(model, guide, y, group)
+    group[row] = (group[row] + 7) % 50
+    with pytest.raises(ValueError, match="another structure than when the guide was set up"):
+        Truncated_ELBO().loss(model, guide, y, group)
+
+
+@pytest.mark.parametrize("step", range(0, 40, 5))
+def test_stacks_in_another_order_are_refused_at_once(step):
+    def model(y, order):
+        steps, z = [], torch.tensor(0)
+        for t in range(len(y)):
+            z = pyro.sample(f"z_{t}", dist.Categorical(TRANSITION[z]))
+            steps.append(z)
+        pyro.sample("y", dist.Normal(torch.stack(steps, -1)[..., order].double(), ONE).to_event(1), obs=y)
+
+    y, order, guide = draw(40), torch.arange(40), AutoTruncated(model, 3)
+    for _ in range(2):
+        Truncated_ELBO().loss(model, guide, y, order)
+    order[[step, step + 1]] = order[[step + 1, step]]
+    with pytest.raises(ValueError, match="another structure than when the guide was set up"):
+        Truncated_ELBO().loss(model, guide, y, order)
+
+
 def test_missing_entries_of_later_data_are_named():
     y, guide, elbo = draw(4, 3), AutoTruncated(chain_in_event, 2), Truncated_ELBO()
     elbo.loss(chain_in_event, guide, y, False)
