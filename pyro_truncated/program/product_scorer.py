@@ -468,7 +468,7 @@ class ProductScorer(Probe):
         generator = torch.Generator().manual_seed(0)
         parameters = generic_parameters(self, self.product.graph.factors, generator)
         with contextlib.suppress(Exception), parameters:
-            return (is_reduction_known or self._reduced_site(generator) is None) and self._agrees() and self._entries_agree(generator)
+            return (is_reduction_known or self._reduced_site(generator) is None) and self._agrees() and self._members_agree(generator)
         return False
 
     def _agrees(self, seed: int = 1) -> bool:
@@ -477,41 +477,47 @@ class ProductScorer(Probe):
         number = max(1, min(8, 128 // sum(map(self.num_rows, range(len(self.product.groups))))))
         return all(self._takes_random_sets(generator) for _ in range(number))
 
-    def _entries_agree(self, generator: torch.Generator) -> bool:
-        """Whether entries depend on the steps, or members of plates, that were found.
+    def _members_agree(self, generator: torch.Generator) -> bool:
+        """Whether entries depend on the steps and members that were found.
 
-        Each row takes the first or the second state of its set by a bit of its position: any two rows differ in some bit.
+        Each member takes the first or the second state of its set by a bit of its position: any two differ in some bit. Of large programs
+        these are the members that are looked up.
         """
-        entries = self.product.graph.entries
+        entries, groups = self.product.graph.entries, self.product.groups
         plates = {plate for own in entries.values() for plate, _, _ in own.plates}
-        numbers = [self.num_rows(place) for place, group in enumerate(self.product.groups) if plates & {*group.plates}]
-        num_bits = max(1, (max(numbers, default=1) - 1).bit_length()) if entries else 0
-        bits = itertools.product(range(num_bits), (0, 1))
-        return all(self._takes_random_sets(generator, lambda row, bit=bit, flip=flip: (row >> bit & 1) ^ flip) for bit, flip in bits)
+        numbers = [self.num_rows(place) for place in range(len(groups))]
+        sizes = [
+            number // len(group.nodes)
+            for group, number in zip(groups, numbers, strict=True)
+            if sum(numbers) <= 128 or plates & {*group.plates}
+        ]
+        num_bits = max(bool(entries), (max(sizes, default=1) - 1).bit_length())
+        return all(self._takes_random_sets(generator, pattern) for pattern in itertools.product(range(num_bits), (0, 1)))
 
-    def _takes_random_sets(self, generator: torch.Generator, choose: Callable[[Tensor], Tensor] | None = None) -> bool:
+    def _takes_random_sets(self, generator: torch.Generator, pattern: tuple[int, int] | None = None) -> bool:
+        """Whether a run on sets agrees with a run on single states.
+
+        Which state a member takes is drawn, or said by a bit of its position, as it is or flipped.
+        """
         product = self.product
         sets: list[Tensor] = []
         # Sets are as large as others only where they may be so in use, and no larger than they can be then.
         distinct = sorted({group.space.size for group in product.groups})
         for number, group in enumerate(product.groups):
             size = min(NUM_TRIED + distinct.index(group.space.size), group.space.size)
-            levels = group.space.unpack(group.space.random((self.num_rows(number), size), 0.5, generator))
-            if size > 1:
-                is_same = (levels[:, 0] == levels[:, 1]).all(-1, keepdim=True)
-                levels[:, 1] = (levels[:, 1].long() + is_same) % torch.tensor(group.space.cardinalities)
-            words = group.space.pack(levels).to(self.device)
+            words = group.space.distinguish(group.space.random((self.num_rows(number), size), 0.5, generator)).to(self.device)
             sets.append(words[:1].expand_as(words) if product.shares_sets else words)
         nodes = self.run_sets(sets)
         together = dict(self._site_tables(nodes, self._factor_names(nodes)))
         beyond = (node for node in density_nodes(nodes).values() if node["is_observed"] and not self.is_inside(node))
         takes_plates = all(len(node["fn"].batch_shape) <= product.layout.depth for node in beyond)
-        chosen = [
-            torch.randint(words.shape[1], (len(words),), generator=generator)
-            if choose is None
-            else choose(torch.arange(len(words))).clamp(max=words.shape[1] - 1)
-            for words in sets
-        ]
+        chosen = []
+        for group, words in zip(product.groups, sets, strict=True):
+            if pattern is None:
+                chosen.append(torch.randint(words.shape[1], (len(words),), generator=generator))
+            else:
+                members = torch.arange(len(words)) % (len(words) // len(group.nodes))
+                chosen.append((members >> pattern[0] & 1 ^ pattern[1]).clamp(max=words.shape[1] - 1))
         return takes_plates and self._agrees_with_single_run(together, sets, chosen)
 
     def _reduced_site(self, generator: torch.Generator) -> str | None:
@@ -550,7 +556,10 @@ class ProductScorer(Probe):
         return next(filter(None, (operations.reduced_site(nodes, place) for place in range(len(dimensions)))), None)
 
     def _agrees_with_single_run(self, together: Mapping[Factor, Tensor], sets: Sets, chosen: Sequence[Tensor]) -> bool:
-        """Whether tables agree with a run of one state of each set, which are chosen by their positions."""
+        """Whether tables agree with a run of one state of each set.
+
+        States are chosen by their positions.
+        """
         product = self.product
         levels: dict[str, Tensor] = {}
         places: dict[int, Tensor] = {}
