@@ -209,9 +209,11 @@ def _numbers_of(value: Any) -> Sequence[Any]:
         # Large tensors that were not written to since are not read again.
         stamp = (value._version, value.data_ptr()) if isinstance(value, Tensor) and not value.is_inference() else None
         if stamp is None or _hashes_of_large.get(value, (None,))[0] != stamp:
-            # Without a copy of all entries, which may have been expanded or transposed.
-            places = np.unravel_index(np.arange(0, size, 1 + size // (16 * _MOST_HELD)), value.shape)
-            hashes = _hashes(value[tuple(map(torch.from_numpy, places))] if isinstance(value, Tensor) else value[places])
+            # Without a copy of all entries, which may have been expanded or transposed. Of a table rows are taken, lest columns are missed.
+            step: int = 1 + size // (16 * _MOST_HELD)
+            places: Any = np.unravel_index(np.arange(0, size, step), value.shape)
+            places = tuple(map(torch.from_numpy, places)) if isinstance(value, Tensor) else places
+            hashes = _hashes(value[::step] if value.ndim == 2 and len(value) > value.shape[1] else value[places])
             if stamp is None:
                 return (value.shape, *hashes)
             _hashes_of_large[value] = stamp, hashes
@@ -223,13 +225,15 @@ def _numbers_of(value: Any) -> Sequence[Any]:
 
 
 def _hashes(value: Tensor | np.ndarray) -> list[int]:
-    """Hashes of entries, and of which are zero."""
+    """Hashes of entries, and of zeros, by column of a table."""
     if isinstance(value, Tensor):
         # NumPy knows no shorter ones.
         is_short = value.is_floating_point() and value.dtype.itemsize < 4
         value = (value.float() if is_short else value).detach().resolve_neg().numpy()
     parts = [value == 0, value] if value.dtype.kind == "f" else [value] if value.dtype.kind in "biu" else []
-    return [hash(part.tobytes()) for part in parts]
+    # More rows than columns, of which each may say something else.
+    is_table = value.ndim == 2 and len(value) > value.shape[1]
+    return [hash(column.tobytes()) for part in parts for column in (part.T if is_table else [part])]
 
 
 def _lies_in_memory(tensor: Tensor) -> bool:

@@ -304,6 +304,22 @@ def test_rows_that_depend_on_a_latent_only_later_are_refused():
         Truncated_ELBO().loss(model, guide, y)
 
 
+def test_groups_of_long_tables_are_told_apart():
+    """Of which some entries are looked at: some of each column."""
+
+    def model(rows):
+        with pyro.plate("groups", 6):
+            z = pyro.sample("z", dist.Categorical(TRANSITION[1]))
+        with pyro.plate("data", len(rows)):
+            pyro.sample("y", dist.Normal(z[rows[:, 1].long()], ONE), obs=rows[:, 0])
+
+    rows, guide, elbo = torch.stack([draw(40_000), torch.arange(40_000) % 6], 1), AutoTruncated(model, 3), Truncated_ELBO()
+    for _ in range(2):
+        elbo.loss(model, guide, rows)
+    with pytest.raises(ValueError, match="another structure than when the guide was set up"):
+        elbo.loss(model, guide, torch.stack([rows[:, 0], rows[:, 1].flip(0)], 1))
+
+
 @pytest.mark.parametrize("row", range(0, 200, 25))
 def test_one_row_of_another_group_is_refused_at_once(row):
     """However many groups there are; states of both groups differ in some of the runs that are compared."""
@@ -348,8 +364,8 @@ def test_missing_entries_of_later_data_are_named():
 
 
 @pytest.mark.parametrize("kind", ["labels", "measurements", "observed groups"])
-@pytest.mark.parametrize("is_in_place", [False, True])
-def test_rows_of_other_groups_are_refused_at_once(kind, is_in_place):
+@pytest.mark.parametrize(("is_in_place", "num_others"), [(False, 0), (True, 0), (False, 4)])
+def test_rows_of_other_groups_are_refused_at_once(kind, is_in_place, num_others):
     """Groups and observations are columns of one table, or the groups are observed themselves."""
 
     def model(rows):
@@ -370,6 +386,9 @@ def test_rows_of_other_groups_are_refused_at_once(kind, is_in_place):
     guide, elbo = AutoTruncated(model, 3), Truncated_ELBO()
     first = [elbo.loss(model, guide, rows) for _ in range(2)]
     assert first[0] == first[1]
+    # Tables with other observations tell nothing of the groups.
+    for shift in range(num_others):
+        elbo.loss(model, guide, torch.stack([rows[:, 0], rows[:, 1].roll(1 + shift)], 1))
     if is_in_place:
         rows.copy_(other)
     with pytest.raises(ValueError, match="another structure than when the guide was set up"):
