@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 _LOGGER = logging.getLogger(__name__)
 # Whether the process was forked after the library had been imported.
@@ -161,8 +160,22 @@ def save_with_context(ctx: Any, *tensors: Tensor | None) -> None:
 
 
 def gradient(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates the backward pass of an autograd function that is differentiable once."""
-    return once_differentiable(differentiable_gradient(backward))
+    """Decorates the backward pass of an autograd function that is differentiable once.
+
+    Torch's own ``once_differentiable`` lets second derivatives by chosen tensors pass without the terms of this function.
+    """
+    run = differentiable_gradient(backward)
+
+    @functools.wraps(backward)
+    def run_once(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "sets of states, and likelihoods with kernels of their own, have no second derivatives. Leave out create_graph=True, or "
+                "write the program with Pyro's distributions and take AutoTruncated(..., whole_states=True)."
+            )
+        return run(ctx, *grads)
+
+    return run_once
 
 
 def differentiable_gradient(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,8 +18,8 @@ import pyro
 import pyro.poutine as poutine
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from pyro_truncated.ops.backend import gradient, save_with_context
 from pyro_truncated.ops.elimination import IMPOSSIBLE, LogTables, Messages
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.densities import MAX_STACKED, coarsest_dtype, count_entries, log_density, site_log_densities
@@ -57,15 +58,15 @@ class _GivenGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, entries: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
         """Returns the value."""
-        ctx.save_for_backward(gradient)
+        save_with_context(ctx, gradient)
         return value.clone()
 
     @staticmethod
-    @once_differentiable
+    @gradient
     def backward(ctx: Any, weight: Tensor) -> tuple[Tensor, None, None]:
         """The given gradient, times the incoming one."""
-        (gradient,) = ctx.saved_tensors
-        return weight * gradient, None, None
+        (own,) = ctx.saved_tensors
+        return weight * own, None, None
 
 
 def _log_densities_by_name(nodes: Sequence[Any], formula: Callable[[Any, Tensor], Tensor]) -> dict[str, Tensor]:
@@ -445,7 +446,7 @@ class ProductScorer(Probe):
         generator = torch.Generator().manual_seed(0)
         parameters = generic_parameters(self, self.product.graph.factors, generator)
         with contextlib.suppress(Exception), parameters:
-            return (is_reduction_known or self._reduced_site(generator) is None) and self._agrees()
+            return (is_reduction_known or self._reduced_site(generator) is None) and self._agrees() and self._members_agree(generator)
         return False
 
     def _agrees(self, seed: int = 1) -> bool:
@@ -454,20 +455,48 @@ class ProductScorer(Probe):
         number = max(1, min(8, 128 // sum(map(self.num_rows, range(len(self.product.groups))))))
         return all(self._takes_random_sets(generator) for _ in range(number))
 
-    def _takes_random_sets(self, generator: torch.Generator) -> bool:
+    def _members_agree(self, generator: torch.Generator) -> bool:
+        """Whether entries depend on the steps and members that were found.
+
+        Each member takes the first or the second state of its set by a bit of its position: any two differ in some bit. Of large programs
+        these are the members that are looked up.
+        """
+        entries, groups = self.product.graph.entries, self.product.groups
+        plates = {plate for own in entries.values() for plate, _, _ in own.plates}
+        numbers = [self.num_rows(place) for place in range(len(groups))]
+        sizes = [
+            number // len(group.nodes)
+            for group, number in zip(groups, numbers, strict=True)
+            if sum(numbers) <= 128 or plates & {*group.plates}
+        ]
+        num_bits = max(bool(entries), (max(sizes, default=1) - 1).bit_length())
+        return all(self._takes_random_sets(generator, pattern) for pattern in itertools.product(range(num_bits), (0, 1)))
+
+    def _takes_random_sets(self, generator: torch.Generator, pattern: tuple[int, int] | None = None) -> bool:
+        """Whether a run on sets agrees with a run on single states.
+
+        Which state a member takes is drawn, or said by a bit of its position, as it is or flipped.
+        """
         product = self.product
         sets: list[Tensor] = []
         # Sets are as large as others only where they may be so in use, and no larger than they can be then.
         distinct = sorted({group.space.size for group in product.groups})
         for number, group in enumerate(product.groups):
             size = min(NUM_TRIED + distinct.index(group.space.size), group.space.size)
-            words = group.space.random((self.num_rows(number), size), 0.5, generator).to(self.device)
+            words = group.space.distinguish(group.space.random((self.num_rows(number), size), 0.5, generator)).to(self.device)
             sets.append(words[:1].expand_as(words) if product.shares_sets else words)
         nodes = self.run_sets(sets)
         together = dict(self._site_tables(nodes, self._factor_names(nodes)))
         beyond = (node for node in density_nodes(nodes).values() if node["is_observed"] and not self.is_inside(node))
         takes_plates = all(len(node["fn"].batch_shape) <= product.layout.depth for node in beyond)
-        return takes_plates and self._agrees_with_single_run(together, sets, generator)
+        chosen = []
+        for group, words in zip(product.groups, sets, strict=True):
+            if pattern is None:
+                chosen.append(torch.randint(words.shape[1], (len(words),), generator=generator))
+            else:
+                members = torch.arange(len(words)) % (len(words) // len(group.nodes))
+                chosen.append((members >> pattern[0] & 1 ^ pattern[1]).clamp(max=words.shape[1] - 1))
+        return takes_plates and self._agrees_with_single_run(together, sets, chosen)
 
     def _reduced_site(self, generator: torch.Generator) -> str | None:
         """Returns a site that depends on several states of a set."""
@@ -500,14 +529,17 @@ class ProductScorer(Probe):
             nodes = sample_nodes(self.run({**self.values, **values}))
         return next(filter(None, (operations.reduced_site(nodes, place) for place in range(len(dimensions)))), None)
 
-    def _agrees_with_single_run(self, together: Mapping[Factor, Tensor], sets: Sets, generator: torch.Generator) -> bool:
-        """Whether tables agree with a run of random states of the sets."""
+    def _agrees_with_single_run(self, together: Mapping[Factor, Tensor], sets: Sets, chosen: Sequence[Tensor]) -> bool:
+        """Whether tables agree with a run of one state of each set.
+
+        States are chosen by their positions.
+        """
         product = self.product
         levels: dict[str, Tensor] = {}
         places: dict[int, Tensor] = {}
         for number, (group, words) in enumerate(zip(product.groups, sets, strict=True)):
-            for node, own in zip(group.nodes, self.split_nodes(words, number), strict=True):
-                index = torch.randint(words.shape[1], (len(own), 1), generator=generator).to(self.device)
+            positions = self.split_nodes(chosen[number].unsqueeze(-1).to(self.device), number)
+            for node, own, index in zip(group.nodes, self.split_nodes(words, number), positions, strict=True):
                 places[node] = product.spread(node, index, self.plate_sizes(node))
                 single = own.gather(1, index.unsqueeze(-1).expand(-1, -1, own.shape[-1])).squeeze(1)
                 levels |= product.node_layouts[node].site_values(group.space.unpack(single), self.plate_sizes(node), self.dtypes)
@@ -522,7 +554,8 @@ class ProductScorer(Probe):
         for node in factor[1]:
             if table.shape[tree.dim(node)] > 1:
                 table = torch.take_along_dim(table, places[node], dim=tree.dim(node))
-        table, expected = (own.double().clamp(min=IMPOSSIBLE) for own in (table, expected))
+        # What is NaN, the scores tell.
+        table, expected = (own.double().nan_to_num(nan=IMPOSSIBLE).clamp(min=IMPOSSIBLE) for own in (table, expected))
         return bool(((table - expected).abs() <= rounding_tolerance(expected, *dtypes)).all())
 
 

@@ -56,12 +56,12 @@ class KnownStructures:
     def __contains__(self, run: tuple[Call, Mapping[str, Any]]) -> bool:
         call, nodes = run
         leaves = _leaves(call)
-        return nodes.keys() <= self._sites and _match_any(_numbers(leaves, nodes), self._numbers.get(_kinds(leaves), set()))
+        return nodes.keys() <= self._sites and _match_any(_numbers(leaves), self._numbers.get(_kinds(leaves), set()))
 
     def add(self, call: Call, nodes: Mapping[str, Any]) -> None:
         """Notes that the structure of a call is known."""
         leaves = _leaves(call)
-        self._numbers.setdefault(_kinds(leaves), set()).add(_numbers(leaves, nodes))
+        self._numbers.setdefault(_kinds(leaves), set()).add(_numbers(leaves))
         self._sites |= nodes.keys()
 
 
@@ -84,10 +84,8 @@ def _match_any(numbers: tuple[Any, ...], known: Collection[tuple[Any, ...]]) -> 
     return any(all(numbers[place] == others[place] for place in places) for others in alike)
 
 
-def _numbers(leaves: Iterable[Any], nodes: Mapping[str, Any]) -> Any:
-    values = (node["value"] for node in nodes.values() if node["is_observed"] and isinstance(node["value"], Tensor))
-    observed = {value.untyped_storage().data_ptr() for value in values if value.layout == torch.strided}
-    return tuple(number for leaf in leaves for number in _numbers_of(leaf, observed))
+def _numbers(leaves: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(number for leaf in leaves for number in _numbers_of(leaf))
 
 
 def refuse_other_structure(scorer: LogJoint | ProductScorer | ChainScorer, max_count: int | Mapping[str, int] | None) -> None:
@@ -194,15 +192,13 @@ def _kind(value: Any) -> Any:
     return (name, str(value)) if isinstance(value, (bool, enum.Enum)) else name
 
 
-def _numbers_of(value: Any, observed: set[int]) -> Sequence[Any]:
+def _numbers_of(value: Any) -> Sequence[Any]:
     """Shapes, integers such as edges, and real numbers.
 
-    Of these it is also told which are zero. Of observed tensors it is shapes alone.
+    Of these it is also told which are zero. A row of a table may say what is observed, and of which latent.
     """
     if isinstance(value, (Tensor, np.ndarray)):
-        if isinstance(value, Tensor) and (not _lies_in_memory(value) or value.untyped_storage().data_ptr() in observed):
-            return (value.shape,)
-        if find_memory_map(value) is not None:
+        if find_memory_map(value) is not None or (isinstance(value, Tensor) and not _lies_in_memory(value)):
             return (value.shape,)
         size = math.prod(value.shape)
         if size <= 16 * _MOST_HELD:
@@ -210,9 +206,11 @@ def _numbers_of(value: Any, observed: set[int]) -> Sequence[Any]:
         # Large tensors that were not written to since are not read again.
         stamp = (value._version, value.data_ptr()) if isinstance(value, Tensor) and not value.is_inference() else None
         if stamp is None or _hashes_of_large.get(value, (None,))[0] != stamp:
-            # Without a copy of all entries, which may have been expanded or transposed.
-            places = np.unravel_index(np.arange(0, size, 1 + size // (16 * _MOST_HELD)), value.shape)
-            hashes = _hashes(value[tuple(map(torch.from_numpy, places))] if isinstance(value, Tensor) else value[places])
+            # Without a copy of all entries, which may have been expanded or transposed. Of a table rows are taken, lest columns are missed.
+            step: int = 1 + size // (16 * _MOST_HELD)
+            places: Any = np.unravel_index(np.arange(0, size, step), value.shape)
+            places = tuple(map(torch.from_numpy, places)) if isinstance(value, Tensor) else places
+            hashes = _hashes(value[::step] if value.ndim == 2 and len(value) > value.shape[1] else value[places])
             if stamp is None:
                 return (value.shape, *hashes)
             _hashes_of_large[value] = stamp, hashes
@@ -224,13 +222,15 @@ def _numbers_of(value: Any, observed: set[int]) -> Sequence[Any]:
 
 
 def _hashes(value: Tensor | np.ndarray) -> list[int]:
-    """Hashes of entries, and of which are zero."""
+    """Hashes of entries, and of zeros, by column of a table."""
     if isinstance(value, Tensor):
         # NumPy knows no shorter ones.
         is_short = value.is_floating_point() and value.dtype.itemsize < 4
         value = (value.float() if is_short else value).detach().resolve_neg().numpy()
     parts = [value == 0, value] if value.dtype.kind == "f" else [value] if value.dtype.kind in "biu" else []
-    return [hash(part.tobytes()) for part in parts]
+    # More rows than columns, of which each may say something else.
+    is_table = value.ndim == 2 and len(value) > value.shape[1]
+    return [hash(column.tobytes()) for part in parts for column in (part.T if is_table else [part])]
 
 
 def _lies_in_memory(tensor: Tensor) -> bool:

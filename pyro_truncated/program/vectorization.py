@@ -157,12 +157,17 @@ def _warn_if_reduced(log_joint: LogJoint) -> str | None:
 def _warn_if_unlike(log_joint: LogJoint, words: Tensor, single: dict[str, Tensor]) -> bool:
     """Whether repeated scores of single states differ; warns of it.
 
-    They are repeated beside other states of the other data points, so it also warns of sites that depend on those.
+    They are repeated beside other states of the other data points, so it also warns of sites that depend on those. Candidates take turns;
+    then each data point takes the first or the second by a bit of its position: any two differ in some bit.
     """
-    number = words.shape[1]
-    order = (torch.arange(number, device=words.device) + torch.arange(len(words), device=words.device).unsqueeze(-1)) % number
-    beside_others = words.gather(1, order.unsqueeze(-1).expand_as(words))
-    name = _difference(log_joint, _terms(log_joint, beside_others, "singly")[0], _reorder_candidates(single, order))
+    number, rows = words.shape[1], torch.arange(len(words), device=words.device).unsqueeze(-1)
+    orders = [(torch.arange(number, device=words.device) + rows) % number]
+    orders += [(rows >> bit & 1).clamp(max=number - 1) for bit in range((len(words) - 1).bit_length())]
+    for order in orders:
+        beside_others = words.gather(1, order.unsqueeze(-1).expand(-1, -1, words.shape[2]))
+        name = _difference(log_joint, _terms(log_joint, beside_others, "singly")[0], _reorder_candidates(single, order, number))
+        if name is not None:
+            break
     if not name:
         return False
     random_site = _difference(log_joint, _terms(log_joint, words, "singly")[0], single)
@@ -190,12 +195,12 @@ def _warn_across_data(log_joint: LogJoint, name: str) -> None:
     )
 
 
-def _reorder_candidates(terms: Mapping[str, Tensor], order: Tensor) -> dict[str, Tensor]:
-    """Returns log probabilities ``(C, ..., N)`` with candidates in an order ``(N, C)``."""
+def _reorder_candidates(terms: Mapping[str, Tensor], order: Tensor, number: int) -> dict[str, Tensor]:
+    """Returns log probabilities ``(C, ..., N)`` with candidates in an order ``(N, K)``."""
     ordered_terms = {}
     for name, term in terms.items():
         index = order.mT.reshape(order.shape[1], *(1,) * (term.dim() - 2), len(order))
-        ordered_terms[name] = torch.take_along_dim(term.expand(order.shape[1], *term.shape[1:]), index, 0)
+        ordered_terms[name] = torch.take_along_dim(term.expand(number, *term.shape[1:]), index, 0)
     return ordered_terms
 
 
@@ -228,8 +233,8 @@ def _candidates(log_joint: LogJoint, most: int) -> Tensor:
         levels = layout.encode_values({name: log_joint.nodes[name]["value"] for name in layout.sites}, log_joint.sizes)
     except ValueError:
         # A draw of a count beyond its bound.
-        return words
-    return torch.cat([space.pack(levels).unsqueeze(1), words[:, 1:]], 1)
+        return space.distinguish(words)
+    return space.distinguish(torch.cat([space.pack(levels).unsqueeze(1), words[:, 1:]], 1))
 
 
 def _terms(log_joint: LogJoint, words: Tensor, run_mode: RunMode) -> tuple[dict[str, Tensor] | Exception, int]:

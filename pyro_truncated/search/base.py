@@ -272,8 +272,10 @@ def propose_with(search: Search, batch: SearchBatch) -> Population:
     if _comes_with_library(search.propose):
         return search.propose(batch)
     name = type(search).__name__
-    score = _CheckedScore(name, batch)
-    proposals = search.propose(dataclasses.replace(batch, score=score))
+    words, log_joint = batch.population.words.clone(), batch.population.log_joint.clone()
+    # It may write into what it gets.
+    own = dataclasses.replace(batch.population, words=words, log_joint=log_joint)
+    proposals = search.propose(dataclasses.replace(batch, population=own, score=_CheckedScore(name, batch)))
     if not isinstance(proposals, Population):
         raise TypeError(f"{name}.propose must return a Population, such as batch.evaluate(words); got a {type(proposals).__name__}")
     if proposals.log_joint.shape != proposals.words.shape[:2]:

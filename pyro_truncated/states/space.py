@@ -164,3 +164,13 @@ class StateSpace:
         on = torch.rand((*shape, self.num_latents), generator=generator, device=device) < activity
         value = torch.rand((*shape, self.num_latents), generator=generator, device=device, dtype=torch.double) * others
         return self.pack(torch.where(on, torch.minimum(1 + value.long(), others), 0))
+
+    def distinguish(self, words: Tensor) -> Tensor:
+        """Changes the second of states ``(N, C, num_words)`` where it is the first.
+
+        All its latents take their next value.
+        """
+        first, second = words[:, :1], words[:, 1:2]
+        others = self.pack((self.unpack(first, torch.int64) + 1) % torch.tensor(self.cardinalities, device=words.device))
+        is_same = (first == second).all(-1, keepdim=True)
+        return torch.cat([first, torch.where(is_same, others[:, : second.shape[1]], second), words[:, 2:]], 1)

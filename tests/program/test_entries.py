@@ -287,19 +287,112 @@ def test_labels_that_tell_nothing_of_a_latent_hide_no_lookup():
 
 def test_rows_that_depend_on_a_latent_only_later_are_refused():
     """A covariate that was zero: to which group its row belongs is not known."""
+    slope = torch.nn.Parameter(torch.arange(40.0).double() % 2, requires_grad=False)
 
     def model(y):
         with pyro.plate("groups", 6):
             z = pyro.sample("z", dist.Categorical(TRANSITION[1]))
         with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(y[:, 0] * z[GROUP], ONE), obs=y[:, 1])
+            pyro.sample("y", dist.Normal(slope * z[GROUP], ONE), obs=y)
 
-    y, guide = torch.stack([torch.arange(40.0).double() % 2, draw(40)], -1), AutoTruncated(model, 3)
+    y, guide = draw(40), AutoTruncated(model, 3)
     for _ in range(2):
         Truncated_ELBO().loss(model, guide, y)
+    slope.copy_(slope.roll(1, 0))
     # At once, and not only at one of the calls that look again.
     with pytest.raises(ValueError, match="has entries that depend on other latents than they did"):
-        Truncated_ELBO().loss(model, guide, y.roll(1, 0))
+        Truncated_ELBO().loss(model, guide, y)
+
+
+def test_groups_of_long_tables_are_told_apart():
+    """Of which some entries are looked at: some of each column."""
+
+    def model(rows):
+        with pyro.plate("groups", 6):
+            z = pyro.sample("z", dist.Categorical(TRANSITION[1]))
+        with pyro.plate("data", len(rows)):
+            pyro.sample("y", dist.Normal(z[rows[:, 1].long()], ONE), obs=rows[:, 0])
+
+    rows, guide, elbo = torch.stack([draw(40_000), torch.arange(40_000) % 6], 1), AutoTruncated(model, 3), Truncated_ELBO()
+    for _ in range(2):
+        elbo.loss(model, guide, rows)
+    with pytest.raises(ValueError, match="another structure than when the guide was set up"):
+        elbo.loss(model, guide, torch.stack([rows[:, 0], rows[:, 1].flip(0)], 1))
+
+
+@pytest.mark.parametrize("row", range(0, 200, 25))
+def test_one_row_of_another_group_is_refused_at_once(row):
+    """However many groups there are; states of both groups differ in some of the runs that are compared."""
+
+    def model(y, group):
+        with pyro.plate("groups", 50):
+            z = pyro.sample("z", dist.Bernoulli(0.4 * ONE))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(z[group], ONE), obs=y)
+
+    y, group, guide = draw(200), torch.arange(200) % 50, AutoTruncated(model, 2)
+    for _ in range(2):
+        Truncated_ELBO().loss(model, guide, y, group)
+    group[row] = (group[row] + 7) % 50
+    with pytest.raises(ValueError, match="another structure than when the guide was set up"):
+        Truncated_ELBO().loss(model, guide, y, group)
+
+
+@pytest.mark.parametrize("step", range(0, 40, 5))
+def test_stacks_in_another_order_are_refused_at_once(step):
+    def model(y, order):
+        steps, z = [], torch.tensor(0)
+        for t in range(len(y)):
+            z = pyro.sample(f"z_{t}", dist.Categorical(TRANSITION[z]))
+            steps.append(z)
+        pyro.sample("y", dist.Normal(torch.stack(steps, -1)[..., order].double(), ONE).to_event(1), obs=y)
+
+    y, order, guide = draw(40), torch.arange(40), AutoTruncated(model, 3)
+    for _ in range(2):
+        Truncated_ELBO().loss(model, guide, y, order)
+    order[[step, step + 1]] = order[[step + 1, step]]
+    with pytest.raises(ValueError, match="another structure than when the guide was set up"):
+        Truncated_ELBO().loss(model, guide, y, order)
+
+
+def test_missing_entries_of_later_data_are_named():
+    y, guide, elbo = draw(4, 3), AutoTruncated(chain_in_event, 2), Truncated_ELBO()
+    elbo.loss(chain_in_event, guide, y, False)
+    y[2, 1] = torch.nan
+    with pytest.raises(ValueError, match="site 'y_1' observes nan at data point 2"):
+        elbo.loss(chain_in_event, guide, y, False)
+
+
+@pytest.mark.parametrize("kind", ["labels", "measurements", "observed groups"])
+@pytest.mark.parametrize(("is_in_place", "num_others"), [(False, 0), (True, 0), (False, 4)])
+def test_rows_of_other_groups_are_refused_at_once(kind, is_in_place, num_others):
+    """Groups and observations are columns of one table, or the groups are observed themselves."""
+
+    def model(rows):
+        group = rows[:, 0].long()
+        with pyro.plate("groups", 6):
+            z = pyro.sample("z", dist.Categorical(TRANSITION[1]))
+        with pyro.plate("data", len(rows)):
+            if kind == "labels":
+                pyro.sample("y", dist.Categorical(TRANSITION[z[group]]), obs=rows[:, 1])
+                return
+            if kind == "observed groups":
+                pyro.sample("group", dist.Categorical(torch.ones(6, dtype=torch.float64)), obs=rows[:, 0])
+            pyro.sample("y", dist.Normal(z[group], ONE), obs=rows[:, 1])
+
+    rows = torch.stack([GROUP, torch.arange(40) % 3], 1)
+    rows = rows if kind == "labels" else rows.double()
+    other = torch.stack([rows[:, 0].flip(0), rows[:, 1]], 1)
+    guide, elbo = AutoTruncated(model, 3), Truncated_ELBO()
+    first = [elbo.loss(model, guide, rows) for _ in range(2)]
+    assert first[0] == first[1]
+    # Tables with other observations tell nothing of the groups.
+    for shift in range(num_others):
+        elbo.loss(model, guide, torch.stack([rows[:, 0], rows[:, 1].roll(1 + shift)], 1))
+    if is_in_place:
+        rows.copy_(other)
+    with pytest.raises(ValueError, match="another structure than when the guide was set up"):
+        elbo.loss(model, guide, rows if is_in_place else other)
 
 
 @pytest.mark.parametrize(("time", "number"), [(torch.arange(300) * 1.7 % 500, 500), (torch.arange(60) // 3 % 20 * 2.5, 50)])

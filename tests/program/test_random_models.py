@@ -74,12 +74,19 @@ def across(function):
     return model
 
 
+# Two of twelve data points change places.
+SWAPPED = [
+    [second if n == first else first if n == second else n for n in range(12)] for first, second in ((0, 1), (0, 3), (5, 11), (1, 10))
+]
+
+
 @pytest.mark.parametrize(
     "function",
     [
         lambda z: z - z.mean(-2, keepdim=True),
         lambda z: z.cumsum(-2),
-        lambda z: z + z.roll(1, -2),
+        *(lambda z, shift=shift: z + z.roll(shift, -2) for shift in range(1, 12)),
+        *(lambda z, order=order: z[..., order, :] for order in SWAPPED),
         lambda z: torch.softmax(z @ z.mT, -1) @ z,
         nn.LayerNorm([12, 2]),
         Flat(2, track_running_stats=False).eval(),

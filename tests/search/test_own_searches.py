@@ -98,6 +98,12 @@ def test_other_states_leave_the_bound_below_the_evidence(model: Callable[[], Non
     assert -train(model, Own(lambda words: words ^ (mask & words.roll(1, 1)))) <= evidence + 1e-4
 
 
+@PROGRAMS
+def test_a_search_may_write_into_what_it_gets(model: Callable[[], None]) -> None:
+    expected = train(model, Own(lambda words: words[:, :1].expand_as(words)))
+    assert train(model, Own(lambda words: words.copy_(words[:, :1].clone()))) == expected
+
+
 @pytest.mark.parametrize("model", [binary, linear, counts])
 def test_steps_that_repeat_states_are_refused(model: Callable[[], None]) -> None:
     with pytest.raises(ValueError, match="states repeat within 3 of 3 data points"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import pickle
 
@@ -16,6 +17,7 @@ from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoNormal
 from pyro.optim import Adam
 
 from pyro_truncated import AutoTruncated, EvolutionarySearch, ExhaustiveSearch, SampledSearch, Truncated_ELBO
+from pyro_truncated.distributions import NoisyOrSuperposition
 from tests import zoo
 
 cases = pytest.mark.parametrize("make", zoo.CASES, ids=lambda make: make.__name__)
@@ -89,6 +91,50 @@ def test_differentiable_loss_is_the_same_loss(make):
     assert again.item() == pytest.approx(loss, rel=1e-12)
     for name, value in gradients(again).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-9)
+
+
+def _second_derivative(model, whole_states):
+    """The second derivative of the loss by a program's only parameter."""
+    num_states = 4 if whole_states else 2
+    guide, elbo = AutoTruncated(model, num_states, whole_states=whole_states), Truncated_ELBO(ExhaustiveSearch())
+    elbo.loss(model, guide)
+    (scale,) = pyro.get_param_store()._params.values()
+    (first,) = torch.autograd.grad(elbo.differentiable_loss(model, guide), scale, create_graph=True)
+    return float(torch.autograd.grad(first, scale)[0])
+
+
+def _two_steps():
+    scale, z = pyro.param("scale", torch.tensor(1.2, dtype=torch.float64)), torch.tensor(0)
+    transition = scale.new_tensor([[0.8, 0.2], [0.3, 0.7]])
+    for t, y in enumerate((0.4, 1.7)):
+        z = pyro.sample(f"z_{t}", dist.Categorical(transition[z]))
+        pyro.sample(f"y_{t}", dist.Normal(scale * z, 1.0), obs=scale.new_tensor(y))
+
+
+def _two_causes():
+    scale = pyro.param("scale", torch.tensor(0.6, dtype=torch.float64))
+    with pyro.plate("data", 1):
+        s = pyro.sample("s", dist.Bernoulli(scale.new_tensor([0.3, 0.4])).to_event(1))
+        likelihood = NoisyOrSuperposition(s, scale * scale.new_tensor([[1.0, 0.5]]), scale.new_tensor([0.1]))
+        pyro.sample("y", likelihood, obs=scale.new_ones(1, 1))
+
+
+def test_second_derivatives_are_exact_or_refused():
+    def log_evidence(scale):
+        log_joint = []
+        for a, b in itertools.product((0, 1), repeat=2):
+            prior = (0.8, 0.2)[a] * ((0.8, 0.2), (0.3, 0.7))[a][b]
+            log_joint.append(
+                math.log(prior) + sum(dist.Normal(scale * z, 1.0).log_prob(scale.new_tensor(y)) for z, y in ((a, 0.4), (b, 1.7)))
+            )
+        return torch.stack(log_joint).logsumexp(0)
+
+    exact = -torch.autograd.functional.hessian(log_evidence, torch.tensor(1.2, dtype=torch.float64))
+    assert _second_derivative(_two_steps, True) == pytest.approx(float(exact), rel=1e-9)
+    for model, whole_states in ((_two_steps, False), (_two_causes, True)):
+        pyro.clear_param_store()
+        with pytest.raises(NotImplementedError, match="have no second derivatives"):
+            _second_derivative(model, whole_states)
 
 
 def test_loss_changes_nothing():
