@@ -221,6 +221,7 @@ class Recombination:
     def deficits(self, member: Solution) -> Tensor:
         """Returns the mean deficit ``(H,)`` of data points with each latent."""
         share, each = self._marginals(member), _population(member).free_energy().cpu()
+        each = each.repeat_interleave(len(share) // len(each))
         return each.mean() - share.mT @ each / share.sum(0).clamp(min=ROUNDING)
 
     def shared_mask(self, one: Solution, other: Solution) -> Tensor:
@@ -249,10 +250,10 @@ class Recombination:
         return correlation, partner
 
     def _marginals(self, member: Solution) -> Tensor:
-        """Returns expected numbers of active latents, or of values, ``(N, H)``."""
+        """Returns probabilities, ``(N, H)`` for each site, or latent with values."""
         population, number = _population(member), self.latents.num_values
         each = population.value_probabilities()[..., :number] if number else population.marginals()
-        return each[:, self.latents.places].sum(1).double().cpu()
+        return each[:, self.latents.places].flatten(0, 1).double().cpu()
 
     def _exchange(self, member: Solution, other: Solution, block: tuple[int, ...], partner: Tensor) -> Solution:
         """Returns a model with a block of latents of the other one."""

@@ -36,6 +36,7 @@ from pyro_truncated.multistart.pruning import value_deletion_losses
 from pyro_truncated.multistart.solution import FreeEnergyEstimate, Solution
 from pyro_truncated.multistart.trainer import FixedStates
 from pyro_truncated.search.base import Search
+from pyro_truncated.search.conditional import ConditionalSearch
 from pyro_truncated.states.population import Population
 
 
@@ -533,6 +534,24 @@ def test_mixtures_exchange_components() -> None:
     assert crossing.shared_mask(child, first).sum() == (correlation > 0.9).any(1).sum() > 0
     assert crossing.find_redundant(first).tolist() == [False, False, True, True]
     assert not crossing.find_redundant(child).any()
+
+
+def in_one_state(y: Tensor) -> None:
+    """The clusters of all data points are one state, as those of the nodes of a network."""
+    loc = pyro.param("loc", CENTRES.clone())
+    z = pyro.sample("z", dist.Categorical(torch.ones(4)).expand([len(y)]).to_event(1))
+    pyro.sample("y", dist.Normal(Vindex(loc)[z], 1.0).to_event(2), obs=y)
+
+
+def test_values_of_many_latents_in_one_state_are_matched_latent_by_latent() -> None:
+    y = in_clusters(8)
+    guide = AutoTruncated(in_one_state, num_states=16)
+    guide.setup(y)
+    values = Exchangeable((slice(0, 8),), [("loc", 0)], 4)
+    group = Recombination(Medians(in_one_state, y, guide), ConditionalSearch(), values, 0.01)
+    first, second = (populated(group, {"loc": loc}) for loc in (CENTRES, CENTRES[[2, 0, 3, 1]]))
+    assert group.shared_mask(first, second).all()
+    assert torch.equal(group._match(first, second)[1], torch.tensor([1, 3, 0, 2]))
 
 
 def estimated(profile: Profile, member: Solution) -> Solution:
