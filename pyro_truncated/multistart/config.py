@@ -61,7 +61,7 @@ class LearnConfig:
         max_exchanging_restarts: the same where restarts exchange latents, or are compared chain by chain.
         max_large_restarts: the same for more than 256 binary latents.
         min_restarts: least number where two restarts often agree on a poor optimum: shared or continuous latents, and small mixtures.
-            Among programs by gradients these are small ones, and those of one set of states that exchange nothing.
+            Among programs by gradients these are small ones, and those that exchange nothing, but for binary chains.
         small_mixture: values of a restart's data times states up to which mixtures and programs are small.
         network_gap: nats per observed number by which networks of the same latents may differ.
         max_unmatched: share of unmatched latents up to which two networks have found the same.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
 from operator import attrgetter
 from typing import NamedTuple, Protocol
@@ -18,6 +19,7 @@ from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.multistart.pruning import deletion_losses, redundant_mask, value_deletion_losses
 from pyro_truncated.multistart.solution import NOTHING, ROUNDING, FreeEnergyEstimate, Solution, match_latents, shared_mask, vary
 from pyro_truncated.multistart.trainer import Trainer, copy_population, fit_states, search_and_train, settle
+from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.sites import family
 from pyro_truncated.search.base import Search
 from pyro_truncated.states.population import Population
@@ -82,77 +84,93 @@ def improve(profile: Profile, best: Solution, move: Move, refine: Refine, counts
 
 
 class Exchangeable(NamedTuple):
-    """Latents of a site, or values of one, that are exchangeable."""
+    """Latents of sites, or values of theirs, that are exchangeable."""
 
-    latents: slice  # their positions among the latents of a data point
-    axes: dict[str, int]  # along which they lie, by name of the parameters that have one
-    num_values: int = 0  # how many values the latent has, if these are exchanged
+    latents: tuple[slice, ...]  # of each site: its positions among the latents of a data point
+    axes: list[tuple[str, int]]  # of parameters, along which they lie
+    num_values: int = 0  # how many values each latent has, if these are exchanged
 
-    def replace_latents(self, state: dict[str, Tensor], index: Tensor, other: dict[str, Tensor], other_index: Tensor) -> dict[str, Tensor]:
-        """Returns parameters with latents ``index`` replaced by ``other_index`` of ``other``."""
-        updates = {}
-        for name, axis in self.axes.items():
-            to, origin = (part.to(state[name].device) for part in (index, other_index))
-            updates[name] = state[name].index_copy(axis, to, other[name].index_select(axis, origin))
-        return {**state, **updates}
+    @property
+    def places(self) -> Tensor:
+        """Positions of the latents, ``(sites, H)``; ``(latents,)`` for values."""
+        places = [torch.arange(own.start, own.stop) for own in self.latents]
+        return torch.cat(places) if self.num_values else torch.stack(places)
 
-    def permute(self, levels: Tensor, order: Tensor) -> Tensor:
-        """Permutes latents or values of unpacked states ``(..., L)`` by ``order``."""
-        permutation = levels.clone()
-        own = levels[..., self.latents]
-        permutation[..., self.latents] = order.argsort()[own] if self.num_values else own[..., order]
-        return permutation
+    @property
+    def number(self) -> int:
+        """How many latents or values change places."""
+        return self.num_values or self.latents[0].stop - self.latents[0].start
+
+    def replace_latents(self, state: dict[str, Tensor], index: Tensor, other: dict[str, Tensor], order: Tensor) -> dict[str, Tensor]:
+        """Returns parameters with latents ``index`` of ``other`` in another order."""
+        updates, origin = dict(state), dict(other)
+        for name, axis in self.axes:
+            origin[name] = origin[name].index_select(axis, order.to(origin[name].device))
+        for name, axis in self.axes:
+            to = index.to(origin[name].device)
+            updates[name] = updates[name].index_copy(axis, to, origin[name].index_select(axis, to))
+        return updates
 
 
 def exchangeable_latents(medians: Medians, state: dict[str, Tensor]) -> list[Exchangeable]:
-    r"""Finds the groups of latents that a program treats alike.
+    r"""Finds the latents and values that a program treats alike.
 
     They are exchangeable if :math:`p(P s, y \mid P \theta) = p(s, y \mid \theta)` for all permutations :math:`P`. These move the
-    latents of the states, and the entries of the parameters along one axis each. It is tested with random states for two permutations
-    that generate all others, and for axes as long as there are latents. Values of latents that are alone in their site are tested
-    likewise.
+    latents of the states, or their values, and the entries of the parameters along some axes each. It is tested with random states for
+    two permutations that generate all others, and for axes as long as there are latents or values. Sites that share parameters are
+    permuted together: of all sets of sites the smallest are found.
 
     Parameters and medians must differ between latents, or anything seems exchangeable. Groups have parameters of their own, the largest
     first; populations stay as they are.
     """
-    # Vectors of one cardinality, and values of single latents.
-    layout, alike = medians.guide.layout, []
-    for name, site in layout.sites.items():
-        latents = layout.slices[name]
-        if len(site.shape) == 1 and site.num_latents > 1 and len(set(site.cardinalities)) == 1:
-            alike.append((latents, 0))
-        if site.num_latents == 1 and site.cardinalities[0] > 2:
-            alike.append((latents, site.cardinalities[0]))
-    alike.sort(key=lambda one: -max(one[0].stop - one[0].start, one[1]))
-    with torch.no_grad(), spare_random_numbers():
-        groups = [_exchangeable(medians, state, *one) for one in alike]
-        medians.load(state)
-        return [group for group in groups if group is not None]
-
-
-def _exchangeable(medians: Medians, state: dict[str, Tensor], latents: slice, num_values: int) -> Exchangeable | None:
-    space, num_data = medians.guide.space, medians.guide.layout.num_data
-    uniform = torch.rand(num_data, _NUM_STATES, space.num_latents, generator=torch.Generator().manual_seed(0))
+    layout, space, parameters = medians.guide.layout, medians.guide.space, medians.exchangeable_part(state)
+    alike = _sites_by_size(layout)
+    if not alike:
+        return []
+    uniform = torch.rand(layout.num_data, _NUM_STATES, space.num_latents, generator=torch.Generator().manual_seed(0))
     levels = (uniform * space.cardinality).long().to(medians.guide.words.device)
-    expected = medians.scorer(state).score(space.pack(levels))
-    if not bool(expected.isfinite().all()):
-        return None
 
-    number = num_values or latents.stop - latents.start
-    positions, parameters = torch.arange(number), medians.exchangeable_part(state)
-    # A cycle and a transposition generate all permutations.
-    orders = positions.roll(1), torch.cat([positions[:2].flip(0), positions[2:]])
-    choices = [[axis for axis, size in enumerate(value.shape) if size == number] + [None] for value in parameters.values()]
-    for combination in itertools.islice(itertools.product(*choices), _MAX_PERMUTATIONS):
-        axes = {name: axis for name, axis in zip(parameters, combination, strict=True) if axis is not None}
-        if not axes:
-            continue
-        group = Exchangeable(latents, axes, num_values)
-        scorers = (medians.scorer(group.replace_latents(state, torch.arange(len(order)), state, order)) for order in orders)
-        scores = (scorer.score(space.pack(group.permute(levels, order))) for scorer, order in zip(scorers, orders, strict=True))
-        if all(torch.allclose(score, expected, rtol=_SCORE_RTOL, atol=_SCORE_ATOL) for score in scores):
-            return group
-    return None
+    def keeps_scores(group: Exchangeable) -> bool:
+        # Of several latents each may have a table of its own: its values are then exchangeable without those of others.
+        places, positions = (part.to(levels.device) for part in (group.places, torch.arange(group.number)))
+        num_tables = len(places)
+        if all(num_tables > 1 and num_tables in state[name].select(axis, 0).shape for name, axis in group.axes):
+            return False
+        # A cycle and a transposition generate all permutations.
+        for order in (positions.roll(1), torch.cat([positions[:2].flip(0), positions[2:]])):
+            permuted, scorer = levels.clone(), medians.scorer(group.replace_latents(state, positions, state, order))
+            permuted[..., places] = order.argsort()[levels[..., places]] if group.num_values else levels[..., places[:, order]]
+            if not torch.allclose(scorer.score(space.pack(permuted)), expected, rtol=_SCORE_RTOL, atol=_SCORE_ATOL):
+                return False
+        return True
+
+    groups: list[Exchangeable] = []
+    with torch.no_grad(), spare_random_numbers():
+        expected = medians.scorer(state).score(space.pack(levels))
+        # Impossible states tell nothing.
+        for (number, num_values), sites in alike if bool(expected.isfinite().all()) else []:
+            own = [[(name, axis) for axis, size in enumerate(part.shape) if size == number] for name, part in parameters.items()]
+            choices = [[*([axis] for axis in axes), *([axes] if len(axes) > 1 else []), []] for axes in own]
+            subsets = (part for size in range(1, len(sites)) for part in itertools.combinations(sites, size))
+            for latents in itertools.chain(itertools.islice(subsets, _MAX_PERMUTATIONS), [tuple(sites)]):
+                if not any(site in group.latents for site in latents for group in groups if group.num_values == num_values):
+                    every = itertools.islice(itertools.product(*choices), _MAX_PERMUTATIONS)
+                    candidates = (Exchangeable(latents, list(itertools.chain(*axes)), num_values) for axes in every)
+                    groups += itertools.islice(filter(keeps_scores, candidates), 1)
+        medians.load(state)
+    return groups
+
+
+def _sites_by_size(layout: Layout) -> list[tuple[tuple[int, int], list[slice]]]:
+    """Returns sites by number of latents, and of values, the largest first."""
+    alike = defaultdict(list)
+    for name, site in layout.sites.items():
+        if len(set(site.cardinalities)) == 1:
+            if len(site.shape) == 1 and site.num_latents > 1:
+                alike[site.num_latents, 0].append(layout.slices[name])
+            if site.cardinalities[0] > 2:
+                alike[site.cardinalities[0], site.cardinalities[0]].append(layout.slices[name])
+    return sorted(alike.items(), key=lambda one: -one[0][0])
 
 
 class Recombination:
@@ -191,9 +209,11 @@ class Recombination:
 
     def reinitialize(self, member: Solution, spare: int, other: int, generator: torch.Generator | None) -> Solution:
         """Re-initialises one latent near another one, with noise."""
-        parameters = self.latents.replace_latents(member.parameters, torch.tensor([spare]), member.parameters, torch.tensor([other]))
-        for name, axis in self.latents.axes.items():
-            value, index = parameters[name], torch.tensor([spare], device=parameters[name].device)
+        here = torch.tensor([spare])
+        order = torch.arange(self.latents.number).index_fill(0, here, other)
+        parameters = self.latents.replace_latents(member.parameters, here, member.parameters, order)
+        for name, axis in self.latents.axes:
+            value, index = parameters[name], here.to(parameters[name].device)
             part, size = value.index_select(axis, index), _PERTURBATION_SCALE * value.square().mean().sqrt()
             parameters[name] = value.index_copy(axis, index, part + size * draw_noise(part, generator))
         return self._change(member, parameters)
@@ -201,6 +221,7 @@ class Recombination:
     def deficits(self, member: Solution) -> Tensor:
         """Returns the mean deficit ``(H,)`` of data points with each latent."""
         share, each = self._marginals(member), _population(member).free_energy().cpu()
+        each = each.repeat_interleave(len(share) // len(each))
         return each.mean() - share.mT @ each / share.sum(0).clamp(min=ROUNDING)
 
     def shared_mask(self, one: Solution, other: Solution) -> Tensor:
@@ -209,14 +230,14 @@ class Recombination:
 
     def find_redundant(self, member: Solution) -> Tensor:
         """Whether latents are redundant by the Bayesian information criterion, ``(H,)``."""
-        values = [(member.parameters[name], axis) for name, axis in self.latents.axes.items()]
-        num_parameters = sum(value.numel() // value.shape[axis] for value, axis in values)
-        return redundant_mask(self._losses(member).cpu(), num_parameters, self._guide.layout.num_data)
+        num_parameters = sum(member.parameters[name].numel() // self.latents.number for name, _ in self.latents.axes)
+        return redundant_mask(self._losses(member), num_parameters, self._guide.layout.num_data)
 
     def _losses(self, member: Solution) -> Tensor:
+        places, population = self.latents.places, _population(member)
         if self.latents.num_values:
-            return value_deletion_losses(_population(member), self.latents.latents.start, self.latents.num_values)
-        return deletion_losses(_population(member), self._medians.scorer(member.parameters))[0][self.latents.latents]
+            return value_deletion_losses(population, places, self.latents.num_values).cpu()
+        return deletion_losses(population, self._medians.scorer(member.parameters))[0].cpu()[places].sum(0)
 
     def _match(self, one: Solution, other: Solution) -> tuple[Tensor, Tensor]:
         """Returns correlations ``(H, H)``, and what replaces each latent, ``(H,)``."""
@@ -224,25 +245,24 @@ class Recombination:
         # What correlates by less than a half stands for something else: the least needed is paired with the most needed.
         here = (correlation.gather(1, partner.unsqueeze(1)).squeeze(1) < 0.5).nonzero().squeeze(1)
         if len(here) > 1:
-            losses, other_losses = self._losses(one).cpu()[here], self._losses(other).cpu()[partner[here]]
+            losses, other_losses = self._losses(one)[here], self._losses(other)[partner[here]]
             partner[here[losses.argsort()]] = partner[here[other_losses.argsort(descending=True)]]
         return correlation, partner
 
     def _marginals(self, member: Solution) -> Tensor:
-        """Returns posterior probabilities of latents or values, ``(N, H)``."""
-        population, (latents, _, num_values) = _population(member), self.latents
-        if num_values:
-            return population.value_probabilities()[:, latents.start, :num_values].double().cpu()
-        return population.marginals()[:, latents].double().cpu()
+        """Returns probabilities, ``(N, H)`` for each site, or latent with values."""
+        population, number = _population(member), self.latents.num_values
+        each = population.value_probabilities()[..., :number] if number else population.marginals()
+        return each[:, self.latents.places].flatten(0, 1).double().cpu()
 
     def _exchange(self, member: Solution, other: Solution, block: tuple[int, ...], partner: Tensor) -> Solution:
         """Returns a model with a block of latents of the other one."""
-        here, there, words = torch.tensor(block), partner[torch.tensor(block)], None
+        here, places, words = torch.tensor(block), self.latents.places, None
         if not self.latents.num_values:
-            start, states, likeliest = self.latents.latents.start, member.states, self.space.unpack(_population(other).mode())
-            states[..., start + here] = likeliest[:, start + there].unsqueeze(1)
+            states, likeliest = member.states, self.space.unpack(_population(other).mode())
+            states[..., places[:, here]] = likeliest[:, places[:, partner[here]]].unsqueeze(1)
             words = self.space.pack(states)
-        return self._change(member, self.latents.replace_latents(member.parameters, here, other.parameters, there), words)
+        return self._change(member, self.latents.replace_latents(member.parameters, here, other.parameters, partner), words)
 
     @torch.no_grad()
     def _change(self, member: Solution, parameters: dict[str, Tensor], others: Tensor | None = None) -> Solution:
@@ -275,7 +295,7 @@ def build_recombinations(profile: Profile, state: dict[str, Tensor]) -> list[Rec
     guide = profile.set_up_guide()
     medians = Medians(profile.model, profile.y, guide)
     groups = exchangeable_latents(medians, state)
-    own = {name for group in groups for name in group.axes}
+    own = {name for group in groups for name, _ in group.axes}
     if sum(state[name].numel() for name in profile.layers - own) > sum(state[name].numel() for name in own):
         return []
     search = profile.make_search(guide.space)

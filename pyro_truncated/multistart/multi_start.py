@@ -159,8 +159,8 @@ class StopRule:
         if profile.space is None or not (by_gradients or profile.is_mixture) or not profile.parameters.learned():
             return 1
         is_small = profile.y.numel() * profile.space.size <= config.small_mixture
-        # Restarts of programs with several decisions see all data.
-        exchanges_nothing = not (profile.is_mixture or profile.is_product or self._pool.groups)
+        # Restarts of chains are compared chain by chain.
+        exchanges_nothing = not (profile.is_mixture or profile.is_chain or self._pool.groups)
         return config.min_restarts if is_small or exchanges_nothing else 1
 
     @property

@@ -64,13 +64,13 @@ def deletion_losses(population: Population, log_joint: LogJoint, depth: int = 2)
     return losses, (change_counts / change_counts.diagonal().clamp(min=1.0).unsqueeze(1)).fill_diagonal_(0.0)
 
 
-def value_deletion_losses(population: Population, latent: int, num_values: int) -> Tensor:
-    """Returns deletion losses of a latent's values, ``(V,)`` in float64.
+def value_deletion_losses(population: Population, latents: Tensor, num_values: int) -> Tensor:
+    """Returns deletion losses of values of some latents, ``(V,)`` in float64.
 
     Other states are those of the populations; of a data point that holds none without the value the loss is infinite.
     """
-    levels, log_joint = population.states()[..., latent].long(), population.log_joint.double()
-    has_value = torch.nn.functional.one_hot(levels, num_values).bool()
+    levels, log_joint = population.states()[..., latents].long(), population.log_joint.double()
+    has_value = torch.nn.functional.one_hot(levels, num_values).bool().any(2)
     without = log_joint.unsqueeze(-1).masked_fill(has_value, -torch.inf).amax(1)
     return (log_joint.amax(1, keepdim=True) - without).sum(0)
 

@@ -9,6 +9,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.ops.indexing import Vindex
 
 from pyro_truncated import GPSelect, Truncated_ELBO, learn
 from pyro_truncated.datasets import linear_bars, matched_bars
@@ -98,6 +99,32 @@ def test_programs_that_exchange_nothing_do_not_end_where_their_first_restarts_ag
     guide = learn(candidates, y, progress=False)
     assert guide.starts[0] == pytest.approx(guide.starts[1], abs=0.01)
     assert -Truncated_ELBO().loss(candidates, guide, y) / len(y) > guide.starts[0] + 0.5
+
+
+def schools(y: torch.Tensor) -> None:
+    """Kinds of schools, by the shares of classes of their pupils: each school and each pupil has a set of states."""
+    share = pyro.param("share", torch.full((3, 4), 0.25), constraint=dist.constraints.simplex)
+    loc, scale = pyro.param("loc", torch.zeros(4, 3)), pyro.param("scale", torch.tensor(2.0), constraint=dist.constraints.positive)
+    with pyro.plate("schools", len(y), dim=-2):
+        c = pyro.sample("c", dist.Categorical(torch.ones(3)))
+        with pyro.plate("pupils", 6, dim=-1):
+            z = pyro.sample("z", dist.Categorical(Vindex(share)[c]))
+            pyro.sample("y", dist.Normal(Vindex(loc)[z], scale).to_event(1), obs=y)
+
+
+@pytest.mark.slow
+def test_programs_with_sets_for_each_node_do_not_end_where_their_first_restarts_agree() -> None:
+    """The second and the third restart agree where two classes share a location."""
+    pyro.set_rng_seed(5)
+    share = torch.tensor([[0.7, 0.1, 0.1, 0.1], [0.1, 0.7, 0.1, 0.1], [0.05, 0.05, 0.45, 0.45]])
+    z = dist.Categorical(share[torch.arange(100) % 3]).expand([6, 100]).sample().mT
+    loc = 2.5 * torch.randn(4, 3)
+    y = loc[z] + torch.randn(100, 6, 3)
+    guide = learn(schools, y, progress=False)
+    assert guide.starts[1] == pytest.approx(guide.starts[2], abs=0.05)
+    reached, store = -Truncated_ELBO().loss(schools, guide, y), pyro.get_param_store()
+    store["share"], store["loc"], store["scale"] = share, loc, torch.tensor(1.0)
+    assert reached > -Truncated_ELBO().loss(schools, guide, y)
 
 
 def component(y: torch.Tensor) -> None:
