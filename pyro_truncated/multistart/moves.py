@@ -144,19 +144,28 @@ def exchangeable_latents(medians: Medians, state: dict[str, Tensor]) -> list[Exc
                 return False
         return True
 
+    def find(latents: tuple[slice, ...], choices: list[list[list[tuple[str, int]]]], num_values: int) -> list[Exchangeable]:
+        candidates = (Exchangeable(latents, list(itertools.chain(*axes)), num_values) for axes in itertools.product(*choices))
+        return list(itertools.islice(filter(keeps_scores, itertools.islice(candidates, _MAX_PERMUTATIONS)), 1))
+
     groups: list[Exchangeable] = []
     with torch.no_grad(), spare_random_numbers():
         expected = medians.scorer(state).score(space.pack(levels))
         # Impossible states tell nothing.
         for (number, num_values), sites in alike if bool(expected.isfinite().all()) else []:
-            own = [[(name, axis) for axis, size in enumerate(part.shape) if size == number] for name, part in parameters.items()]
-            choices = [[*([axis] for axis in axes), *([axes] if len(axes) > 1 else []), []] for axes in own]
-            subsets = (part for size in range(1, len(sites)) for part in itertools.combinations(sites, size))
-            for latents in itertools.chain(itertools.islice(subsets, _MAX_PERMUTATIONS), [tuple(sites)]):
-                if not any(site in group.latents for site in latents for group in groups if group.num_values == num_values):
-                    every = itertools.islice(itertools.product(*choices), _MAX_PERMUTATIONS)
-                    candidates = (Exchangeable(latents, list(itertools.chain(*axes)), num_values) for axes in every)
-                    groups += itertools.islice(filter(keeps_scores, candidates), 1)
+            axes = [[(name, axis) for axis, size in enumerate(part.shape) if size == number] for name, part in parameters.items()]
+            one = [[*([axis] for axis in own), []] for own in axes]
+            own_groups = [group for site in sites for group in find((site,), one, num_values)]
+            # Sites of which not all assignments were tried may be exchangeable alone: they are not taken together.
+            if math.prod(map(len, one)) <= _MAX_PERMUTATIONS:
+                several = [[*choices, own] if len(own) > 1 else choices for choices, own in zip(one, axes, strict=True)]
+                rest = [site for site in sites if all(site not in group.latents for group in own_groups)]
+                sizes = dict.fromkeys((2, len(rest), *range(3, len(rest))))
+                subsets = itertools.chain.from_iterable(itertools.combinations(rest, size) for size in sizes if 2 <= size <= len(rest))
+                for latents in itertools.islice(subsets, 4 * _MAX_PERMUTATIONS // math.prod(map(len, several)) + 1):
+                    if not any(site in group.latents for site in latents for group in own_groups):
+                        own_groups += find(latents, several, num_values)
+            groups += own_groups
         medians.load(state)
     return groups
 

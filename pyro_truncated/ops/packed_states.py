@@ -182,7 +182,7 @@ def gather_states(words: Tensor, positions: Tensor) -> Tensor:
     """The states ``(*batch, K, W)`` of each data point at positions ``(*batch, K)``, of ``(*batch, S, W)``."""
     *batch, num_states, num_words = words.shape
     is_matrix = num_words > 1 and words.is_cpu and words.is_contiguous() and [*positions.shape[:-1]] == batch
-    if is_matrix and bool(((positions >= 0) & (positions < num_states)).all()):
+    if is_matrix and positions.dtype == torch.int64 and bool(((positions >= 0) & (positions < num_states)).all()):
         # Rows of a matrix are found in a third of the time.
         rows = num_states * torch.arange(math.prod(batch), device="cpu").view(*batch, 1) + positions
         return words.view(-1, num_words).index_select(0, rows.flatten()).view(*positions.shape, num_words)

@@ -73,14 +73,16 @@ def _kinds(leaves: Iterable[Any]) -> Any:
 def _match_any(numbers: tuple[Any, ...], known: Collection[tuple[Any, ...]]) -> bool:
     """Whether numbers are like some that are known.
 
-    A place where several have told nothing, such as a number of steps, will not tell more.
+    A place where several have told nothing, such as a number of steps, will not tell more. Of many calls one other number is enough, or
+    columns that take few values, in ever new combinations, would be looked at for ever.
     """
     if numbers in known:
         return True
     alike = [others for others in known if len(others) == len(numbers)]
     if not alike:
         return len({len(others) for others in known}) >= NUM_TRIED
-    places = [place for place, values in enumerate(zip(*alike, strict=True)) if len(set(values)) < NUM_TRIED]
+    enough = NUM_TRIED if len(alike) < 5 * NUM_TRIED else 2
+    places = [place for place, values in enumerate(zip(*alike, strict=True)) if len(set(values)) < enough]
     return any(all(numbers[place] == others[place] for place in places) for others in alike)
 
 

@@ -21,7 +21,7 @@ from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
 from pyro_truncated.ops.components import k_means
 from pyro_truncated.ops.scenes import scan_at, scan_places, scene_pixel_log_prob
-from pyro_truncated.search.base import SearchBatch
+from pyro_truncated.search.base import SearchBatch, apply_to_batch
 from pyro_truncated.search.gp_select import LearnedAffinity, gather_function
 from pyro_truncated.search.preselection import AffinityOwner
 from pyro_truncated.states.population import Population
@@ -224,7 +224,7 @@ class RefinedPlaces(AffinityOwner):
 
     def __call__(self, batch: SearchBatch) -> Candidates:
         """Candidates of the batch's data points."""
-        candidates = self.affinity(batch)
+        candidates = apply_to_batch(self.affinity, batch)
         objects = candidates.scores[..., 0].topk(min(self.num_objects, candidates.scores.shape[1]), 1).indices
         index = objects.unsqueeze(-1).expand(-1, -1, candidates.places.shape[-1])
         near = neighbourhood(candidates.places.gather(1, index), self.scan.canvas, self.radius)

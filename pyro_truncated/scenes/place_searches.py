@@ -13,7 +13,7 @@ from torch import Tensor
 from pyro_truncated import ops
 from pyro_truncated.scenes.occlusion import depth_code, depth_rank
 from pyro_truncated.scenes.place_scan import Candidates, PlaceAffinity, PlaceScan, scene_sizes
-from pyro_truncated.search.base import Search, SearchBatch
+from pyro_truncated.search.base import Search, SearchBatch, apply_to_batch
 from pyro_truncated.search.preselection import AffinitySearch
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
@@ -100,7 +100,7 @@ class PlacementSelection(AffinitySearch):
             ValueError: if there are fewer objects than shall be selected, or the affinity is of the wrong shape or NaN.
         """
         num_objects, num_places = scene_sizes(batch.space)
-        candidates = self.affinity(batch)
+        candidates = apply_to_batch(self.affinity, batch)
         expected = (len(batch.population), num_objects)
         if not isinstance(candidates, Candidates):
             raise TypeError(f"affinity must return Candidates; got {type(candidates).__name__}")

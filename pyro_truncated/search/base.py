@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import Renamed, names_arguments
 from pyro_truncated.utils.console import ReprFromArguments
 from pyro_truncated.utils.parameter_store import spare_random_numbers
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +123,7 @@ def regression_inputs(batch: SearchBatch, inputs: Callable[[SearchBatch], Tensor
     """Returns what to regress on, ``(n, D)``: a function's values, or observations."""
     if inputs is None:
         return flat_observations(batch)
-    values, size = inputs(batch), len(batch.population)
+    values, size = apply_to_batch(inputs, batch), len(batch.population)
     if not isinstance(values, Tensor) or values.dim() != 2 or len(values) != size:
         got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise ValueError(f"inputs must return a matrix of {size} rows, one per data point of the batch; got {got}")
@@ -243,9 +245,17 @@ def check_search(search: object, advice: str | None = None) -> None:
         raise TypeError(f"search must be a pyro_truncated search, such as EvolutionarySearch(); got {kind}{hint}")
 
 
-def _comes_with_library(method: Callable[..., Any]) -> bool:
-    """Whether a search's method is the library's, not of a user's class."""
-    return str(method.__module__).startswith("pyro_truncated.")
+def _comes_with_library(function: Callable[..., Any]) -> bool:
+    """Whether a function or method is the library's, not a user's."""
+    return str(getattr(function, "__module__", None)).startswith("pyro_truncated.")
+
+
+def apply_to_batch(function: Callable[[SearchBatch], T], batch: SearchBatch) -> T:
+    """Calls a function; a user's may write into what it gets, copies."""
+    if _comes_with_library(function):
+        return function(batch)
+    words, log_joint = batch.population.words.clone(), batch.population.log_joint.clone()
+    return function(dataclasses.replace(batch, population=dataclasses.replace(batch.population, words=words, log_joint=log_joint)))
 
 
 class _CheckedScore:
@@ -272,10 +282,7 @@ def propose_with(search: Search, batch: SearchBatch) -> Population:
     if _comes_with_library(search.propose):
         return search.propose(batch)
     name = type(search).__name__
-    words, log_joint = batch.population.words.clone(), batch.population.log_joint.clone()
-    # It may write into what it gets.
-    own = dataclasses.replace(batch.population, words=words, log_joint=log_joint)
-    proposals = search.propose(dataclasses.replace(batch, population=own, score=_CheckedScore(name, batch)))
+    proposals: Any = apply_to_batch(search.propose, dataclasses.replace(batch, score=_CheckedScore(name, batch)))
     if not isinstance(proposals, Population):
         raise TypeError(f"{name}.propose must return a Population, such as batch.evaluate(words); got a {type(proposals).__name__}")
     if proposals.log_joint.shape != proposals.words.shape[:2]:

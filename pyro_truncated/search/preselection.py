@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.ops.packed_states import combine, single_states
-from pyro_truncated.search.base import Search, SearchBatch, Stateful
+from pyro_truncated.search.base import Search, SearchBatch, Stateful, apply_to_batch
 from pyro_truncated.states.population import Population, join
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import check_count, check_kinds, names_arguments
@@ -303,7 +303,7 @@ class Preselection(AffinitySearch):
         return selection
 
     def _scores(self, batch: SearchBatch, options: Options) -> Tensor:
-        scores = self.affinity(batch)
+        scores = apply_to_batch(self.affinity, batch)
         expected = (len(batch.population), len(options))
         if not isinstance(scores, Tensor) or tuple(scores.shape) != expected:
             got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__

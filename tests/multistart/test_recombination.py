@@ -185,6 +185,14 @@ def tables_of_their_own(y: Tensor) -> None:
         pyro.sample("y", dist.Normal(Vindex(loc[0])[a] + 0.5 * Vindex(loc[1])[b], 0.5).to_event(1), obs=y)
 
 
+def four_tables(y: Tensor) -> None:
+    """Four draws with a table each, and a parameter as long as there are values: 162 assignments of axes, not all of which are tried."""
+    tables, scale = [random_parameter(f"loc_{i}", 5, 5) for i in range(4)], random_parameter("scale", 5)
+    with pyro.plate("data", len(y)):
+        means = [Vindex(loc)[pyro.sample(f"z_{i}", dist.Categorical(torch.ones(5)))] * (1 + 0.1 * i) for i, loc in enumerate(tables)]
+        pyro.sample("y", dist.Normal(sum(means), scale.abs() + 0.1).to_event(1), obs=y)
+
+
 class Constants(PyroModule):
     """What is learned belongs to latents that differ by constants."""
 
@@ -209,8 +217,8 @@ def beside(model: Any, y: Tensor, guide: AutoTruncated) -> dict[str, Tensor]:
     return normal.state_dict()
 
 
-def found(model: Any) -> list[Exchangeable]:
-    y = torch.rand(20, 4, generator=generator())
+def found(model: Any, num_observed: int = 4) -> list[Exchangeable]:
+    y = torch.rand(20, num_observed, generator=generator())
     guide = AutoTruncated(model, num_states=4)
     guide.setup(y)
     learned = Medians(model, y, guide)
@@ -247,6 +255,10 @@ def test_every_group_is_found_and_the_largest_comes_first() -> None:
 )
 def test_the_program_shows_which_parameters_belong_to_which_latent_or_value(model: Any, group: Exchangeable) -> None:
     assert found(model) == [group]
+
+
+def test_draws_with_tables_of_their_own_are_not_taken_together() -> None:
+    assert found(four_tables, 5) == [Exchangeable((slice(0, 1),), [("loc_0", 0)], num_values=5)]
 
 
 @pytest.mark.parametrize("model", [chain, ring, ordered, without_parameters_of_their_own, tables_of_their_own, Constants()])

@@ -31,6 +31,11 @@ def test_pair_energy_of_few_latents(kind: str, num_latents: int) -> None:
     torch.testing.assert_close(ops.pair_energy(words, linear, pairwise), expected, rtol=1e-12, atol=1e-11)
 
 
+def test_pair_energy_of_no_latents(kind: str) -> None:
+    nothing = torch.zeros(2, 0, dtype=torch.float64)
+    assert torch.equal(ops.pair_energy(torch.zeros(2, 3, 0, dtype=torch.int64), nothing, nothing[:0]), torch.zeros(2, 3).double())
+
+
 @pytest.mark.parametrize("kind", ["compiled"], indirect=True)
 def test_infinite_energies_count_where_latents_are_active(kind: str) -> None:
     words, states = draw(StateSpace([2] * 6))

@@ -358,3 +358,26 @@ def test_sequences_of_another_length_are_new_data(num_steps: int) -> None:
         elbo.loss(model, guide, y)
     exact = TraceEnum_ELBO(max_plate_nesting=1).loss(config_enumerate(model), lambda y: None, y)
     assert elbo.loss(model, guide.infer(y), y) == pytest.approx(exact, rel=1e-12)
+
+
+def test_flags_in_ever_new_combinations_are_looked_at_for_a_while() -> None:
+    """Of 4096 combinations of flags nearly each call has another one: a later call runs the program as often as one with known flags."""
+    runs = 0
+
+    def model(y: Tensor, flags: Tensor) -> None:
+        nonlocal runs
+        runs += 1
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Categorical(torch.ones(4, dtype=y.dtype)))
+            pyro.sample("y", dist.Normal(z + flags.sum(-1), 1.0), obs=y)
+
+    guide, elbo, generator = AutoTruncated(model, num_states=4), Truncated_ELBO(), torch.Generator().manual_seed(0)
+    y, numbers = torch.randn(15, dtype=torch.float64, generator=generator), []
+    for _ in range(60):
+        flags = torch.randint(2, (12,), generator=generator).to(y).expand(15, 12)
+        before = runs
+        for _ in range(2):
+            elbo.loss(model, guide, y, flags)
+            numbers.append(runs - before)
+            before = runs
+    assert numbers[-40::2] == numbers[-39::2] == [numbers[-1]] * 20

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_truncated import AutoTruncated, Population, Search, Truncated_ELBO
+from pyro_truncated import AutoTruncated, GPSelect, Population, Preselection, Search, Truncated_ELBO
 from pyro_truncated.distributions import BinaryChains
 from pyro_truncated.search import SampledSearch, SearchBatch
 
@@ -102,6 +102,23 @@ def test_other_states_leave_the_bound_below_the_evidence(model: Callable[[], Non
 def test_a_search_may_write_into_what_it_gets(model: Callable[[], None]) -> None:
     expected = train(model, Own(lambda words: words[:, :1].expand_as(words)))
     assert train(model, Own(lambda words: words.copy_(words[:, :1].clone()))) == expected
+
+
+def writing_affinity(batch: SearchBatch) -> Tensor:
+    batch.population.words.zero_()
+    return torch.rand(len(batch.population), batch.space.num_latents)
+
+
+def writing_inputs(batch: SearchBatch) -> Tensor:
+    batch.population.words.zero_()
+    return torch.rand(len(batch.population), 2).double()
+
+
+@pytest.mark.parametrize("search", [Preselection(writing_affinity, 2), GPSelect(2, inputs=writing_inputs)], ids=["affinity", "inputs"])
+def test_functions_of_a_batch_may_write_into_what_they_get(search: Search) -> None:
+    pyro.set_rng_seed(0)
+    evidence = -Truncated_ELBO().loss(binary, AutoTruncated(binary, num_states=10**4))
+    assert -train(binary, search) <= evidence + 1e-4
 
 
 @pytest.mark.parametrize("model", [binary, linear, counts])

@@ -38,7 +38,7 @@ def pair_energy(words: Tensor, linear: Tensor, pairwise: Tensor | None) -> Tenso
     # The square of a binary value is the value, and each unordered pair is visited once: fold the matrix into its lower triangle.
     linear, folded = linear + pairwise.diagonal(dim1=-2, dim2=-1), (pairwise + pairwise.mT).tril(-1)
     # Sums over all latents of a table have no place for infinite energies.
-    if pairwise.dim() == 2 and linear.shape[1] <= _MOST_TABULATED and bool(pairwise.isfinite().all()):
+    if pairwise.dim() == 2 and 0 < linear.shape[1] <= _MOST_TABULATED and bool(pairwise.isfinite().all()):
         _tabulated_energy(as_words(words), as_array(linear), *_tabulate(folded), out.numpy())
     else:
         _pair_energy(as_words(words), as_array(linear), as_array(folded if folded.dim() == 3 else folded.unsqueeze(0)), out.numpy())
