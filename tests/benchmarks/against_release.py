@@ -264,26 +264,25 @@ def measure() -> dict[str, float]:
     return found
 
 
-def in_process(python: str) -> dict[str, float]:
-    """The same in a process of its own, by another interpreter."""
-    command = [python, str(Path(__file__).resolve()), "--worker"]
+def in_process(python: str, what: str = "ours") -> dict[str, Any]:
+    """The same, or that of peers, in a process of its own, whose libraries all have one thread."""
+    command = [python, str(Path(__file__).resolve()), "--worker", what]
     shown = subprocess.run(command, env={**os.environ, **ONE_THREAD}, cwd="/", capture_output=True, text=True, check=True).stdout
-    found: dict[str, float] = json.loads(shown.splitlines()[-1])
+    found: dict[str, Any] = json.loads(shown.splitlines()[-1])
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--release", help="interpreter of an environment with the other version")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=("ours", "peers"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        print(json.dumps(measure()))
+        print(json.dumps(measure() if args.worker == "ours" else {name: (peer, seconds()) for name, (peer, seconds) in peers().items()}))
         return
-    torch.set_num_threads(1)
     pythons = [sys.executable, *([args.release] if args.release else [])]
     rounds = [[in_process(python) for python in pythons] for _ in range(ROUNDS)]
-    others = {name: (peer, seconds()) for name, (peer, seconds) in peers().items()}
+    others = in_process(sys.executable, "peers")
     print("| one step | seconds | last release | ratio | peer | its seconds | ratio |\n| --- | --- | --- | --- | --- | --- | --- |")
     for name in rounds[0][0]:
         now, *before = (min(turn[place].get(name, math.nan) for turn in rounds) for place in range(len(pythons)))
