@@ -117,8 +117,8 @@ def exchangeable_latents(medians: Medians, state: dict[str, Tensor]) -> list[Exc
 
     They are exchangeable if :math:`p(P s, y \mid P \theta) = p(s, y \mid \theta)` for all permutations :math:`P`. These move the
     latents of the states, or their values, and the entries of the parameters along some axes each. It is tested with random states for
-    two permutations that generate all others, and for axes as long as there are latents or values. Sites that share parameters are
-    permuted together: of all sets of sites the smallest are found.
+    two permutations that generate all others, and for axes as long as there are latents or values. Sites that are not exchangeable
+    alone, as they share parameters, are permuted together: pairs are tried first, then all of them, then other sets.
 
     Parameters and medians must differ between latents, or anything seems exchangeable. Groups have parameters of their own, the largest
     first; populations stay as they are.

@@ -19,7 +19,7 @@ from pyro_truncated.utils.arguments import Renamed, names_arguments
 from pyro_truncated.utils.console import ReprFromArguments
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
-T = TypeVar("T")
+_Result = TypeVar("_Result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,8 +250,8 @@ def _comes_with_library(function: Callable[..., Any]) -> bool:
     return str(getattr(function, "__module__", None)).startswith("pyro_truncated.")
 
 
-def apply_to_batch(function: Callable[[SearchBatch], T], batch: SearchBatch) -> T:
-    """Calls a function; a user's may write into what it gets, copies."""
+def apply_to_batch(function: Callable[[SearchBatch], _Result], batch: SearchBatch) -> _Result:
+    """Calls a function; a user's gets copies, which it may change."""
     if _comes_with_library(function):
         return function(batch)
     words, log_joint = batch.population.words.clone(), batch.population.log_joint.clone()
