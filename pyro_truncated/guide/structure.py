@@ -99,8 +99,8 @@ def find_product(
     is_partial = any(is_subsampled(frame) and frame.vectorized for frame in inner)
     if dependencies.scopes is None and not layout.read and layout.space.size > num_states:
         note_once(
-            "some densities depend on latents by functions that torch does not show (compiled ones, vmap): populations hold whole states. "
-            "For sets of states write these functions in plain torch."
+            "some densities depend on latents by code that torch does not show: populations hold whole states. For sets of states write it "
+            "in plain torch."
         )
     if dependencies.scopes is None or layout.read or (layout.space.size <= num_states and not is_partial):
         return None

@@ -189,6 +189,7 @@ class WholeModelGuide(AutoGuide):
                 return
             trace = first_run(call, self.conditional)
             self._structures = KnownStructures()
+            call = dataclasses.replace(call, first=trace)
             self._structures.add(call, sample_nodes(trace))
             self._layout, dependencies = find_layout(call, trace, self.max_count, self.num_states)
             is_whole = self.whole_states or self.holds_whole_states or self.conditional is not None
@@ -198,14 +199,14 @@ class WholeModelGuide(AutoGuide):
                 note_whole_states(trace, self._layout, dependencies, self.num_states)
             if self._product is None:
                 refuse_partial_plates(self._layout.sites.values(), self._layout.plates)
-            self._keep_prototype(trace)
             with torch.no_grad():
                 if self._product is not None:
                     self._run_mode, self.is_enumerable = "together", False
-                    return
-                scorer = self._whole_scorer(call)
-                warn_of_shared_subsamples(scorer)
-                self._run_mode, self.is_enumerable = run_mode_for(self.vectorize, scorer, self.num_states)
+                else:
+                    scorer = self._whole_scorer(call)
+                    warn_of_shared_subsamples(scorer)
+                    self._run_mode, self.is_enumerable = run_mode_for(self.vectorize, scorer, self.num_states)
+            self._keep_prototype(trace)
 
     def _find_sets(self, call: Call, trace: poutine.Trace, dependencies: Dependencies) -> None:
         """Finds the nodes of the factor graph, if any.
@@ -222,6 +223,7 @@ class WholeModelGuide(AutoGuide):
         if names and not refuse_steps(trace, names):
             steps = call.with_program(functools.partial(run_by_steps, call.model))
             stepwise = first_run(steps, None)
+            steps = dataclasses.replace(steps, first=stepwise)
             layout, among_steps = find_layout(steps, stepwise, self.max_count, self.num_states)
             product = find_product(steps, stepwise, layout, among_steps, self.num_states)
             if isinstance(product, ProductLayout):

@@ -62,6 +62,7 @@ class Call:
     model: Callable[..., Any]
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    first: poutine.Trace | None = None  # a run of it, without given values
 
     def __call__(self) -> Any:
         """Runs the program under the handlers around, and returns what it returns."""
@@ -69,7 +70,7 @@ class Call:
 
     def with_program(self, program: Callable[..., Any]) -> Call:
         """Returns a call of another program with the same arguments."""
-        return dataclasses.replace(self, model=program)
+        return dataclasses.replace(self, model=program, first=None)
 
     def trace(self) -> poutine.Trace:
         """A trace of the program, which the handlers around see as well."""

@@ -94,17 +94,17 @@ class CandidateRuns:
         columns = [self._terms(states) for states in _unbind(values)]
         return {name: torch.cat([column[name] for column in columns]) for name in columns[0]}
 
-    def reduced_sites(self, words: Tensor) -> tuple[str | None, str | None]:
-        """Returns a site that depends on several candidates or data points.
+    def recorded_log_probs(self, words: Tensor) -> tuple[dict[str, Tensor], str | None, str | None]:
+        """Returns :meth:`log_probs`, and sites that depend on several candidates or data points.
 
-        They are two results. Candidates are ``(N, C, num_words)``. A site depends on several if a sum, maximum or the like over them
-        reaches its density, whatever their values. ``None`` stands for no such site.
+        Candidates are ``(N, C, num_words)``. A site depends on several if a sum, maximum or the like over them reaches its density,
+        whatever their values. ``None`` stands for no such site.
         """
         values = self._stack_candidates(words)
         operations = Operations(values.values(), [(size, values.values()) for size in (words.shape[1], max(1, len(words)))])
         with operations:
             nodes = sample_nodes(self._trace({**self.probe.values, **values}))
-        return operations.reduced_site(nodes, 0), operations.reduced_site(nodes, 1)
+        return self._add_sites({}, nodes), operations.reduced_site(nodes, 0), operations.reduced_site(nodes, 1)
 
     def clamped_sites(self, words: Tensor) -> set[str]:
         """Returns observed sites with probability zero in some candidates."""

@@ -55,19 +55,21 @@ def refuse_changing_sites(call: Call, trace: poutine.Trace, dependencies: Depend
     known = dependencies.read or (nodes.keys() if dependencies.scopes is None else set())
     read = [name for name, node in nodes.items() if not node["is_observed"] and name in known]
     values = _joint_values([nodes[name] for name in read]) if read else ()
-    sites = _shapes(trace).keys() - dependencies.parents.keys() | changing_sites(call, trace, values)
-    if sites:
+    if sites := changing_sites(call, trace, values, dependencies.traces):
         raise ChangingSitesError(sites, [name for name in read if name not in sites])
 
 
-def changing_sites(call: Call, trace: poutine.Trace, values: Collection[Mapping[str, Tensor]] = ()) -> set[str]:
+def changing_sites(
+    call: Call, trace: poutine.Trace, values: Collection[Mapping[str, Tensor]] = (), others: Collection[poutine.Trace] = ()
+) -> set[str]:
     """Returns the sites that are not alike in all runs."""
     nodes: Mapping[str, Any] = trace.nodes
     # Of a plate that takes all its members the size may change, too.
     subsamples = {name: node["value"] for name, node in nodes.items() if site_is_subsample(node) and len(node["value"]) < node["fn"].size}
-    runs = [_shapes(trace).items()]
+    runs = [_shapes(one).items() for one in (trace, *others)]
     with torch.no_grad(), spare_random_numbers(), pyro.validation_enabled(False):
-        for seed, latents in enumerate([*values, *({} for _ in range(4))]):
+        # The first numbers drawn after these seeds lie on both sides of zero, and of a half.
+        for seed, latents in enumerate([{}, {}, {}, *values], 3):
             torch.manual_seed(seed)
             # What the model raises for some values, the first use of the guide shall say.
             with contextlib.suppress(Exception):

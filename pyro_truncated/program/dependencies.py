@@ -9,13 +9,11 @@ from typing import Any
 
 import pyro
 import torch
-from pyro.ops.provenance import detach_provenance, get_provenance
-from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch.distributions import constraints
 
 from pyro_truncated.program.call import Call
-from pyro_truncated.program.provenance import FollowLatents, PythonReads
+from pyro_truncated.program.provenance import FollowLatents
 from pyro_truncated.program.sites import family, latent_nodes, sample_nodes, unwrap
 from pyro_truncated.program.supports import HUGE, Bounds, elementwise, get_support, is_discrete, value_bounds
 from pyro_truncated.utils.parameter_store import Assign, isolate, spare_random_numbers
@@ -32,6 +30,7 @@ class Dependencies:
         observed: by site, the latents that its observed value is computed from.
         masked: by site, the latents that its mask is computed from.
         read: the latents whose values Python code reads anywhere.
+        traces: of its runs of the model.
         scopes: by sample site, the latents that its log density is computed from; ``None`` where the model cannot be followed.
     """
 
@@ -42,54 +41,55 @@ class Dependencies:
         self.observed: dict[str, frozenset[str]] = {}
         self.masked: dict[str, frozenset[str]] = {}
         self.lower_varies: set[str] = set()
+        self.traces: list[Any] = []
         self.read: frozenset[str] = frozenset()
         self.scopes: dict[str, frozenset[str]] | None = None
-        reader = PythonReads()
         try:
-            with torch.no_grad(), spare_random_numbers(), isolate(), pyro.validation_enabled(False), reader, _Marks(reader) as marks:
-                trace = call.with_program(FollowLatents()(call.model)).trace()
-            with torch.no_grad(), pyro.validation_enabled(False):
-                scopes = _scopes(trace, reader)
+            latents = FollowLatents()
+            with torch.no_grad(), spare_random_numbers(), isolate(), pyro.validation_enabled(False), latents:
+                trace = call.trace()
+                read, seen = latents.read, dict(latents.seen)
+                scopes = _scopes(trace, latents)
+                supports = {name: get_support(trace.nodes[name]["fn"]) for name in seen}
         except Exception:
-            # Code that cannot follow tensors that carry their provenance.
+            # Code that takes no modes of torch.
             _LOG.debug("dependencies of the model cannot be followed, so runs are compared", exc_info=True)
             self._compare_runs()
             return
-        latents = {node["name"] for node in latent_nodes(trace)}
-        self.read = reader.read & latents
-        scopes = {name: scope & latents for name, scope in scopes.items()}
+        self.traces = [trace]
+        names = {node["name"] for node in latent_nodes(trace)}
+        self.read = read & names
+        scopes = {name: scope & names for name, scope in scopes.items()}
         self.scopes = scopes if self._are_complete(scopes, trace) else None
-        for name, leaked in marks.seen.items():
+        for name, leaked in seen.items():
             node: Any = trace.nodes[name]
-            self.observed[name] = reader.sources(node["value"]) & latents if node["is_observed"] else frozenset()
-            self.masked[name] = reader.sources([node["mask"], *(mask for mask, _ in unwrap(node["fn"])[1])]) & latents
-            support = get_support(node["fn"])
-            self.parents[name] = constraint_sites(support) & latents
-            self.leaked[name] = leaked & latents
-            if get_provenance(getattr(elementwise(support), "lower_bound", 0)) & latents:
+            self.observed[name] = latents.sources(node["value"]) & names if node["is_observed"] else frozenset()
+            self.masked[name] = latents.sources([node["mask"], *(mask for mask, _ in unwrap(node["fn"])[1])]) & names
+            self.parents[name] = latents.sources(supports[name]) & names
+            self.leaked[name] = leaked & names
+            if latents.sources(getattr(elementwise(supports[name]), "lower_bound", 0)) & names:
                 self.lower_varies.add(name)
 
     def _are_complete(self, scopes: Mapping[str, frozenset[str]], trace: Any) -> bool:
         """Whether densities do not change with latents outside of their scopes.
 
-        Functions that torch does not show, such as compiled ones and ``vmap``, lose the provenance, and so does Python code that
-        reads values. So runs are compared in which some latents differ: all, those outside of the scopes of some sites, random halves,
-        and those that were read. Of latents with many values the lowest and the highest are among them, as functions may differ there only.
-        Long programs, whose sites are alike, are run less often.
+        Python code that reads values hides what depends on them, and so does code that reads memory without torch. So runs are compared
+        in which some latents differ. All do, where a density seems to depend on none; and those that were read, outside of the scopes of
+        some sites, or a random half of them. Many values are represented by the lowest and the highest, too.
         """
         nodes = {name: node for name, node in trace.nodes.items() if node["type"] == "sample" and not node["is_observed"]}
-        values = {name: detach_provenance(node["value"]) for name, node in nodes.items()}
+        values = {name: node["value"] for name, node in nodes.items()}
         latents = frozenset(nodes.keys() & scopes.keys())
         # A latent's density changes with its own value.
         own = {name: scope | (latents & {name}) for name, scope in scopes.items()}
-        if all(scope >= latents for scope in own.values()):
+        if all(scope >= latents if self.read else scope for scope in own.values()):
             return True
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad(), pyro.validation_enabled(False), spare_random_numbers():
             # All sites have values, so that a model draws its own random numbers alike, as those of dropout.
             first = self._run(values)
             shifts = [0, _LOWEST, _HIGHEST] if any(_spans_many(first[name], self._limit(name)) for name in latents) else [0]
-            for changed, shift in _changes(sorted(latents), own, self.read, generator, shifts):
+            for changed, shift in _changes(latents, own, self.read, generator, shifts):
                 try:
                     other = {name: _another_value(first[name], shift, generator, self._limit(name)) for name in sorted(changed)}
                     again = self._run(values | other)
@@ -120,6 +120,7 @@ class Dependencies:
             with torch.no_grad(), spare_random_numbers(), isolate(), Assign(subsamples):
                 torch.manual_seed(seed)
                 trace = self.call.trace()
+            self.traces.append(trace)
             sites = {name: node for name, node in trace.nodes.items() if node["type"] == "sample"}
             subsamples = {name: node["value"] for name, node in sites.items() if site_is_subsample(node)}
             runs.append({name: node for name, node in sites.items() if name not in subsamples})
@@ -162,7 +163,7 @@ class Dependencies:
         return {name for name, parents in self.parents.items() if (parents | self.leaked[name]) & discrete}
 
 
-def _scopes(trace: Any, reader: PythonReads) -> dict[str, frozenset[str]]:
+def _scopes(trace: Any, latents: FollowLatents) -> dict[str, frozenset[str]]:
     """Returns the sites that each sample site's log density depends on.
 
     For a point mass they are those that its value depends on.
@@ -171,31 +172,27 @@ def _scopes(trace: Any, reader: PythonReads) -> dict[str, frozenset[str]]:
     places: dict[str, frozenset[str]] = {}
     for name, node in sample_nodes(trace).items():
         if family(node["fn"]) == "Delta" and not node["is_observed"]:
-            places[name] = _resolve_points(reader.sources(_point(node["fn"])), places)
-        with PythonReads(reader.written) as density:
-            sources = get_provenance(node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"]))
-        sources |= reader.sources([node["mask"], node["scale"]])
-        scopes[name] = _resolve_points(sources | density.names, places)
+            places[name] = _resolve_points(latents.sources(_point(node["fn"])), places)
+        latents.names = frozenset()
+        sources = latents.sources(node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"]))
+        sources |= latents.sources([node["mask"], node["scale"]]) | latents.names
+        scopes[name] = _resolve_points(sources - {name}, places)
     return scopes
 
 
 def _changes(
-    latents: Sequence[str], scopes: Mapping[str, frozenset[str]], read: frozenset[str], generator: torch.Generator, shifts: Sequence[int]
+    latents: frozenset[str], scopes: Mapping[str, frozenset[str]], read: frozenset[str], generator: torch.Generator, shifts: Sequence[int]
 ) -> Iterator[tuple[frozenset[str], int]]:
     """Yields sets of latents that change, and by how much.
 
-    0 stands for random changes. All latents, and those outside of a scope, change in all of the given ways.
+    0 stands for random changes.
     """
-    every = frozenset(latents)
-    number = max(1, min(6, 2000 // len(scopes)))
-    distinct = list(dict.fromkeys(scope for scope in scopes.values() if scope < every))
-    for changed in (every, *(every - scope for scope in distinct[:: 1 + len(distinct) // number])):
-        yield from ((changed, shift) for shift in shifts)
-    for _ in range(number):
-        is_changed = (torch.rand(len(latents), generator=generator) < 0.5).tolist()
-        yield frozenset(itertools.compress(latents, is_changed)), 0
-    for changed in list(dict.fromkeys(read - scope for scope in scopes.values()))[:4]:
-        yield from ((changed, shift) for shift in range(1, 9) if changed)
+    yield from ((latents, shift) for shift in shifts)
+    outside = list(dict.fromkeys(read - scope for scope in scopes.values() if not read <= scope))[:4]
+    yield from itertools.product(outside, [*shifts, *range(1, 9)])
+    for _ in range(6 if read else 0):
+        is_changed = (torch.rand(len(read), generator=generator) < 0.5).tolist()
+        yield frozenset(itertools.compress(sorted(read), is_changed)), 0
 
 
 # Instead of a shift: the ends of a support.
@@ -269,26 +266,3 @@ def _point(fn: Any) -> Any:
 def _resolve_points(names: frozenset[str], places: Mapping[str, frozenset[str]]) -> frozenset[str]:
     """Replaces point masses by the sites that they follow from."""
     return frozenset().union(*(places.get(name, {name}) for name in names))
-
-
-class _Marks(Messenger):
-    """Notes what Python has read when each sample site is reached."""
-
-    def __init__(self, reader: PythonReads) -> None:
-        super().__init__()
-        self.reader = reader
-        self.seen: dict[str, frozenset[str]] = {}
-
-    def _pyro_post_sample(self, msg: Any) -> None:
-        if not site_is_subsample(msg):
-            self.seen[msg["name"]] = self.reader.names
-
-
-def constraint_sites(constraint: Any) -> frozenset[str]:
-    """Returns the sites that a constraint's bounds depend on."""
-    sites: frozenset[str] = frozenset()
-    for part in vars(constraint).values() if constraint is not None else ():
-        inner = part if isinstance(part, (list, tuple)) else [part]
-        sites |= get_provenance(part)
-        sites = sites.union(*(constraint_sites(item) for item in inner if isinstance(item, constraints.Constraint)))
-    return sites

@@ -59,6 +59,8 @@ def _find_entries(scorer: ProductScorer, scopes: Mapping[str, frozenset[str]], n
     generator = torch.Generator().manual_seed(0)
     with generic_parameters(scorer, [search.name for search in searches], generator), torch.no_grad(), pyro.validation_enabled(False):
         for run in range(changes.count_runs()):
+            if all(search.joins_members() for search in searches):
+                break
             with contextlib.suppress(Exception):
                 changes.look(run, generator)
     return {search.name: entries for search in searches if (entries := search.read()) is not None}
@@ -130,6 +132,11 @@ class _EntrySearch:
         is_other = (table[1:] - table[:1]).abs() > rounding_tolerance(possible, table.dtype, coarsest_dtype(self._node))
         return is_other.reshape(number, -1, is_other.shape[-1]).any(1).cpu()
 
+    def joins_members(self) -> bool:
+        """Whether an entry depends on several members of a plate."""
+        twins = ((pattern, pattern._replace(is_set=False)) for pattern in self._changes if pattern.plate is not None and pattern.is_set)
+        return any(bool((self._changes[own] & self._changes[twin]).any()) for own, twin in twins if twin in self._changes)
+
     def read(self) -> Entries | None:
         """Returns the parts of the entries, from what has changed them.
 
@@ -149,7 +156,7 @@ class _EntrySearch:
             # One member has each bit or has it not.
             is_set, is_unset = changes[own[0::2]], changes[own[1::2]]
             position = (is_set.long() << torch.arange(len(is_set)).unsqueeze(-1)).sum(0)
-            is_single = ((is_set ^ is_unset) == depends[number]).all(0) & ~(is_set & is_unset).any(0)
+            is_single = ((is_set ^ is_unset) == depends[number]).all(0)
             if not bool(is_single.all()) or bool((depends[number] & (member >= 0) & (member != position)).any()):
                 return None
             member = torch.where(depends[number], position, member)

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from pyro.distributions.util import broadcast_shape
 from torch import Tensor
+from torch.distributions.constraints import Constraint
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from pyro_truncated.program.sites import recorded_names
 
@@ -34,7 +36,7 @@ class Operations(TorchDispatchMode):
     def __init__(self, sources: Iterable[Tensor], dimensions: Sequence[tuple[int, Iterable[Tensor]]] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # By identity, while a tensor lives: bits of the sizes that it has a multiple of, and of those that it has lost.
-        self._marks: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
+        self._marks: Any = WeakIdKeyDictionary()
         self._sizes = [size for size, _ in dimensions]
         for source in sources:
             self._mark(source, 0, 0)
@@ -48,25 +50,21 @@ class Operations(TorchDispatchMode):
         return False
 
     def __contains__(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._marks
+        return tensor in self._marks
 
     def _mark(self, tensor: Tensor, whole: int, reduced: int) -> None:
-        marks, key = self._marks, id(tensor)
-        known = marks.get(key)
-        if known is not None:
-            marks[key] = known[0], known[1] | whole, known[2] | reduced
-        else:
-            marks[key] = weakref.ref(tensor, lambda _: marks.pop(key, None)), whole, reduced
+        known = self._marks.get(tensor, (0, 0))
+        self._marks[tensor] = known[0] | whole, known[1] | reduced
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        given = [self._marks[id(tensor)] for tensor in tensors_in((args, kwargs)) if tensor in self]
+        given = [self._marks[tensor] for tensor in tensors_in((args, kwargs)) if tensor in self]
         if given and name not in FACTORIES:
             # One entry of a dimension may be one of all in turn; distinct entries are as many as values say.
             is_sum = not func.is_view and name not in _INDEXING and torch.Tag.dynamic_output_shape not in func.tags
-            dimensions = functools.reduce(operator.or_, (whole for _, whole, _ in given))
-            lost = functools.reduce(operator.or_, (reduced for _, _, reduced in given))
+            dimensions = functools.reduce(operator.or_, (whole for whole, _ in given))
+            lost = functools.reduce(operator.or_, (reduced for _, reduced in given))
             for tensor in tensors_in(result):
                 sizes = [tensor.numel()] if name not in _INDEXING else _untouched_sizes(name, args, kwargs)
                 kept = sum(any(own % size == 0 for own in sizes) << place for place, size in enumerate(self._sizes))
@@ -79,7 +77,7 @@ class Operations(TorchDispatchMode):
         recorded = recorded_names(nodes)
         for name, node in nodes.items():
             parts = [node["fn"], node["mask"], node["scale"], *([node["value"]] if node["is_observed"] else [])]
-            if name not in recorded and any(tensor in self and self._marks[id(tensor)][2] >> number & 1 for tensor in tensors_in(parts)):
+            if name not in recorded and any(tensor in self and self._marks[tensor][1] >> number & 1 for tensor in tensors_in(parts)):
                 return name
         return None
 
@@ -234,20 +232,20 @@ _BROADCAST: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def recognisable_size(nodes: Mapping[str, Any], most: int = 63) -> int | None:
+def recognisable_size(nodes: Mapping[str, Any], most: int = 63, least: int = 3) -> int | None:
     """Returns a size that divides no dimension of some sample sites.
 
     Values of so many states are recognised by their number of entries. It is larger than the number of sites where possible, which may be
-    stacked. ``None`` if there is none up to ``most``.
+    stacked, and then at least as large as given, or nearly. ``None`` if there is none up to ``most``.
     """
     sizes = {size for node in nodes.values() for size in (*node["fn"].shape(), *torch.as_tensor(node["value"]).shape)}
     primes = [number for number in range(3, most + 1) if all(number % divisor for divisor in range(2, number))]
-    primes.sort(key=lambda prime: prime <= len(nodes))
+    primes.sort(key=lambda prime: (prime <= len(nodes), prime < least, abs(prime - least)))
     return next((prime for prime in primes if all(size % prime for size in sizes if size)), None)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested containers, distributions and transforms."""
+    """The tensors in nested containers, distributions, transforms and constraints."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -256,6 +254,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         for part in value.values():
             yield from tensors_in(part)
-    elif isinstance(value, (torch.distributions.Distribution, torch.distributions.Transform)):
+    elif isinstance(value, (torch.distributions.Distribution, torch.distributions.Transform, Constraint)):
         # A transform and its inverse hold each other.
         yield from tensors_in({name: part for name, part in vars(value).items() if name != "_inv"})

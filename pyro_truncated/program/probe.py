@@ -107,7 +107,7 @@ class Probe:
 
     def first_run(self, values: Mapping[str, Any]) -> poutine.Trace:
         """The run that says what the model selects and observes."""
-        return self.run(values)
+        return self.run(values) if values or self.call.first is None else self.call.first
 
     def run(self, values: Mapping[str, Any]) -> poutine.Trace:
         """A run with given values of sites and subsamples of plates."""

@@ -129,7 +129,7 @@ class ProductScorer(Probe):
     def first_run(self, values: Mapping[str, Any]) -> poutine.Trace:
         """The run that says what the model selects, on any given sets."""
         if self.first_sets is None:
-            return self.run(values)
+            return super().first_run(values)
         sizes = [group.layouts[0].full_sizes for group in self.product.groups]
         states = self._values(self.first_sets, sizes, self.product.dtypes)
         with pyro.validation_enabled(False):
@@ -453,7 +453,7 @@ class ProductScorer(Probe):
         generator = torch.Generator().manual_seed(seed)
         # Few rows may have states by chance that hide a difference.
         number = max(1, min(8, 128 // sum(map(self.num_rows, range(len(self.product.groups))))))
-        return all(self._takes_random_sets(generator) for _ in range(number))
+        return all(self._takes_random_sets(generator, [None] * min(4, number)) for _ in range(-(-number // 4)))
 
     def _members_agree(self, generator: torch.Generator) -> bool:
         """Whether entries depend on the steps and members that were found.
@@ -470,10 +470,10 @@ class ProductScorer(Probe):
             if sum(numbers) <= 128 or plates & {*group.plates}
         ]
         num_bits = max(bool(entries), (max(sizes, default=1) - 1).bit_length())
-        return all(self._takes_random_sets(generator, pattern) for pattern in itertools.product(range(num_bits), (0, 1)))
+        return not num_bits or self._takes_random_sets(generator, list(itertools.product(range(num_bits), (0, 1))))
 
-    def _takes_random_sets(self, generator: torch.Generator, pattern: tuple[int, int] | None = None) -> bool:
-        """Whether a run on sets agrees with a run on single states.
+    def _takes_random_sets(self, generator: torch.Generator, patterns: Sequence[tuple[int, int] | None]) -> bool:
+        """Whether a run on sets agrees with runs on single states.
 
         Which state a member takes is drawn, or said by a bit of its position, as it is or flipped.
         """
@@ -489,14 +489,17 @@ class ProductScorer(Probe):
         together = dict(self._site_tables(nodes, self._factor_names(nodes)))
         beyond = (node for node in density_nodes(nodes).values() if node["is_observed"] and not self.is_inside(node))
         takes_plates = all(len(node["fn"].batch_shape) <= product.layout.depth for node in beyond)
+        return takes_plates and all(self._agrees_with_single_run(together, sets, self._choose(sets, one, generator)) for one in patterns)
+
+    def _choose(self, sets: Sets, pattern: tuple[int, int] | None, generator: torch.Generator) -> list[Tensor]:
         chosen = []
-        for group, words in zip(product.groups, sets, strict=True):
+        for group, words in zip(self.product.groups, sets, strict=True):
             if pattern is None:
                 chosen.append(torch.randint(words.shape[1], (len(words),), generator=generator))
             else:
                 members = torch.arange(len(words)) % (len(words) // len(group.nodes))
                 chosen.append((members >> pattern[0] & 1 ^ pattern[1]).clamp(max=words.shape[1] - 1))
-        return takes_plates and self._agrees_with_single_run(together, sets, chosen)
+        return chosen
 
     def _reduced_site(self, generator: torch.Generator) -> str | None:
         """Returns a site that depends on several states of a set."""

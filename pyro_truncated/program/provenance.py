@@ -1,54 +1,33 @@
-"""Which latents a tensor is computed from, where Pyro's provenance ends.
+"""Which latents a tensor is computed from.
 
-It ends in numbers of Python, and in memory that is written into.
+Torch's operations tell it, those inside of scripts and ``vmap``, too. It ends where values leave tensors, as numbers of Python do.
 """
 
 from __future__ import annotations
 
+import sys
 import traceback
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from typing import Any, Self
 
 import torch
-from pyro.infer.inspect import TrackProvenance
-from pyro.ops.provenance import extract_provenance, track_provenance
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
-_READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__"}
-_LEAKS = _READS | {"ones", "zeros", "full"}
-# Functions whose results have as many entries as values say; what tells shapes, types and memory, and no values.
-_SIZES = {"nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount"}
-_SHAPES = {
-    "size",
-    "dim",
-    "ndimension",
-    "numel",
-    "nelement",
-    "__len__",
-    "stride",
-    "storage_offset",
-    "element_size",
-    "get_device",
-    "data_ptr",
-}
-_SHAPES |= {"__get__", "__hash__"}
-# Functions that take of their other arguments the shape or type alone: a distribution's parameters are broadcast against each other.
-_KEEP_OWN_VALUES = {"broadcast_tensors", "type_as", "expand_as", "view_as", "reshape_as"}
-# What writes into its first argument, beside methods that end with an underscore; and what overwrites all that it writes to.
-_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
-_WRITES = {"__setitem__"} | {f"__i{name}__" for name in _OPERATORS}
-_OVERWRITES = {"__setitem__", "copy_", "fill_", "zero_"}
+from pyro_truncated.program.operations import FACTORIES, tensors_in
 
-
-class FollowLatents(TrackProvenance):
-    """Marks what is sampled, not parameters, which handlers around may keep."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def _pyro_post_param(self, msg: Any) -> None:
-        pass
+# Methods that tell Python values by no operation, and functions that take sizes.
+_EXPORTS = {"numpy", "tolist", "data_ptr", "__array__", "__dlpack__", "__deepcopy__"}
+_SIZED = {"ones", "zeros", "full"}
+# Operations of which only a number that may be given says how many results there are.
+_SIZED_BY_NUMBERS = {"one_hot", "linalg_lstsq", "_ctc_loss"}
+# What overwrites all that it writes to.
+_OVERWRITES = {"copy_", "fill_", "zero_"}
 
 
 class WrittenMemory:
@@ -72,11 +51,7 @@ class WrittenMemory:
         if entries.shape != target.shape:
             names, index = names.union(*self._names), ...
         self._names.append(names)
-        number = len(self._names) - 1
-        try:
-            entries[index] = number
-        except (IndexError, RuntimeError, TypeError):
-            entries.fill_(number)
+        entries[index] = len(self._names) - 1
 
     def read(self, tensor: Tensor) -> frozenset[str]:
         """Returns the latents that were written into a tensor's entries."""
@@ -106,108 +81,156 @@ class WrittenMemory:
         return numbers.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()) if len(numbers) == size else numbers
 
 
-class PythonReads(TorchFunctionMode):
-    """Records latents whose values leave tensors, where provenance ends.
-
-    It also keeps the provenance correct there, and in tensors that are written into (``x[..., 0] = z``).
+class FollowLatents(TorchDispatchMode):
+    """Follows the values that a program samples.
 
     Attributes:
-        names: the latents that have left it so far.
+        names: the latents whose values have left tensors so far.
         read: those of them whose values Python code has looked at.
-        stack: where that was so first; empty if nowhere.
-        written: the memory that they were written into.
+        seen: by sample site, the latents that had left tensors when it was reached.
+        stack: where Python has looked first; empty if nowhere.
     """
 
-    def __init__(self, written: WrittenMemory | None = None) -> None:
-        super().__init__()
-        self.written = WrittenMemory() if written is None else written
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: frozenset[str] = frozenset()
         self.read: frozenset[str] = frozenset()
+        self.seen: dict[str, frozenset[str]] = {}
         self.stack: Sequence[traceback.FrameSummary] = ()
+        self._sources: Any = WeakIdKeyDictionary()
+        self._written = WrittenMemory()
+        # The latents that a function of torch has taken numbers of, if one is called.
+        self._numbers: frozenset[str] | None = None
+        self._others = ExitStack()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        sources: set[str] = set()
-        tensors: list[Tensor] = []
-        plain, keywords = (_strip_provenance(one, sources, tensors) for one in (args, kwargs or {}))
-        shown = frozenset(sources)
-        if self.written:
-            sources.update(*map(self.written.read, tensors))
-        if name in _LEAKS:
-            self._note(frozenset(sources), name in _READS)
-        results = func(*plain, **keywords)
-        # What is taken by a mask is as much as the mask says.
-        sized_by = self.sources(args[1:]) if name in ("__getitem__", "masked_select") else sources
-        if sources and sized_by and _tells_values(name, plain, results):
-            self._note(frozenset(sources), is_read=True)
-        if sources or self.written:
-            self._note_write(name, plain, keywords, args, frozenset(sources))
-        if name == "new" or (isinstance(results, Tensor) and results.layout is not torch.strided):
-            # Sparse tensors cannot carry a provenance.
-            return results
-        if name not in _KEEP_OWN_VALUES:
-            if self.written and isinstance(results, Tensor) and self.written.shares(results):
-                # Of memory that a view shares, its own entries count.
-                sources = {*shown, *self.written.read(results)}
-            return track_provenance(results, frozenset(sources)) if sources else results
-        if isinstance(results, (tuple, list)):
-            own = args[0] if isinstance(args[0], (tuple, list)) else args
-            return type(results)(track_provenance(value, self.sources(one)) for value, one in zip(results, own, strict=True))
-        return track_provenance(results, self.sources(args[0]))
+    supports_higher_order_operators = True
 
-    def _note(self, names: frozenset[str], is_read: bool) -> None:
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Torch asks, as it would import its compiler for every mode that it skips: for a second.
+        return False
+
+    def __enter__(self) -> Self:
+        if "torch._dynamo" in sys.modules:
+            # What is compiled shows no operations.
+            self._others.enter_context(torch.compiler.set_stance("force_eager"))
+        self._others.enter_context(_Functions(self))
+        self._others.enter_context(_Samples(self))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._others.close()
+
+    def note_sample(self, name: str, value: Any, is_observed: bool) -> None:
+        """Notes what a sample statement returns."""
+        self.seen[name] = self.names
+        for tensor in () if is_observed else tensors_in(value):
+            self._sources[tensor] = frozenset({name})
+
+    def note_leak(self, names: frozenset[str], is_read: bool = True) -> None:
+        """Notes that values of latents leave tensors."""
         self.names |= names
-        if is_read and names:
+        if names and is_read:
             self.stack = self.stack or traceback.extract_stack()
             self.read |= names
 
-    def _note_write(self, name: str, plain: Sequence[Any], keywords: dict[str, Any], args: Sequence[Any], sources: frozenset[str]) -> None:
-        """Notes what a function has written into one of its arguments."""
-        target, index = keywords.get("out"), ...
-        if name in _WRITES or (name.endswith("_") and not name.endswith("__")):
-            target = plain[0] if plain else keywords.get("tensor", keywords.get("input"))
-        if name in _OVERWRITES and isinstance(target, Tensor):
-            # Of an index that depends on latents, entries that are not written depend on them, too.
-            is_certain = name != "__setitem__" or not self.sources(args[1])
-            sources = self.sources(args[1:]) if is_certain else sources
-            index = plain[1] if is_certain and name == "__setitem__" else ...
-        for tensor in target if isinstance(target, (tuple, list)) else [target]:
-            if isinstance(tensor, Tensor):
-                self.written.write(tensor, index, sources)
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Calls a function of torch.
+
+        It may take numbers out of tensors, such as an index, and put them into others: then Python does not look at them.
+        """
+        name, self._numbers = getattr(func, "__name__", ""), frozenset()
+        before = self.names, self.read, self.stack
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            numbers, self._numbers = self._numbers, None
+        if isinstance(result, str):
+            # What is printed changes nothing.
+            self.names, self.read, self.stack = before
+            return result
+        if name in _EXPORTS:
+            numbers = self.sources(args)
+        if numbers and name == "__setitem__":
+            self._written.write(args[0], ..., self.sources(args[0]) | numbers)
+        elif numbers:
+            tensors = list(tensors_in(result))
+            if not tensors or name in _SIZED:
+                self.note_leak(numbers, is_read=not tensors)
+            for tensor in tensors:
+                self._sources[tensor] = self._direct([tensor]) | numbers
+        return result
 
     def sources(self, value: Any) -> frozenset[str]:
         """Returns the sites that a value is computed from."""
-        names: set[str] = set()
-        tensors: list[Tensor] = []
-        _strip_provenance(value, names, tensors)
-        return frozenset(names).union(*map(self.written.read, tensors))
+        tensors = list(tensors_in(value))
+        return self._direct(tensors).union(*map(self._written.read, tensors))
+
+    def _direct(self, tensors: Sequence[Tensor]) -> frozenset[str]:
+        return frozenset().union(*(self._sources.get(tensor, ()) for tensor in tensors))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = list(tensors_in((args, kwargs)))
+        direct, sources = self._direct(given), self.sources(given)
+        result = func(*args, **kwargs)
+        # Those that call functions, such as torch.cond, have no tags.
+        name, tags = func.__name__.partition(".")[0], getattr(func, "tags", ())
+        if not sources and not self._written:
+            return result
+        if torch.Tag.data_dependent_output in tags and self._numbers is not None:
+            self._numbers |= sources
+        elif self._tells_values(tags, name, args):
+            self.note_leak(sources)
+        is_in_place = name.endswith("_") and (name.startswith("__i") or not name.endswith("__"))
+        target = args[0] if is_in_place else kwargs.get("out")
+        if target is not None:
+            self._note_write(name, target, args, sources)
+        elif name not in FACTORIES:
+            for tensor in tensors_in(result):
+                # Of memory that a view shares, its own entries count.
+                self._sources[tensor] = direct if self._written and self._written.shares(tensor) else sources
+        return result
+
+    def _tells_values(self, tags: Collection[Any], name: str, args: Any) -> bool:
+        """Whether Python sees values, or a size that they say."""
+        if name in ("index", "masked_select"):
+            # What is taken by a mask is as much as the mask says.
+            return any(tensor.dtype in (torch.bool, torch.uint8) and bool(self.sources(tensor)) for tensor in tensors_in(args[1:]))
+        is_sized = torch.Tag.dynamic_output_shape in tags and name not in _SIZED_BY_NUMBERS
+        return is_sized or torch.Tag.data_dependent_output in tags
+
+    def _note_write(self, name: str, target: Any, args: Any, sources: frozenset[str]) -> None:
+        """Notes what an operation has written into one of its arguments."""
+        index: Any = ...
+        if name in _OVERWRITES:
+            sources = self.sources(args[1:])
+        elif name == "index_put_" and not (any(args[3:]) or self.sources(args[1])):
+            sources, index = self.sources(args[2]), tuple(slice(None) if part is None else part for part in args[1])
+        for tensor in tensors_in(target):
+            self._written.write(tensor, index, sources)
 
 
-def _tells_values(name: str, args: Sequence[Any], results: Any) -> bool:
-    """Whether a function tells Python values of its arguments.
+class _Functions(TorchFunctionMode):
+    """Tells which functions of torch are called."""
 
-    That is by its result, as ``torch.equal`` does, or by its size, as ``torch.unique`` does.
-    """
-    if name == "__getitem__":
-        index = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in index)
-    is_property = name in _SHAPES or (name.startswith("is_") and name != "is_nonzero")
-    is_number = isinstance(results, (bool, int, float, complex)) and not is_property
-    return is_number or name in _SIZES or (name == "where" and len(args) == 1)
+    def __init__(self, latents: FollowLatents) -> None:
+        super().__init__()
+        self._latents = latents
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._latents.call(func, args, kwargs or {})
 
 
-def _strip_provenance(value: Any, sources: set[str], tensors: list[Tensor]) -> Any:
-    """Strips provenance, noted in ``sources``, of arguments, whose tensors are listed."""
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return kind([_strip_provenance(part, sources, tensors) for part in value])
-    if kind is dict:
-        return {key: _strip_provenance(part, sources, tensors) for key, part in value.items()}
-    # A shape stays one: torch takes a tuple in its place for numbers.
-    if kind is torch.Size or not isinstance(value, (Tensor, tuple, list, dict, set, frozenset)):
-        return value
-    plain, names = (value, frozenset()) if kind is Tensor else extract_provenance(value)
-    sources |= names
-    if isinstance(plain, Tensor):
-        tensors.append(plain)
-    return plain
+class _Samples(Messenger):
+    """Tells what is sampled."""
+
+    def __init__(self, latents: FollowLatents) -> None:
+        super().__init__()
+        self._latents = latents
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        if not site_is_subsample(msg):
+            self._latents.note_sample(msg["name"], msg["value"], msg["is_observed"])

@@ -28,7 +28,7 @@ from pyro_truncated.program.linear_sites import linear_superpositions
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.operations import BROADCASTS, recognisable_size
 from pyro_truncated.program.packed_scoring import PackedModel
-from pyro_truncated.program.provenance import FollowLatents, PythonReads
+from pyro_truncated.program.provenance import FollowLatents
 from pyro_truncated.program.zero_probabilities import certain_values, impossible_entries
 from pyro_truncated.utils.arrays import rounding_tolerance
 from pyro_truncated.utils.budget import memory_budget as within_budget
@@ -95,21 +95,16 @@ def choose_run_mode(log_joint: LogJoint) -> tuple[RunMode, bool]:
         return ("together" if is_enumerable else "singly"), is_enumerable
     with torch.no_grad(), spare_random_numbers(), isolate():
         # Few data points may have states by chance that hide a difference.
-        words = _candidates(log_joint, max(3, 12 // max(1, log_joint.num_data)))
+        words = _candidates(log_joint, max(min(3, log_joint.layout.space.size), 12 // max(1, log_joint.num_data)))
         single, _ = _terms(log_joint, words, "singly")
         if isinstance(single, ChangingSitesError):
             raise single
         if isinstance(single, Exception):
             # Whatever this is, it is no matter of dimensions: let the first use of the guide say it.
             return "together", True
-        together, most_dims = _terms(log_joint, words, "together")
-        if isinstance(together, Exception):
-            together, most_dims = _with_broadcasts(log_joint, words, single, together, most_dims)
+        together, most_dims, reduced, is_random = _terms_together(log_joint, words, single)
+        culprit, read = _difference(log_joint, together, single), log_joint.layout.read
         is_enumerable = most_dims <= log_joint.depth + 1 and not log_joint.layout.broadcasts_parts
-        culprit = _difference(log_joint, together, single)
-        read = log_joint.layout.read
-        is_random = _warn_if_unlike(log_joint, words, single)
-        reduced = None if isinstance(together, Exception) or culprit is not None or read or is_random else _warn_if_reduced(log_joint)
         if is_random or (culprit is None and not read and reduced is None):
             return "together", is_enumerable
         # The draws of a conditional are no matter for vmap.
@@ -130,6 +125,29 @@ def choose_run_mode(log_joint: LogJoint) -> tuple[RunMode, bool]:
     return run_mode, False
 
 
+def _terms_together(
+    log_joint: LogJoint, words: Tensor, single: dict[str, Tensor]
+) -> tuple[dict[str, Tensor] | Exception, int, str | None, bool]:
+    """Scores of states together or an error, and their most dimensions.
+
+    They come with a site that depends on several states by its operations, and with whether scores are random. It warns of sites that
+    depend on the states of other data points.
+    """
+    order = _orders(log_joint, words.shape[1], log_joint.candidates_per_run())
+    mixed, most_dims, reduced, crossing = _recorded_terms(log_joint, _take(words, order))
+    site, read = _difference(log_joint, mixed, _reorder_candidates(single, order, words.shape[1])), log_joint.layout.read
+    if site is None and not read:
+        if crossing is not None and crossing != reduced and log_joint.num_data > 1:
+            _warn_across_data(log_joint, crossing)
+        return single, most_dims, reduced, False
+    together, most_dims = _terms(log_joint, words, "together")
+    if isinstance(together, Exception):
+        together, most_dims = _with_broadcasts(log_joint, words, single, together, most_dims)
+    # Where states together are scored as single ones, those of other data points are what differs.
+    is_alike = not read and _difference(log_joint, together, single) is None
+    return together, most_dims, reduced, _warn_if_unlike(log_joint, words, single, site if is_alike else None)
+
+
 def _with_broadcasts(
     log_joint: LogJoint, words: Tensor, single: dict[str, Tensor], error: Exception, most_dims: int
 ) -> tuple[dict[str, Tensor] | Exception, int]:
@@ -142,30 +160,60 @@ def _with_broadcasts(
     return error, most_dims
 
 
-def _warn_if_reduced(log_joint: LogJoint) -> str | None:
-    """Returns a site that depends on several states; warns of data points."""
-    number = recognisable_size(log_joint.nodes, min(63, max(3, log_joint.candidates_per_run())))
-    if log_joint.conditional is not None or number is None:
-        return None
-    words = log_joint.layout.space.random((log_joint.num_data, number), 0.5, torch.Generator().manual_seed(0)).to(log_joint.device)
-    site, crossing = CandidateRuns(log_joint, None, "together", ()).reduced_sites(words)
-    if crossing is not None and crossing != site and log_joint.num_data > 1:
-        _warn_across_data(log_joint, crossing)
-    return site
+def _orders(log_joint: LogJoint, number: int, most: int) -> Tensor:
+    """Which of its candidates each data point takes beside others, ``(N, M)``.
+
+    They are digits of its position: those of two data points differ in one at least. The first base is the number of candidates that
+    differ in all latents. The second is that of all, with digits plus one, two, and so on. There are as many as a run holds.
+    """
+    space, num_data = log_joint.layout.space, log_joint.num_data
+    rows = torch.arange(num_data, device=log_joint.device)
+    apart = min(number, 2 if space.num_latents > 1 else 3)
+    digits: dict[int, list[Tensor]] = {}
+    for base in (apart, number):
+        digits[base], power = [rows % base], base
+        while power < num_data:
+            digits[base].append(rows // power % base)
+            power *= base
+    columns = [*digits[apart], *((digit + turn) % number for turn in range(number) for digit in digits[number])]
+    return torch.stack(columns, 1)[:, : max(len(digits[apart]), most)]
 
 
-def _warn_if_unlike(log_joint: LogJoint, words: Tensor, single: dict[str, Tensor]) -> bool:
+def _take(words: Tensor, order: Tensor) -> Tensor:
+    return words.gather(1, order.unsqueeze(-1).expand(-1, -1, words.shape[2]))
+
+
+def _recorded_terms(log_joint: LogJoint, words: Tensor) -> tuple[dict[str, Tensor] | Exception, int, str | None, str | None]:
+    """Scores of states together, their most dimensions, and two sites.
+
+    By its operations, the first site depends on several candidates, and the second on several data points.
+    """
+    per_run, number, site, other = log_joint.candidates_per_run(), words.shape[1], None, None
+    size = recognisable_size(log_joint.nodes, max(3, min(63, per_run)), number) if log_joint.conditional is None else None
+    blocks, runs = [], CandidateRuns(log_joint, None, "together", ())
+    try:
+        if size is not None:
+            terms, site, other = runs.recorded_log_probs(words[:, torch.arange(size, device=words.device) % number])
+            blocks.append({name: term.expand(size, *term.shape[1:]) for name, term in terms.items()})
+        for part in words[:, size or 0 :].split(per_run, 1) if number > (size or 0) else ():
+            more, most_dims = _terms(log_joint, part, "together")
+            if isinstance(more, Exception):
+                return more, most_dims, None, None
+            runs.most_dims = max(runs.most_dims, most_dims)
+            blocks.append({name: term.expand(part.shape[1], *term.shape[1:]) for name, term in more.items()})
+    except Exception as error:
+        return error, runs.most_dims, None, None
+    return {name: torch.cat([block[name] for block in blocks])[:number] for name in blocks[0]}, runs.most_dims, site, other
+
+
+def _warn_if_unlike(log_joint: LogJoint, words: Tensor, single: dict[str, Tensor], name: str | None = None) -> bool:
     """Whether repeated scores of single states differ; warns of it.
 
-    They are repeated beside other states of the other data points, so it also warns of sites that depend on those. Candidates take turns;
-    then each data point takes the first or the second by a bit of its position: any two differ in some bit.
+    They are repeated beside other states of the other data points, so it also warns of sites that depend on those, if none is known.
     """
-    number, rows = words.shape[1], torch.arange(len(words), device=words.device).unsqueeze(-1)
-    orders = [(torch.arange(number, device=words.device) + rows) % number]
-    orders += [(rows >> bit & 1).clamp(max=number - 1) for bit in range((len(words) - 1).bit_length())]
-    for order in orders:
-        beside_others = words.gather(1, order.unsqueeze(-1).expand(-1, -1, words.shape[2]))
-        name = _difference(log_joint, _terms(log_joint, beside_others, "singly")[0], _reorder_candidates(single, order, number))
+    for turn in () if name else _orders(log_joint, words.shape[1], 12).split(1, 1):
+        terms, _ = _terms(log_joint, _take(words, turn), "singly")
+        name = _difference(log_joint, terms, _reorder_candidates(single, turn, words.shape[1]))
         if name is not None:
             break
     if not name:
@@ -216,25 +264,33 @@ def _try_many_states(log_joint: LogJoint, model: PackedModel, most: int = 2) -> 
     if log_joint.candidates_per_run() < 2:
         return True
     with torch.no_grad(), spare_random_numbers(), isolate(), within_budget(log_joint.memory_budget):
-        words = _candidates(log_joint, most)
+        words = _candidates(log_joint, min(most, log_joint.candidates_per_run()))
         terms, most_dims = _terms(log_joint, words, "together")
         if isinstance(terms, Exception) or most_dims > log_joint.depth + 1:
             return False
         return _agree(sum_block(terms).movedim(0, -1), model.score(words))
 
 
-def _candidates(log_joint: LogJoint, most: int) -> Tensor:
-    """A draw from the prior and random states, ``(N, C, num_words)``."""
+def _candidates(log_joint: LogJoint, number: int) -> Tensor:
+    """A draw from the prior, others near it, and random states.
+
+    The second differs in all latents, so that each shows, and the third in one, so that sums do.
+    """
     space, layout = log_joint.layout.space, log_joint.layout
-    number = max(1, min(most, log_joint.candidates_per_run()))
-    generator = torch.Generator().manual_seed(0)
-    words = space.random((log_joint.num_data, number), 0.5, generator).to(log_joint.device)
+    random = space.random((log_joint.num_data, number), 0.5, torch.Generator().manual_seed(0)).to(log_joint.device)
     try:
         levels = layout.encode_values({name: log_joint.nodes[name]["value"] for name in layout.sites}, log_joint.sizes)
     except ValueError:
         # A draw of a count beyond its bound.
-        return space.distinguish(words)
-    return space.distinguish(torch.cat([space.pack(levels).unsqueeze(1), words[:, 1:]], 1))
+        levels = space.unpack(random[:, 0], torch.int64)
+    one = (
+        torch.arange(space.num_latents, device=levels.device)
+        == torch.arange(len(levels), device=levels.device).unsqueeze(-1) % space.num_latents
+    )
+    steps = [torch.zeros_like(levels), torch.ones_like(levels), one if space.num_latents > 1 else torch.full_like(levels, 2)]
+    cardinalities = torch.tensor(space.cardinalities, device=levels.device)
+    near = torch.stack([space.pack((levels + step) % cardinalities) for step in steps[:number]], 1)
+    return torch.cat([near, random[:, 3:]], 1)
 
 
 def _terms(log_joint: LogJoint, words: Tensor, run_mode: RunMode) -> tuple[dict[str, Tensor] | Exception, int]:
@@ -291,10 +347,9 @@ def _site_line(log_joint: LogJoint, name: str) -> traceback.FrameSummary | None:
 
 def _read_line(log_joint: LogJoint) -> traceback.FrameSummary | None:
     """Where Python first looks at the value of a latent."""
-    call = log_joint.call
-    with isolate(), pyro.validation_enabled(False), PythonReads() as reader:
-        call.with_program(FollowLatents()(call.model)).trace()
-    return _user_frame(reader.stack)
+    with isolate(), pyro.validation_enabled(False), FollowLatents() as latents:
+        log_joint.call.trace()
+    return _user_frame(latents.stack)
 
 
 def _error_line(error: Exception) -> traceback.FrameSummary | None:
@@ -368,7 +423,7 @@ def _refuse_other_scores(log_joint: LogJoint, model: PackedModel) -> None:
 def _takes_shared_states(log_joint: LogJoint) -> bool:
     """Whether the model takes states that all data points share in memory."""
     with torch.no_grad(), spare_random_numbers(), isolate():
-        words = _candidates(log_joint, 3)[:1].expand(log_joint.num_data, -1, -1)
+        words = _candidates(log_joint, min(3, log_joint.candidates_per_run()))[:1].expand(log_joint.num_data, -1, -1)
         apart, _ = _terms(log_joint, words.contiguous(), "together")
         log_joint.layout.takes_shared_states = True
         shared, _ = _terms(log_joint, words, "together")

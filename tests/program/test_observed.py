@@ -229,7 +229,7 @@ def test_poisson_mixtures_of_fractions():
 
 
 @pytest.mark.parametrize("batch_size", [None, 2])
-def test_models_whose_code_cannot_follow_provenance(monkeypatch, batch_size):
+def test_models_that_cannot_be_followed(monkeypatch, batch_size):
     def fails(*args):
         raise RuntimeError("no such code")
 

@@ -113,6 +113,43 @@ def test_rare_events_across_data_points_are_named() -> None:
     assert "Site 'y' of a data point depends on the states of other data points" in str(report)
 
 
+@pytest.mark.parametrize("memory_budget", [2**20, 2**28])
+@pytest.mark.parametrize("size", [None, 4])
+def test_rows_that_read_one_other_row_are_named(memory_budget: int, size: int | None) -> None:
+    """So they are where the least memory holds one state of each row, and where one entry of a vector is read."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randn(300, 200, generator=generator)
+    for row, other in torch.randint(300, (4, 2), generator=generator).tolist():
+
+        def pair(y: Tensor, row: int = row, other: int = other) -> None:
+            prior = dist.Bernoulli(0.4) if size is None else dist.Bernoulli(torch.full((size,), 0.4)).to_event(1)
+            with pyro.plate("data", len(y)):
+                z = pyro.sample("z", prior)
+                read = z if size is None else z[..., 2]
+                shift = torch.zeros(len(y)).index_fill(0, torch.tensor(row), 0.8) * read[..., other].unsqueeze(-1)
+                loc = (z if size is None else z.sum(-1)) + shift
+                pyro.sample("y", dist.Normal(loc.unsqueeze(-1), 1.0).expand([*loc.shape, 200]).to_event(1), obs=y)
+
+        with pytest.warns(UserWarning, match="site 'y' of a data point depends on the states of other data points"):
+            AutoTruncated(pair, num_states=2, memory_budget=memory_budget).setup(y)
+
+
+def test_first_calls_run_the_program_few_times() -> None:
+    runs: list[int] = []
+
+    class Counted(torch.nn.Module):
+        def forward(self, y: Tensor) -> None:
+            runs[0] += 1
+            with pyro.plate("data", len(y)):
+                z = pyro.sample("z", dist.Categorical(torch.ones(5)))
+                pyro.sample("y", dist.Normal(z.to(y.dtype), 1.0), obs=y)
+
+    for number in (100, 1000, 10000):
+        runs[:] = [0]
+        Truncated_ELBO().loss(model := Counted(), AutoTruncated(model, num_states=5), torch.randn(number))
+        assert runs[0] <= 14
+
+
 @pytest.mark.parametrize("num_states", [8, 64])
 def test_chains_whose_steps_reduce_their_states_hold_whole_ones(num_states: int) -> None:
     def chain(y: Tensor) -> None:
