@@ -12,7 +12,6 @@ from typing import Any
 import pyro
 import pyro.poutine as poutine
 import torch
-from pyro.distributions.hmm import HiddenMarkovModel
 from torch import Tensor
 from torch.nn import Module
 
@@ -55,7 +54,6 @@ class ObservedValues:
             record = self._checked_values.get(name)
             if record is not None and not value.is_inference() and record[0]() is value and record[1] == value._version:
                 continue
-            _check_size_of_events(node)
             invalid = _invalid(node)
             if invalid is not None and bool(invalid.any()) and not self._depends_on_latents(name, probe):
                 raise ValueError(_complaint(probe, node, invalid))
@@ -106,18 +104,6 @@ def check_observable(model: Module, y: Tensor, support: Any) -> None:
                 layout = Layout(call.trace(), Dependencies(call))
                 ObservedValues().check(Probe(call, layout, {layout.plates[0]: impossible + rows.start}))
         release_pages(y)
-
-
-def _check_size_of_events(node: Mapping[str, Any]) -> None:
-    """Refuses rows of another size than a distribution's: not all densities look at it."""
-    inner, _ = unwrap(node["fn"])
-    size, shape = inner.event_shape, node["value"].shape
-    # Steps of hidden Markov models that are alike are counted as one.
-    if len(size) == 1 and shape[-1:] != size and not isinstance(inner, HiddenMarkovModel):
-        raise ValueError(
-            f"site '{node['name']}' observes values of shape {tuple(shape)}, but an event of its distribution "
-            f"{type(inner).__name__} has shape {tuple(size)}: give new data the columns of the training data"
-        )
 
 
 def _invalid(node: Mapping[str, Any]) -> Tensor | None:
