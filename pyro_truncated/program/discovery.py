@@ -179,7 +179,7 @@ def refuse_other_plates(node: Mapping[str, Any], site: DiscreteSite) -> None:
 
 
 def refuse_other_events(node: Mapping[str, Any]) -> None:
-    """Refuses observed rows of another size than a distribution's: few densities look at it."""
+    """Refuses observed events of another size than a distribution's."""
     inner, shape = unwrap(node["fn"])[0], torch.as_tensor(node["value"]).shape
     # Steps of hidden Markov models that are alike are counted as one.
     if len(inner.event_shape) == 1 and shape[-1:] != inner.event_shape and not isinstance(inner, HiddenMarkovModel):

@@ -47,7 +47,7 @@ def check_image(image: Any) -> Tensor:
 
 
 def check_digits(image: Tensor, num_dims: int) -> None:
-    """Refuses a number so far from all others that these lose their digits."""
+    """Refuses a number beside which all others lose their digits."""
     for plane in [image] if image.dim() == num_dims else image.unbind(-1):
         entries = plane[~plane.isnan()]
         median, distance, spread = float(entries.median()), (entries - entries.median()).abs(), median_deviation(entries)

@@ -216,7 +216,7 @@ def test_errors_say_what_is_wrong() -> None:
         guide.marginals()
     with pytest.raises(TypeError, match="search must select latents"):
         GibbsEM(EvolutionarySearch())
-    with pytest.raises(TypeError, match="search must select latents: a Preselection, .* got EvolutionarySearch"):
+    with pytest.raises(TypeError, match=r"search must select latents: a Preselection, .* got EvolutionarySearch"):
         GibbsGuide(model).infer(y, EvolutionarySearch())
     with pytest.raises(ValueError, match="warm_up must be"):
         GibbsEM(search, warm_up=-1)
