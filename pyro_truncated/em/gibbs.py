@@ -220,6 +220,7 @@ class GibbsGuide(PyroModule):
         Raises:
             ValueError: if the guide belongs to other data, or a part of the data has another number of draws or latents.
         """
+        _check_selects(search)
         self._prepare(y, search.num_selected, sweeps, is_whole=indices is None, generator=generator)
         rows = slice(None) if indices is None else indices
         batch = self._batch(y, rows, indices, is_new)
@@ -339,6 +340,11 @@ def _singleton_scores(model: Any, y: Tensor, space: StateSpace, words: Tensor) -
     return model.singletons(y).gather(1, (states.long() * numbers).sum(-1))
 
 
+def _check_selects(search: Any) -> None:
+    if not isinstance(search, Preselection):
+        raise TypeError(f"search must select latents: a Preselection, such as GPSelect(5); got {type(search).__name__}")
+
+
 class GibbsEM(ELBO):
     r"""Monte Carlo EM: ``SVI(model, GibbsGuide(model), ClosedForm(model), GibbsEM(search))``.
 
@@ -386,8 +392,7 @@ class GibbsEM(ELBO):
         batch_size: int | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        if not isinstance(search, Preselection):
-            raise TypeError(f"search must select latents: a Preselection, such as GPSelect(5); got {type(search).__name__}")
+        _check_selects(search)
         sweeps, burn_in, warm_up = check_count("sweeps", sweeps), check_count("burn_in", burn_in, 0), check_count("warm_up", warm_up, 0)
         batch_size = None if batch_size is None else check_count("batch_size", batch_size)
         super().__init__()  # type: ignore[no-untyped-call]

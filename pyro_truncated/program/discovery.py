@@ -11,6 +11,7 @@ from typing import Any
 
 import pyro
 import torch
+from pyro.distributions.hmm import HiddenMarkovModel
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, TransformedDistribution, constraints
@@ -175,6 +176,17 @@ def refuse_other_plates(node: Mapping[str, Any], site: DiscreteSite) -> None:
                 f"the plate '{frame.name}' of discrete latent site '{site.name}' now has {size} members, but {known[frame.dim]} when the "
                 "guide was set up. Make a guide for these data (guide.infer, or a new AutoTruncated), or mask members that are not in use."
             )
+
+
+def refuse_other_events(node: Mapping[str, Any]) -> None:
+    """Refuses observed events of another size than a distribution's."""
+    inner, shape = unwrap(node["fn"])[0], torch.as_tensor(node["value"]).shape
+    # Steps of hidden Markov models that are alike are counted as one.
+    if len(inner.event_shape) == 1 and shape[-1:] != inner.event_shape and not isinstance(inner, HiddenMarkovModel):
+        raise ValueError(
+            f"site '{node['name']}' observes values of shape {tuple(shape)}, but an event of its distribution {type(inner).__name__} has "
+            f"shape {tuple(inner.event_shape)}: give new data the columns of the training data"
+        )
 
 
 def refuse_other_values(node: Mapping[str, Any], site: DiscreteSite, limit: int | None, *, may_be_fewer: bool) -> None:

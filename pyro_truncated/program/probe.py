@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.changing_sites import ChangingSitesError, changing_sites
-from pyro_truncated.program.discovery import refuse_other_plates, refuse_other_values
+from pyro_truncated.program.discovery import refuse_other_events, refuse_other_plates, refuse_other_values
 from pyro_truncated.program.known_levels import KnownLevels, find_idle
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.operations import BroadcastParts, Shape
@@ -156,6 +156,9 @@ class Probe:
 
     def _check_values(self) -> None:
         layout = self.layout
+        for node in self.nodes.values():
+            if node["is_observed"]:
+                refuse_other_events(node)
         for name, site in layout.sites.items():
             refuse_other_plates(self.nodes[name], site)
             # Of supports that depend on latents, draws may be beyond the counts that are kept.

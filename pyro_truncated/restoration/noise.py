@@ -46,6 +46,20 @@ def check_image(image: Any) -> Tensor:
     return array
 
 
+def check_digits(image: Tensor, num_dims: int) -> None:
+    """Refuses a number beside which all others lose their digits."""
+    for plane in [image] if image.dim() == num_dims else image.unbind(-1):
+        entries = plane[~plane.isnan()]
+        median, distance, spread = float(entries.median()), (entries - entries.median()).abs(), median_deviation(entries)
+        # Tails of bright spots are small, too, but fall from there through all numbers.
+        far = entries[distance > 1e-3 * distance.max()].unique()
+        if len(far) == 1 and torch.finfo(entries.dtype).eps * float(distance.max()) > 0.01 * spread > 0:
+            raise ValueError(
+                f"the image has entries of {float(far):g}, beside which others lose their digits: half of them lie within {spread:.3g} of "
+                f"{median:.3g}. If it stands for missing entries, make these NaN"
+            )
+
+
 def as_floating(image: Tensor) -> Tensor:
     """Returns the array in floating point numbers.
 
@@ -66,7 +80,9 @@ def noise_level(image: Tensor, num_dims: int) -> float:
     Those of a photograph are several percent above the noise, as fine texture counts for them. What is constant - a border, what a mask
     hides - says nothing of the noise elsewhere, see :func:`_without_constant_windows`.
     """
-    least = 1e-3 * float(deviation(image)) or 1.0  # of a constant array any level is right but zero
+    extent, spread = float(deviation(image)), median_deviation(image)
+    # Few entries far from all others do not count. Of a constant array any level is right but zero.
+    least = min(1e-3 * extent, max(0.1 * spread, 1e-9 * extent) if spread else math.inf) or 1.0
     image = _without_constant_windows(image, num_dims)
     differences = _difference_noise(image, num_dims)
     windows = whole_windows(image, num_dims)
@@ -184,6 +200,11 @@ def _level(differences: Tensor) -> float:
 def deviation(image: Tensor) -> Tensor:
     """The standard deviation of the observed entries."""
     return (image - image.nanmean()).square().nanmean().sqrt()
+
+
+def median_deviation(image: Tensor) -> float:
+    """The median distance of the observed entries from their median."""
+    return float((image - image.nanmedian()).abs().nanmedian())
 
 
 def nearly_no_noise(image: Tensor, num_dims: int) -> float:

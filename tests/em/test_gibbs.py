@@ -216,6 +216,8 @@ def test_errors_say_what_is_wrong() -> None:
         guide.marginals()
     with pytest.raises(TypeError, match="search must select latents"):
         GibbsEM(EvolutionarySearch())
+    with pytest.raises(TypeError, match=r"search must select latents: a Preselection, .* got EvolutionarySearch"):
+        GibbsGuide(model).infer(y, EvolutionarySearch())
     with pytest.raises(ValueError, match="warm_up must be"):
         GibbsEM(search, warm_up=-1)
     with pytest.raises(ValueError, match="num_selected must be at most the number of latents, 5: cannot select 6"):

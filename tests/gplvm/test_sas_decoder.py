@@ -584,6 +584,9 @@ def test_wrong_arguments_are_refused(generator):
         decoder.encode(x)
     with pytest.raises(ValueError, match=r"data points x must have shape \(M, 3\)"):
         decoder.condition_(x).infer(x[:, :2])
+    for other in (x[:, :2], x[:5]):  # which have no latents yet
+        with pytest.raises(ValueError, match=r"data x must have shape \(10, 3\)"):
+            decoder.latents(other)
     wrong = SASDecoder(10, 3, encoder=nn.Linear(3, 5))
     with pytest.raises(ValueError, match="encoder must return shape"):
         wrong.latents(x)

@@ -294,3 +294,43 @@ def test_distributions_of_pyro_that_take_nan_have_it(form):
         float((prior + likelihood(states @ weight, ~row.isnan()).log_prob(row[~row.isnan()])).logsumexp(0)) for row in y[[0, 1, 3]]
     )
     assert Truncated_ELBO().loss(model, AutoTruncated(model, num_states=8), y) == pytest.approx(-expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 4])
+@pytest.mark.parametrize(
+    "model",
+    [
+        library.GaussianMixture(3, 2),
+        library.GaussianMixture(3, 2, covariance="diag"),
+        library.BinarySparseCoding(3, 2),
+        library.SpikeSlabSparseCoding(3, 2),
+        library.NoisyOr(3, 2),
+        PoissonMixture(3, 2),
+        library.CategoricalMixture(3, 2, 2),
+    ],
+    ids=lambda model: f"{type(model).__name__}-{getattr(model, 'covariance', '')}",
+)
+def test_new_data_with_other_columns_are_refused(model, columns):
+    # Kernels of mixtures would read beyond a row, and single columns stand for all.
+    y = (torch.rand(12, 4) < 0.5).float()
+    guide = AutoTruncated(model, 2)
+    svi = SVI(model, guide, Adam({"lr": 0.01}), Truncated_ELBO(ExhaustiveSearch()))
+    svi.step(y[:, :3])
+    for call in (guide.infer, svi.step):
+        with pytest.raises(ValueError, match=rf"site 'y' observes values of shape \(12, {columns}\), but an event of .* has shape \(3,\)"):
+            call(y[:, :columns])
+
+
+def test_hidden_markov_models_of_pyro_observe_series_of_any_length():
+    y = torch.randn(4, 7, 1)
+
+    def model(y):
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Bernoulli(0.4))
+            likelihood = dist.DiscreteHMM(torch.zeros(2), torch.zeros(2, 2), dist.Normal(torch.stack([z, z + 1], -1).unsqueeze(-2), 1.0))
+            pyro.sample("y", likelihood, obs=y.squeeze(-1))
+
+    each = torch.stack([dist.Normal(mean, 1.0).log_prob(y.squeeze(-1)) for mean in range(3)])
+    mixed = torch.stack([(each[k : k + 2].logsumexp(0) - torch.tensor(2.0).log()).sum(-1) for k in (0, 1)])
+    expected = (mixed + torch.tensor([0.6, 0.4]).log().unsqueeze(1)).logsumexp(0).sum()
+    assert -Truncated_ELBO().loss(model, AutoTruncated(model), y) == pytest.approx(float(expected), rel=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import numpy as np
@@ -120,3 +121,33 @@ def test_images_nearly_all_of_one_number_are_restored(dtype):
     restored = denoise(image, rounds=1, progress=False)
     assert bool(restored.image.isfinite().all())
     np.testing.assert_allclose(np.asarray(restored)[10:28, 10:28], 1.0, atol=0.05)
+
+
+@pytest.mark.parametrize("far", [1e6, 1e10])
+def test_few_entries_far_away_leave_the_noise_elsewhere_as_it_is(far):
+    damaged = noisy()
+    damaged[20:22, 20:22] = far
+    restored = denoise(damaged, rounds=1, stride=2, progress=False)
+    elsewhere = np.ones(IMAGE.shape, bool)
+    elsewhere[12:30, 12:30] = False
+    assert restored.noise == pytest.approx(10, rel=0.2)
+    assert float(np.sqrt(np.mean((np.asarray(restored) - IMAGE)[elsewhere] ** 2))) < 5
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("value", [1e20, -3.4028235e38])
+def test_fill_values_beside_which_digits_are_lost_are_refused(value, dtype):
+    damaged = noisy().astype(dtype)
+    damaged[20:22, 20:22] = value
+    named = rf"entries of {re.escape(f'{value:g}')}, beside which others lose their digits: half .*make these NaN"
+    for options in ({}, {"noise": 10.0}):
+        with pytest.raises(ValueError, match=named):
+            denoise(damaged, progress=False, **options)
+    with pytest.warns(UserWarning, match="nothing is missing"), pytest.raises(ValueError, match=named):
+        inpaint(damaged, progress=False)
+
+
+def test_tails_of_bright_spots_are_no_fill_values():
+    spot = np.exp(-((ROWS - 24) ** 2 + (COLUMNS - 24) ** 2) / 8.0)
+    restored = denoise(spot, rounds=1, stride=2, progress=False)
+    np.testing.assert_allclose(np.asarray(restored), spot, atol=0.02)

@@ -377,9 +377,13 @@ class SASDecoder(UniqueModule):
     @names_arguments
     @takes_arrays
     def latents(self, x: Tensor) -> Tensor:
-        """A copy of the training data's latents (or means) ``(N, Q)``."""
+        """A copy of the training data's latents (or means) ``(N, Q)``.
+
+        Those of new data are found by :meth:`infer`.
+        """
         with torch.no_grad():
             if self.encoder is None:
+                self._check_shape(x)
                 return (self.z_loc if self.portion is not None else own_rows(self.z_loc, x)).detach().clone()
             return self._encode(x, self._examples(x))[0]
 
