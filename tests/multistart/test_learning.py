@@ -292,6 +292,7 @@ def test_gibbs_sampling_learns_fewer_latents_than_it_selects_by_default():
     assert all(math.isfinite(start) for start in guide.starts)
 
 
+@pytest.mark.nightly(keep="values")
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8, torch.float16, torch.bfloat16, np.float16])
 @pytest.mark.parametrize(
