@@ -270,7 +270,7 @@ def test_structured_guide_bounds_the_evidence_from_below() -> None:
     model.weight = torch.tensor([[2.0, 0.3], [1.5, 1.4], [0.2, 2.1], [0.8, 0.9]]).double()
     model.slab_scale, model.prior = torch.tensor(0.4).double(), torch.tensor(0.4).double()
     y = generate(model, 20)
-    axis = 1 + 0.4 * torch.linspace(-6, 6, 151).double()
+    axis = 1 + 0.4 * torch.linspace(-6, 6, 301).double()
     slab = dist.Normal(1.0, 0.4).log_prob(axis)
     singles = model.singletons(y)
     offers = torch.maximum((axis.unsqueeze(-1) * model.weight[:, 0]).unsqueeze(1), axis.unsqueeze(-1) * model.weight[:, 1]).clamp(min=0.0)
