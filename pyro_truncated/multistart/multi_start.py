@@ -314,7 +314,8 @@ def learn(
         restarts: most restarts. Default: 8, 16 with exchange of latents, 2 for more than 256 binary latents.
         max_count: largest value of count sites, for all or by name.
         config: all else: steps of a restart, temperature, tolerance, learning rate, initialiser and moves of your own.
-        generator: source of randomness. Default: torch's global one.
+        generator: source of randomness of the part of the data and the initialisations. Default: torch's global one,
+            from which searches draw in any case.
         progress: whether to show a progress bar. Default: in a terminal.
         **former: arguments of version 0.2 that are called otherwise, or are fields of ``config``; they warn.
 

@@ -142,6 +142,7 @@ TABLES = {
 }
 
 
+@pytest.mark.nightly(keep="values")
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize("container", [pd.DataFrame, lambda x: xarray.DataArray(x, dims=("n", "d"), coords={"d": list(x)})])
 def test_tables_with_other_columns_are_refused(name, container):
@@ -164,6 +165,7 @@ LISTS = {
 }
 
 
+@pytest.mark.nightly(keep="values")
 @pytest.mark.parametrize("kind", LISTS)
 @pytest.mark.parametrize("name", [name for name in TABLES if "counts" not in name and name != "sum"])
 def test_lists_of_numbers_are_inputs(name, kind):
@@ -176,12 +178,13 @@ def test_lists_of_numbers_are_inputs(name, kind):
             torch.testing.assert_close(again, tensor)
 
 
-@pytest.mark.parametrize("container", [np.asarray, pd.Series, list, torch.as_tensor])
-def test_one_input_may_come_without_an_axis(container):
+def test_one_input_may_come_without_an_axis():
     x, new = np.linspace(0, 6, 30), np.linspace(1, 5, 7)
-    expected = fitted(torch.from_numpy(x)[:, None], np.sin(x)).predict(torch.from_numpy(new)[:, None])
-    for mean in (fitted(container(x), np.sin(x)).predict(container(new))[0], fitted(x[:, None], np.sin(x)).predict(container(new))[0]):
-        torch.testing.assert_close(mean, expected[0])
+    model = fitted(torch.from_numpy(x)[:, None], np.sin(x))
+    expected = model.predict(torch.from_numpy(new)[:, None])[0]
+    for container in (np.asarray, pd.Series, list, torch.as_tensor):
+        for one in (model, fitted(container(x), np.sin(x))):
+            torch.testing.assert_close(one.predict(container(new))[0], expected)
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (0,), (4, 0)])

@@ -140,8 +140,10 @@ def test_beside_another_guide() -> None:
     guide = AutoGuideList(model)
     guide.append(AutoNormal(poutine.block(model, hide=["s"])))
     guide.append(AutoTruncated(model, num_states=4))
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), Truncated_ELBO())
-    losses = [svi.step(y) for _ in range(400)]
+    svi = SVI(model, guide, pyro.optim.ClippedAdam({"lr": 0.1, "lrd": 0.98}), Truncated_ELBO())
+    for _ in range(80):
+        svi.step(y)
+    losses = [svi.evaluate_loss(y) for _ in range(200)]
     # The evidence by quadrature over the scale, and by all paths of both chains.
     paths = torch.cartesian_prod(*[torch.tensor([0.0, 1.0], dtype=DOUBLE)] * 10).view(-1, 5, 2)
     prior = BinaryChains(torch.full((2,), 0.4, dtype=DOUBLE), SWITCH.repeat(2, 1, 1), 5).log_prob(paths)
@@ -151,7 +153,7 @@ def test_beside_another_guide() -> None:
     step = math.log(float(logs[1] - logs[0]))
     evidence = float((log_likelihood + dist.Normal(3.0, 1.0).log_prob(logs) + step).logsumexp(0))
     # Losses differ by some 1.2 nats from draw to draw, so that their mean has an error of 0.1; a normal posterior loses little.
-    assert -0.4 < sum(losses[-200:]) / 200 + evidence < 0.6
+    assert -0.4 < sum(losses) / 200 + evidence < 0.6
 
 
 def test_states_are_saved_and_loaded() -> None:
@@ -222,7 +224,7 @@ def test_one_sequence_without_a_plate(form: str) -> None:
             pyro.sample("y", LinearSuperposition(s, weight.mT, scale, mean.new_full((3,), 0.3)).to_event(1), obs=y)
             return
         if form == "a step of its own":
-            mean = mean + s[..., :1] * (torch.arange(len(y)) == 4).unsqueeze(1)
+            mean = mean + s[..., :1] * (torch.arange(len(y)) == 3).unsqueeze(1)
         elif form == "exchanged at a step":
             mean = mean + (s.flip(-1) - s) @ weight * (torch.arange(len(y)) == 2).unsqueeze(1)
         elif form == "clamped":
@@ -234,7 +236,7 @@ def test_one_sequence_without_a_plate(form: str) -> None:
         seen = y - 0.5 * s[..., :1] if form == "residuals" else y
         pyro.sample("y", dist.Normal(mean, noise).to_event(2), obs=seen)
 
-    y = torch.randn(5, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
+    y = torch.randn(4, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
     guide = AutoTruncated(model, num_states=4)
     Truncated_ELBO().loss(model, guide, y)
     torch.testing.assert_close(guide.marginals()["s"].squeeze(0).to(DOUBLE), marginals(model, y, 2), rtol=1e-9, atol=1e-9)

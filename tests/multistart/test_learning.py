@@ -74,6 +74,19 @@ def answers(y):
         pyro.sample("y", dist.Bernoulli(guess + (1 - slip - guess) * knows).to_event(1), obs=y)
 
 
+def test_restarts_by_gradients_are_annealed_but_for_the_first() -> None:
+    temperatures = []
+
+    def told(profile, *_):
+        temperatures.append(profile.temperature(0))
+        return ended_with_states(profile, FreeEnergyEstimate(-1.0 * len(temperatures)))
+
+    scripted_restarts(answers, torch.ones(200, 10), told, max_restarts=3)
+    assert temperatures[0] == 1.0
+    assert min(temperatures[1:]) > 1.0
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", [0, 3])
 def test_learn_ends_no_lower_than_a_plain_run_from_the_parameters_of_the_model(seed):
     """Annealing leads to the optimum where skills prevent answers, and so far as all restarts agree on it."""
@@ -292,6 +305,7 @@ def test_gibbs_sampling_learns_fewer_latents_than_it_selects_by_default():
     assert all(math.isfinite(start) for start in guide.starts)
 
 
+@pytest.mark.nightly(keep="values")
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8, torch.float16, torch.bfloat16, np.float16])
 @pytest.mark.parametrize(

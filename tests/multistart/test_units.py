@@ -58,38 +58,42 @@ def drawn_clusters() -> Tensor:
     return torch.cat([centre + torch.randn(50) for centre in CENTRES])
 
 
+@pytest.mark.nightly(keep="values")
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(("unit", "origin"), [(1e-3, 0.0), (1.0, 0.0), (1e3, 0.0), (1.0, 1e4), (1.0, -30.0)])
 def test_means_of_a_mixture_are_found_in_any_unit(unit: float, origin: float, seed: int) -> None:
     pyro.set_rng_seed(seed)
-    learn(mixture, unit * drawn_clusters() + origin, progress=False)
+    learn(mixture, unit * drawn_clusters() + origin, restarts=2, progress=False)
     loc, scale = (pyro.param(name).detach() for name in ("loc", "scale"))
     torch.testing.assert_close((loc.sort().values - origin) / unit, CENTRES, rtol=0.0, atol=0.5)
     assert float(scale) / unit == pytest.approx(1.0, abs=0.2)
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pyro_truncated.multistart.DisagreeingStartsWarning")
 @pytest.mark.parametrize("unit", [1e-3, 1e3])
 def test_observations_may_have_unlike_units(unit: float) -> None:
     pyro.set_rng_seed(0)
     y = torch.stack([drawn_clusters(), unit * drawn_clusters().roll(50)], 1)
-    learn(pair, y, progress=False)
+    learn(pair, y, restarts=2, progress=False)
     for name, size in (("loc", 1.0), ("other", unit)):
         torch.testing.assert_close(pyro.param(name).detach().sort().values / size, CENTRES, rtol=0.0, atol=0.5)
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pyro_truncated.multistart.DisagreeingStartsWarning")
 def test_factors_explain_data_equally_well_in_any_unit() -> None:
     pyro.set_rng_seed(0)
     data = torch.bernoulli(torch.full((200, 3), 0.3)) @ (2 * torch.randn(3, 10)) + torch.randn(10) + 0.7 * torch.randn(200, 10)
     reached = []
-    for unit, origin in ((1.0, 0.0), (1e-3, 0.0), (1e3, 0.0), (1.0, 1e4)):
+    for unit, origin in ((1.0, 0.0), (1e-3, 10.0), (1e3, -3e4)):
         pyro.clear_param_store()
+        pyro.set_rng_seed(0)
         y = unit * data + origin
-        guide = learn(factors, y, progress=False)
+        guide = learn(factors, y, restarts=2, progress=False)
         reached.append(-Truncated_ELBO().loss(factors, guide, y) / len(y) + 10 * math.log(unit))
-    assert reached == pytest.approx(reached[:1] * 4, abs=0.05)
+    assert reached == pytest.approx(reached[:1] * 3, abs=0.05)
 
 
 @pytest.mark.nightly

@@ -80,7 +80,7 @@ def two_chains_under_a_flag(y, is_stacked):
 @pytest.mark.parametrize("model", [chain_in_event, loop_over_data, two_chains_under_a_flag])
 def test_stacked_observations_equal_those_of_single_steps(model):
     """Loss, gradient and marginals are those of exact enumeration; with smaller sets the loss is a bound."""
-    y = draw(3, 7)
+    y = draw(3, 5)
     guide = AutoTruncated(model, 8)
     loss, gradient = evaluate(model, guide, Truncated_ELBO(), y, True)
     enumerated = config_enumerate(lambda y: model(y, False), "parallel")
@@ -338,6 +338,7 @@ def test_one_row_of_another_group_is_refused_at_once(row):
         Truncated_ELBO().loss(model, guide, y, group)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("step", range(0, 40, 5))
 def test_stacks_in_another_order_are_refused_at_once(step):
     def model(y, order):

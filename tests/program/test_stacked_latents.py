@@ -57,11 +57,12 @@ def exact_evidence(model):
 def test_whole_states_serve_where_states_would_be_mixed(value):
     """A sum over all dimensions but one, and entries of a flat tensor, whatever the seed."""
     model = program(value)
-    for seed in range(10):
+    expected = -exact_evidence(model)
+    for seed in range(4):
         pyro.set_rng_seed(seed)
         loss = Truncated_ELBO().loss(model, AutoTruncated(model, 767), Y)
         # One of the 768 states may be missing.
-        assert loss == pytest.approx(-exact_evidence(model), abs=0.02)
+        assert loss == pytest.approx(expected, abs=0.02)
 
 
 TABLE = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.6, 0.3], [0.3, 0.3, 0.4]], dtype=torch.float64)

@@ -141,11 +141,11 @@ def test_a_transparency_without_noise_leaves_colours_as_without_it():
     rows, columns = torch.meshgrid(*2 * (torch.arange(32.0),), indexing="ij")
     colours = 10 * waves(32, 32, 3)
     noisy = colours + 10 * torch.randn(32, 32, 3, generator=generator())
-    alone = (denoise(noisy, generator=generator(), progress=False).image - colours).square().mean()
+    alone = (denoise(noisy, generator=generator(), **QUICK).image - colours).square().mean()
     disc = 255.0 * ((rows - 16).square() + (columns - 16).square() < 200)
     for transparency in (disc, (4 * (rows + columns)).round()):
         picture = torch.cat([noisy, transparency.unsqueeze(-1)], -1)
-        restored = denoise(picture, channels=True, generator=generator(), progress=False).image
+        restored = denoise(picture, channels=True, generator=generator(), **QUICK).image
         assert (restored[..., :3] - colours).square().mean() < 1.1 * alone
         assert (restored[..., 3] - transparency).abs().max() < 1
 
@@ -166,13 +166,14 @@ def test_a_flag_beside_a_sensor_is_no_noise_that_varies():
         denoise(table, generator=generator(), **QUICK)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("frames", [2, 3])
 def test_movies_of_a_few_frames_are_restored_as_well_as_frames(frames):
     movie = 10 * waves(28, 28, frames + 4).movedim(2, 0)[3 : 3 + frames]
     noisy = movie + 15 * torch.randn(movie.shape, generator=generator())
-    alone = torch.stack([denoise(frame, generator=generator(), progress=False).image for frame in noisy])
-    found = denoise(noisy, generator=generator(), progress=False).image
+    alone = torch.stack([denoise(frame, generator=generator(), rounds=1, progress=False).image for frame in noisy])
+    found = denoise(noisy, generator=generator(), rounds=1, progress=False).image
     assert (found - movie).square().mean() < 1.1 * (alone - movie).square().mean()
 
 

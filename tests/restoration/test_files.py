@@ -328,6 +328,7 @@ def test_photographs_are_no_masks(tmp_path, capsys, kind, flags):
     assert not (tmp_path / "out.png").exists()
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("noise", [0.0, 3.0, 6.0])
 def test_noisy_and_soft_masks_are_masks(tmp_path, capsys, noise):
     mask = Image.new("L", (60, 50), 235)

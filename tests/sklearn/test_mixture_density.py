@@ -166,7 +166,7 @@ def test_values_that_a_categorical_dtype_declares_may_come_later():
 def test_constant_columns_of_a_binary_matrix_may_change_later(dtype):
     matrix = np.random.default_rng(0).integers(0, 2, (40, 4)).astype(dtype)
     matrix[:, 2] = 0
-    mixture = TruncatedMixture(2, family="categorical", n_init=1, random_state=0).fit(matrix)
+    mixture = TruncatedMixture(2, family="categorical", n_init=1, max_iter=10, random_state=0).fit(matrix)
     assert [values.tolist() for values in mixture.categories_] == [[0, 1]] * 4
     assert type(mixture.sample(1)[0][0, 0]) is type(mixture.sample(1)[0][0, 2])
     answers = pd.DataFrame(matrix.astype(int)).astype(pd.CategoricalDtype([0, 1, 2]))
@@ -203,6 +203,8 @@ def test_what_is_no_count_is_refused_by_its_place_in_the_data(value):
             call(counts)
 
 
+@pytest.mark.nightly(keep="values")
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [-999.0, -9999.0, 1e6])
 @pytest.mark.parametrize("covariance_type", ["full", "diag"])
 def test_few_outliers_hide_no_clusters(value, covariance_type):
@@ -215,6 +217,8 @@ def test_few_outliers_hide_no_clusters(value, covariance_type):
     assert len({*found[300:]} - {*found[:300]}) == 1
 
 
+@pytest.mark.nightly(keep="values")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 @pytest.mark.parametrize("row", [[1e9, 1.0], [1e9, -1e9]])
 @pytest.mark.parametrize("covariance_type", ["full", "diag", "spherical", "tied"])
