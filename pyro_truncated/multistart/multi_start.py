@@ -46,6 +46,7 @@ from pyro_truncated.utils.annealing import Temperature
 from pyro_truncated.utils.arguments import check_count, check_counts, check_kinds
 from pyro_truncated.utils.arrays import remember_columns
 from pyro_truncated.utils.console import ProgressBar, progress_bar
+from pyro_truncated.utils.parameter_store import random_numbers_from
 
 
 class MultiStart:
@@ -314,8 +315,7 @@ def learn(
         restarts: most restarts. Default: 8, 16 with exchange of latents, 2 for more than 256 binary latents.
         max_count: largest value of count sites, for all or by name.
         config: all else: steps of a restart, temperature, tolerance, learning rate, initialiser and moves of your own.
-        generator: source of randomness of the part of the data and the initialisations. Default: torch's global one,
-            from which searches draw in any case.
+        generator: source of all randomness, but of searches that have one. Default: torch's global one.
         progress: whether to show a progress bar. Default: in a terminal.
         **former: arguments of version 0.2 that are called otherwise, or are fields of ``config``; they warn.
 
@@ -340,14 +340,15 @@ def learn(
     num_states = None if num_states is None else check_count("num_states", num_states)
     restarts = None if restarts is None else check_count("restarts", restarts)
     options: dict[str, Any] = {"max_restarts": restarts, "max_count": max_count, "generator": generator, "config": config}
-    profile = profile_model(model, check_one_array(y), search, num_states=num_states, **options)
+    with random_numbers_from(generator):
+        profile = profile_model(model, check_one_array(y), search, num_states=num_states, **options)
     steps = steps or (profile.config.companion_steps if profile.has_companion else profile.config.steps)
     if profile.spans_processes:
         profile.parameters.load(agree(profile.parameters.snapshot()))
     restart = profile.for_restarts()
     # Pyro's optimisers find parameters by their names in its store.
     in_store = pyro.settings.context(module_local_params=False)
-    with in_store, restore_driver(model), progress_bar(progress, unit="step") as bar:
+    with random_numbers_from(generator), in_store, restore_driver(model), progress_bar(progress, unit="step") as bar:
 
         def watch(free_energy: float) -> None:
             bar.set_postfix(free_energy=f"{free_energy:.2f}", refresh=False)
@@ -455,7 +456,7 @@ def best_start(
         steps: EM iterations of a short run; of a mixture at most, at temperature one.
         num_states: states per data point in the short runs; all of them if the space has fewer. Has no meaning for Gibbs sampling.
         temperature: as in :class:`~pyro_truncated.Truncated_ELBO` or :class:`~pyro_truncated.GibbsEM`.
-        generator: source of randomness of the part of the data and the initialisations.
+        generator: source of all randomness, but of searches that have one. Default: torch's global one.
 
     Returns:
         The free energy per data point that each start reached; with Gibbs sampling the mean log joint of data and draws.
@@ -473,7 +474,7 @@ def best_start(
     if profile.optimizer == "gradients":
         raise TypeError(f"best_start needs a model with closed-form M-steps (ClosedFormModel); {type(model).__name__} has none")
     energies: list[float] = []
-    with restore_driver(model):
+    with random_numbers_from(generator), restore_driver(model):
         for _ in range(num_starts):
             model.initialize(part, generator)
             schedule = restart_schedule(profile, temperature, steps) if profile.is_mixture else Schedule(steps, steps)

@@ -74,6 +74,17 @@ def spare_random_numbers() -> AbstractContextManager[None]:
     return torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else [])
 
 
+@contextmanager
+def random_numbers_from(generator: torch.Generator | None) -> Iterator[None]:
+    """Lets torch's global generator follow another one, if that is given."""
+    if generator is None:
+        yield
+        return
+    with spare_random_numbers():
+        torch.manual_seed(int(torch.randint(2**62, (), generator=generator, device=generator.device)))
+        yield
+
+
 class Parameter(NamedTuple):
     """A parameter of a module, as Pyro's store knows it."""
 

@@ -530,6 +530,17 @@ def test_inference_starts_from_kept_latents_of_all_kinds_where_these_take_turns(
     assert float((decoder.infer(x[:6], starts=1, steps=0) - z[:6]).abs().max()) < 0.5
 
 
+def test_a_generator_is_the_only_source_of_random_numbers(generator):
+    x, found = torch.randn(12, 3, generator=generator), []
+    for seed in (0, 1):
+        pyro.set_rng_seed(0)
+        decoder = make("free", True, 12, 3, batch_size=6, num_active=3)
+        pyro.set_rng_seed(seed)
+        decoder.fit(x, epochs=2, generator=torch.Generator().manual_seed(0))
+        found.append(decoder.reconstruct(x)[0])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("kind", ["free", "active"])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool])
 def test_integers_are_taken_as_floats(kind, dtype, generator):

@@ -34,7 +34,7 @@ from pyro_truncated.models import (
     PoissonMixture,
     SpikeSlabSparseCoding,
 )
-from pyro_truncated.multistart import DisagreeingStartsWarning, learn
+from pyro_truncated.multistart import DisagreeingStartsWarning, best_start, learn
 from pyro_truncated.multistart.config import LearnConfig
 from pyro_truncated.multistart.model_parameters import ModelParameters, optimiser_options
 from pyro_truncated.multistart.pruning import deletion_losses, select_for_pruning
@@ -49,6 +49,43 @@ QUICK = {"progress": False, "steps": 3, "restarts": 2, "num_states": 8, "config"
 
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+# --- random numbers ---
+
+
+def drawn_weights(y):
+    """A program whose parameters begin at random."""
+    weight = pyro.param("weight", lambda: torch.randn(9, 4))
+    with pyro.plate("data", len(y)):
+        s = pyro.sample("s", dist.Bernoulli(torch.full((4,), 0.3)).to_event(1))
+        pyro.sample("y", dist.Normal(s @ weight.mT, 1.0).to_event(1), obs=y)
+
+
+def learned(model, y, source):
+    return learn(model, y, generator=source, **QUICK).starts
+
+
+def best_of_two(model, y, source):
+    return best_start(model, y, EvolutionarySearch(4, 3, 2), num_starts=2, steps=3, num_states=8, generator=source)
+
+
+@pytest.mark.parametrize(
+    ("make", "use"), [(lambda: drawn_weights, learned), *((lambda: BinarySparseCoding(9, 6), use) for use in (learned, best_of_two))]
+)
+def test_a_generator_is_the_only_source_of_random_numbers(make, use):
+    y = linear_bars(60, 3, mean_active=1.5, generator=generator()).data
+    reached = []
+    for seed in (0, 0, 1):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        model = make()
+        # Only the generator is the same in the first two runs.
+        pyro.set_rng_seed(1 + len(reached))
+        before = torch.get_rng_state()
+        reached.append(use(model, y, generator(seed)))
+        assert torch.equal(torch.get_rng_state(), before)
+    assert reached[0] == reached[1] != reached[2]
 
 
 # --- temperatures ---

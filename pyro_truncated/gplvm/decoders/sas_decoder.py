@@ -67,7 +67,7 @@ from pyro_truncated.utils.arrays import (
 )
 from pyro_truncated.utils.console import note_once, progress_bar
 from pyro_truncated.utils.devices import generator_device
-from pyro_truncated.utils.parameter_store import UniqueModule
+from pyro_truncated.utils.parameter_store import UniqueModule, random_numbers_from
 
 _NOISE_FLOOR = {torch.float64: 1e-8}
 
@@ -425,13 +425,13 @@ class SASDecoder(UniqueModule):
             x: the training data, NaN where missing.
             epochs: passes over the data. Default: 60, and so many that there are 400 minibatches.
             learning_rate: that of latents or encoder at first; kernel and noise, which have far to go, have twice as much.
-            generator: source of the splits and jumps.
+            generator: source of all randomness. Default: torch's global one.
             progress: whether to show a progress bar. Default: in a terminal.
 
         Raises:
             ValueError: as :meth:`initialize` does, if a number is not positive, or ``learning_rate`` is above 10.
         """
-        with propagate_shard_errors(x):
+        with random_numbers_from(generator), propagate_shard_errors(x):
             splits = UniformSplits(self.num_data, self.batch_size, self.num_active, generator)
             epochs = self.default_epochs if epochs is None else check_count("epochs", epochs)
             check_learning_rate(learning_rate)
