@@ -171,7 +171,8 @@ class CandidateRuns:
         nodes = sample_nodes(self._trace(values))
         sites = sorted(set(nodes) ^ set(self.probe.nodes)) if self.run_mode == "singly" else []
         if sites:
-            raise ChangingSitesError(sites, [name for name in self.probe.layout.sites if name not in sites])
+            # Only Python code that reads values can choose between sites.
+            raise ChangingSitesError(sites, sorted(self.probe.layout.read - set(sites)))
         return self._add_sites(terms, nodes)
 
     def _add_sites(self, terms: dict[str, Tensor], nodes: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -181,11 +181,12 @@ def refuse_other_plates(node: Mapping[str, Any], site: DiscreteSite) -> None:
 def refuse_other_events(node: Mapping[str, Any]) -> None:
     """Refuses observed events of another size than a distribution's."""
     inner, shape = unwrap(node["fn"])[0], torch.as_tensor(node["value"]).shape
-    # Steps of hidden Markov models that are alike are counted as one.
-    if len(inner.event_shape) == 1 and shape[-1:] != inner.event_shape and not isinstance(inner, HiddenMarkovModel):
+    # Steps of hidden Markov models that are alike are counted as one, and a user's own distribution may take events of any size.
+    is_exact = type(inner).__module__.startswith(("torch.", "pyro.", "pyro_truncated.")) and not isinstance(inner, HiddenMarkovModel)
+    if is_exact and len(inner.event_shape) == 1 and shape[-1:] != inner.event_shape:
         raise ValueError(
             f"site '{node['name']}' observes values of shape {tuple(shape)}, but an event of its distribution {type(inner).__name__} has "
-            f"shape {tuple(inner.event_shape)}: give new data the columns of the training data"
+            f"shape {tuple(inner.event_shape)}: give data the columns that the model has"
         )
 
 

@@ -46,18 +46,24 @@ def check_image(image: Any) -> Tensor:
     return array
 
 
-def check_digits(image: Tensor, num_dims: int) -> None:
-    """Refuses a number beside which all others lose their digits."""
+def keep_digits(image: Tensor, num_dims: int) -> Tensor:
+    """Returns the array, in double precision where digits need it.
+
+    A number beside which all others lose their digits even then is refused.
+    """
     for plane in [image] if image.dim() == num_dims else image.unbind(-1):
         entries = plane[~plane.isnan()]
         median, distance, spread = float(entries.median()), (entries - entries.median()).abs(), median_deviation(entries)
         # Tails of bright spots are small, too, but fall from there through all numbers.
         far = entries[distance > 1e-3 * distance.max()].unique()
         if len(far) == 1 and torch.finfo(entries.dtype).eps * float(distance.max()) > 0.01 * spread > 0:
+            if image.dtype == torch.float32:
+                return keep_digits(image.double(), num_dims)
             raise ValueError(
                 f"the image has entries of {float(far):g}, beside which others lose their digits: half of them lie within {spread:.3g} of "
                 f"{median:.3g}. If it stands for missing entries, make these NaN"
             )
+    return image
 
 
 def as_floating(image: Tensor) -> Tensor:
@@ -214,7 +220,7 @@ def nearly_no_noise(image: Tensor, num_dims: int) -> float:
 
     * 4 % of the deviation of the entries that are seen, which of photographs is the least;
     * where trends or steps exceed the texture, a quarter of what differs from a smooth array;
-    * 2.25 times :func:`noise_level`.
+    * 2.25 times :func:`noise_level`, which counts as a thousandth of the deviation at least.
     """
     rest = (image - smooth_image(fill_missing(image, num_dims), num_dims)).abs()
     # Of absolute values, which single bright spots change little.
@@ -223,7 +229,7 @@ def nearly_no_noise(image: Tensor, num_dims: int) -> float:
     all_of_it = float(deviation(image))
     if texture <= 1e-4 * all_of_it:  # no texture, but rounding
         return 0.04 * all_of_it or 1.0  # of a constant array any level is right but zero
-    return min(0.04 * all_of_it, 0.25 * texture, 2.25 * noise_level(image, num_dims))
+    return min(0.04 * all_of_it, 0.25 * texture, 2.25 * max(noise_level(image, num_dims), 1e-3 * all_of_it))
 
 
 def smooth_image(image: Tensor, num_dims: int) -> Tensor:

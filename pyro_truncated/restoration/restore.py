@@ -25,7 +25,7 @@ from pyro_truncated.restoration.channels import (
     warn_if_unlikely,
 )
 from pyro_truncated.restoration.large_holes import fill_large_holes
-from pyro_truncated.restoration.noise import as_floating, check_digits, check_image, fill_missing, nearly_no_noise
+from pyro_truncated.restoration.noise import as_floating, check_image, fill_missing, keep_digits, nearly_no_noise
 from pyro_truncated.restoration.noise_checks import check_stabilised_counts, warn_about_noise
 from pyro_truncated.restoration.nonlocal_groups import average_groups, average_low_rank_groups, predict_missing
 from pyro_truncated.restoration.patch_mixture import expected_errors, find_consensus, run_rounds
@@ -177,8 +177,7 @@ def denoise(
     axis = channel_axis(image, channels)
     if axis is None and channels is None and noise is None and image.dim() == 2:
         warn_if_table(image)
-    last = image if axis is None else image.movedim(axis, -1)
-    check_digits(last, last.dim() - (axis is not None))
+    last = keep_digits(image if axis is None else image.movedim(axis, -1), image.dim() - (axis is not None))
     if noise is not None and not isinstance(noise, str):
         noise = check_noise(noise, last, has_channels=axis is not None)
         warn_if_unlikely(noise, last, last.dim() - (axis is not None))

@@ -80,8 +80,9 @@ def random_numbers_from(generator: torch.Generator | None) -> Iterator[None]:
     if generator is None:
         yield
         return
+    seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
     with spare_random_numbers():
-        torch.manual_seed(int(torch.randint(2**62, (), generator=generator, device=generator.device)))
+        torch.manual_seed(seed)
         yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import warnings
 
 import pyro
 import pyro.distributions as dist
@@ -315,10 +316,42 @@ def test_new_data_with_other_columns_are_refused(model, columns):
     y = (torch.rand(12, 4) < 0.5).float()
     guide = AutoTruncated(model, 2)
     svi = SVI(model, guide, Adam({"lr": 0.01}), Truncated_ELBO(ExhaustiveSearch()))
+    with pytest.raises(ValueError, match=rf"site 'y' observes values of shape \(12, {columns}\), but an event of .* has shape \(3,\)"):
+        AutoTruncated(model, 2).infer(y[:, :columns])
     svi.step(y[:, :3])
     for call in (guide.infer, svi.step):
         with pytest.raises(ValueError, match=rf"site 'y' observes values of shape \(12, {columns}\), but an event of .* has shape \(3,\)"):
             call(y[:, :columns])
+
+
+class Series(dist.TorchDistribution):
+    """Independent steps, of which it counts one."""
+
+    arg_constraints, support = {}, dist.constraints.real_vector
+
+    def __init__(self, mean):
+        self.loc = mean
+        super().__init__(mean.shape, torch.Size([1]), validate_args=False)
+
+    def log_prob(self, value):
+        return dist.Normal(self.loc.unsqueeze(-1), 1.0).log_prob(value).sum(-1)
+
+    def expand(self, batch_shape, _instance=None):
+        return Series(self.loc.expand(batch_shape))
+
+
+def test_a_distribution_of_ones_own_takes_events_of_any_size():
+    def model(y):
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", Series(pyro.sample("z", dist.Bernoulli(0.4))), obs=y)
+
+    guide = AutoTruncated(model)
+    for size in (3, 5):
+        y = torch.randn(4, size)
+        each = torch.stack([dist.Normal(mean, 1.0).log_prob(y).sum(-1) for mean in range(2)], 1)
+        expected = (each + torch.tensor([0.6, 0.4]).log()).logsumexp(1).sum()
+        with warnings.catch_warnings(action="ignore"):
+            assert -Truncated_ELBO().loss(model, guide, y) == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_hidden_markov_models_of_pyro_observe_series_of_any_length():

@@ -152,3 +152,22 @@ def test_tails_of_bright_spots_are_no_fill_values():
     spot = np.exp(-((ROWS - 24) ** 2 + (COLUMNS - 24) ** 2) / 8.0)
     restored = denoise(spot, rounds=1, stride=2, progress=False)
     np.testing.assert_allclose(np.asarray(restored), spot, atol=0.02)
+
+
+def test_saturated_pixels_in_single_precision_are_no_fill_values():
+    scene = 0.2 + 0.1 * np.sin(ROWS / 6) * np.cos(COLUMNS / 8)
+    damaged = (scene + 0.002 * (noisy() - IMAGE)).astype(np.float32)
+    # The largest number of half precision.
+    damaged[20:22, 20:22] = 65504.0
+    elsewhere = np.ones(IMAGE.shape, bool)
+    elsewhere[12:30, 12:30] = False
+    restored = np.asarray(denoise(damaged, 0.02, **QUICK))
+    assert float(np.sqrt(np.mean((restored - scene)[elsewhere] ** 2))) < 0.01
+
+
+def test_a_hole_in_an_image_without_noise_is_filled_in_beside_rounding_errors():
+    disc = np.where((ROWS - 24) ** 2 + (COLUMNS - 24) ** 2 < 150, 1 + 0.2 * np.sin(ROWS / 3), 0.0)
+    seen = disc + 1e-17 * (noisy() - IMAGE)
+    seen[22:26, 20:24] = np.nan
+    restored = np.asarray(inpaint(seen, progress=False, rounds=2, stride=2))
+    assert float(np.abs(restored - disc).max()) < 0.15
