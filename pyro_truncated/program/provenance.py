@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pyro_truncated.program.operations import FACTORIES, tensors_in
+from pyro_truncated.utils.parameter_store import reads_count
 
 # Methods that tell Python values by no operation, and functions that take sizes.
 _EXPORTS = {"numpy", "tolist", "data_ptr", "__array__", "__dlpack__", "__deepcopy__"}
@@ -132,7 +133,7 @@ class FollowLatents(TorchDispatchMode):
     def note_leak(self, names: frozenset[str], is_read: bool = True) -> None:
         """Notes that values of latents leave tensors."""
         self.names |= names
-        if names and is_read:
+        if names and is_read and reads_count.get():
             self.stack = self.stack or traceback.extract_stack()
             self.read |= names
 

@@ -16,6 +16,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import pyro
@@ -67,6 +68,20 @@ def free_plate_dims() -> Iterator[None]:
         yield
     finally:
         _DIM_ALLOCATOR._stack = stack
+
+
+# Whether Python code that looks at values of latents chooses by them.
+reads_count: ContextVar[bool] = ContextVar("pyro_truncated_reads_count", default=True)
+
+
+@contextmanager
+def treat_singly() -> Iterator[None]:
+    """Lets code look at values of states that it treats singly."""
+    token = reads_count.set(False)
+    try:
+        yield
+    finally:
+        reads_count.reset(token)
 
 
 def spare_random_numbers() -> AbstractContextManager[None]:

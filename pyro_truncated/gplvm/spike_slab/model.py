@@ -12,7 +12,6 @@ import pyro.distributions as dist
 import torch
 from pyro.nn import PyroModule, PyroParam
 from pyro.nn.module import pyro_method
-from pyro.ops.provenance import detach_provenance
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -24,7 +23,7 @@ from pyro_truncated.gplvm.spike_slab.view import KernelSpec, LikelihoodSpec, Vie
 from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, describe, names_arguments
 from pyro_truncated.utils.arrays import as_data, takes_arrays
 from pyro_truncated.utils.constraints import LARGEST
-from pyro_truncated.utils.parameter_store import UniqueModule
+from pyro_truncated.utils.parameter_store import UniqueModule, treat_singly
 
 _KERNELS = ("rbf", "matern", "ou", "periodic")
 # Share of the prior variance that is independent over time: it makes factors exist.
@@ -535,9 +534,10 @@ class SpikeSlabMRD(UniqueModule):
         views = self.check_data(y)
         pyro.factor("bound", self.pattern_bounds(pattern, views))
 
+    @treat_singly()
     def pattern_bounds(self, patterns: Tensor, views: list[Tensor]) -> Tensor:
         """Collapsed log likelihood bounds ``(*)`` under patterns of switches ``(*, C, Q)``."""
-        flat = detach_provenance(patterns).reshape(-1, *self.prior.shape).double()  # taken one by one: it reads no others
+        flat = patterns.reshape(-1, *self.prior.shape).double()
         distinct, position = torch.unique(flat.flatten(1), dim=0, return_inverse=True)
         latents, bounds = self.latents(), []
         for row in distinct.view(-1, *self.prior.shape):
