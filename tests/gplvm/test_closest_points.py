@@ -126,6 +126,7 @@ def test_intervals_cover_in_five_dimensions():
         inside = ((new - mean).abs() < 1.96 * variance.sqrt())[chosen].double().mean()
         one = decoder.predict(decoder.infer(new.masked_fill(hide, math.nan)))
         scores = [(v.log() + (new - m).square() / v)[chosen].mean() for m, v in ((mean, variance), (one[0], one[1].expand_as(mean)))]
-        # At least 3000 entries of 300 points: three standard errors are 0.012 to 0.03.
-        assert 0.92 < float(inside) < 0.98
+        # At least 3000 entries of 300 points: three standard errors are 0.012 to 0.03. Five latents take a quarter of the squares of twenty
+        # entries that are seen, which are covered by 0.976.
+        assert 0.92 < float(inside) < (0.98 if bool(hide.any()) else 0.988)
         assert scores[0] < scores[1] or not bool(hide.any())
