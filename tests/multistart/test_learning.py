@@ -54,7 +54,7 @@ def generator(seed: int = 0) -> torch.Generator:
 # --- random numbers ---
 
 
-def drawn_weights(y):
+def random_weights(y):
     """A program whose parameters begin at random."""
     weight = pyro.param("weight", lambda: torch.randn(9, 4))
     with pyro.plate("data", len(y)):
@@ -62,16 +62,17 @@ def drawn_weights(y):
         pyro.sample("y", dist.Normal(s @ weight.mT, 1.0).to_event(1), obs=y)
 
 
-def learned(model, y, source):
+def run_learn(model, y, source):
     return learn(model, y, generator=source, **QUICK).starts
 
 
-def best_of_two(model, y, source):
+def run_best_start(model, y, source):
     return best_start(model, y, EvolutionarySearch(4, 3, 2), num_starts=2, steps=3, num_states=8, generator=source)
 
 
 @pytest.mark.parametrize(
-    ("make", "use"), [(lambda: drawn_weights, learned), *((lambda: BinarySparseCoding(9, 6), use) for use in (learned, best_of_two))]
+    ("make", "use"),
+    [(lambda: random_weights, run_learn), *((lambda: BinarySparseCoding(9, 6), use) for use in (run_learn, run_best_start))],
 )
 def test_a_generator_is_the_only_source_of_random_numbers(make, use):
     y = linear_bars(60, 3, mean_active=1.5, generator=generator()).data
