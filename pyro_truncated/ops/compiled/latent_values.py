@@ -8,7 +8,7 @@ from numba import prange
 from torch import Tensor
 
 from pyro_truncated.ops.compiled.compilation import parallel_kernel
-from pyro_truncated.ops.compiled.iterate_active import trailing_zeros
+from pyro_truncated.ops.compiled.quadratic import first_moments
 from pyro_truncated.ops.compiled.random import STEP, stream, uniform
 from pyro_truncated.ops.packed_states import Fields
 from pyro_truncated.ops.vectorised import latent_values as vectorised
@@ -31,9 +31,7 @@ def unpack(words: Tensor, fields: Fields, dtype: torch.dtype) -> Tensor:
 
 def activation_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> Tensor:
     """See :func:`pyro_truncated.ops.activation_probabilities`, of binary latents."""
-    out = torch.zeros(words.shape[0], fields.num_latents, dtype=torch.float64, device="cpu")
-    _add_bit_weights(words.contiguous().numpy(), weights.detach().contiguous().numpy(), out.numpy())
-    return out.to(weights.dtype)
+    return first_moments(words, weights, fields.num_latents).to(weights.dtype)
 
 
 def value_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> tuple[Tensor, int]:
@@ -70,20 +68,6 @@ def _unpack_fields(words, word, shift, mask, out):
     for r in prange(len(words)):
         for h in range(len(word)):
             out[r, h] = np.int32((words[r, word[h]] >> shift[h]) & mask[h])
-
-
-@parallel_kernel()
-def _add_bit_weights(words, weights, out):
-    """Adds each state's weight to ``out`` ``(N, L)`` wherever its bit is set."""
-    num_data, num_states, num_words = words.shape
-    for n in prange(num_data):
-        for s in range(num_states):
-            weight = weights[n, s]
-            for w in range(num_words):
-                bits = words[n, s, w]
-                while bits != 0:
-                    out[n, 64 * w + trailing_zeros(bits)] += weight
-                    bits &= bits - 1
 
 
 @parallel_kernel()

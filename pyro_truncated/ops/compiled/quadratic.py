@@ -35,8 +35,8 @@ def pair_energy(words: Tensor, linear: Tensor, pairwise: Tensor | None) -> Tenso
         _linear_energy(as_words(words), as_array(linear), out.numpy())
         return out
     pairwise = pairwise.double()
-    # The square of a binary value is the value, and each unordered pair is visited once: fold the matrix into its lower triangle.
-    linear, folded = linear + pairwise.diagonal(dim1=-2, dim2=-1), (pairwise + pairwise.mT).tril(-1)
+    # Each unordered pair is visited once: fold the matrix into its lower triangle. The square of a binary value is the value.
+    folded = pairwise.tril() + pairwise.mT.tril(-1)
     # Sums over all latents of a table have no place for infinite energies.
     if pairwise.dim() == 2 and 0 < linear.shape[1] <= _MOST_TABULATED and bool(pairwise.isfinite().all()):
         _tabulated_energy(as_words(words), as_array(linear), *_tabulate(folded), out.numpy())
@@ -168,7 +168,7 @@ def _pair_energy(words, linear, tables, out):
                     while word != 0:
                         h = 64 * w + trailing_zeros(word)
                         word &= word - 1
-                        energy += field[h]
+                        energy += field[h] + table[h, h]
                         for b in range(count):
                             energy += table[h, active[b]]
                         active[count] = h
