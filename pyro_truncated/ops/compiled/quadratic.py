@@ -74,7 +74,7 @@ def moments(words: Tensor, weights: Tensor, num_latents: int, per_datum: bool) -
 def first_moments(words: Tensor, weights: Tensor, num_latents: int) -> Tensor:
     """The first of the two :func:`pyro_truncated.ops.moments`."""
     first = weights.new_zeros(len(weights), num_latents, dtype=torch.float64)
-    _moments(as_words(words), as_array(weights), first.numpy(), np.empty((count_blocks(len(weights), 0), 0, 0)))
+    _first_moments(as_words(words), weights.detach().contiguous().numpy(), first.numpy())
     return first
 
 
@@ -183,7 +183,6 @@ def _moments(words, weights, first, second):
     for block in prange(num_blocks):
         active = np.empty(64 * num_words, np.int64)
         table = second[block]
-        has_pairs = len(table) > 0
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             least = least_weight(weights[n])
             for c in range(num_candidates):
@@ -194,9 +193,22 @@ def _moments(words, weights, first, second):
                 for a in range(count):
                     h = active[a]
                     first[n, h] += weight
-                    if has_pairs:
-                        for b in range(a + 1):
-                            table[h, active[b]] += weight
+                    for b in range(a + 1):
+                        table[h, active[b]] += weight
+
+
+@parallel_kernel()
+def _first_moments(words, weights, first):
+    num_rows, num_candidates, num_words = words.shape
+    for n in prange(len(weights)):
+        states = words[np.int64(n) if num_rows > 1 else 0]
+        for c in range(num_candidates):
+            weight = weights[n, c]
+            for w in range(num_words):
+                word = states[c, w]
+                while word != 0:
+                    first[n, 64 * w + trailing_zeros(word)] += weight
+                    word &= word - 1
 
 
 def square_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tensor) -> Tensor:
