@@ -227,8 +227,10 @@ def nearly_no_noise(image: Tensor, num_dims: int) -> float:
     # The mean absolute value of standard normal numbers.
     texture = float(rest.nanmean()) / math.sqrt(2 / math.pi)
     all_of_it = float(deviation(image))
+    if not all_of_it:
+        return 1.0  # of a constant array any level is right but zero
     if texture <= 1e-4 * all_of_it:  # no texture, but rounding
-        return 0.04 * all_of_it or 1.0  # of a constant array any level is right but zero
+        return 0.04 * all_of_it
     return min(0.04 * all_of_it, 0.25 * texture, 2.25 * max(noise_level(image, num_dims), 1e-3 * all_of_it))
 
 

@@ -323,11 +323,13 @@ def _check_mask(mask: Any) -> Tensor:
     return values.bool()
 
 
-def _broadcast_mask(mask: Tensor, image: Tensor) -> Tensor:
+def _broadcast_mask(mask: Tensor, image: Tensor, channels: Channels) -> Tensor:
     array, seen = image.squeeze(), mask.squeeze()
-    axes = [axis for axis in (-1, 0, 1)[: max(0, array.dim() - 1)] if array.select(axis, 0).shape == seen.shape]
-    if seen.shape != array.shape and not axes:
-        raise ValueError(f"mask must have the shape of the image {tuple(image.shape)} or of its pixels; got {tuple(mask.shape)}")
+    possible = {"first": (0,), "last": (-1,), "True": (-1,)}.get(str(channels), (-1, 0, 1))
+    axes = [axis for axis in possible[: max(0, array.dim() - 1)] if array.select(axis, 0).shape == seen.shape]
+    if seen.shape != array.shape and len(axes) != 1:
+        which = ", along one axis: of this shape pixels lie along several" if axes else ""
+        raise ValueError(f"mask must have the shape of the image {tuple(image.shape)} or of its pixels{which}; got {tuple(mask.shape)}")
     return (seen if seen.shape == array.shape else seen.unsqueeze(axes[0]).expand_as(array)).reshape(image.shape)
 
 
@@ -382,7 +384,7 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: Noise | str = 0.0,
     """
     image = check_image(image) if mask is None else as_data("image", image).detach()
     if mask is not None:
-        mask = _broadcast_mask(_check_mask(mask), image)
+        mask = _broadcast_mask(_check_mask(mask), image, options.get("channels"))
         _warn_if_inverted(image, mask)
         image = check_image(torch.where(mask, as_floating(image), math.nan))
     if noise is None or isinstance(noise, str) or bool(np.any(np.asarray(noise) != 0.0)):
