@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import torch
@@ -186,9 +187,17 @@ Views = Tensor | Sequence[Tensor]
 def refuse_lists(views: Iterable[Any]) -> None:
     """Refuses views that are no tensors, such as lists of rows."""
     for view in views:
+        if isinstance(view, np.ndarray):
+            as_data("y", view)
         if not isinstance(view, Tensor):
             advice = "of numbers in lists give torch.as_tensor(y)"
             raise TypeError(f"y must be a tensor or an array, or a list of one for each view; got a {type(view).__name__} in y: {advice}")
+
+
+def refuse_large(name: str, y: Tensor) -> None:
+    """Refuses infinite numbers, and those whose squares nearly are."""
+    if y.is_floating_point() and bool((y.abs() > min(LARGEST, torch.finfo(y.dtype).max)).any()):
+        raise ValueError(f"{name} must be finite, or NaN where missing; got a value that is infinite, or larger than {LARGEST:g}")
 
 
 class SpikeSlabMRD(UniqueModule):
@@ -326,8 +335,10 @@ class SpikeSlabMRD(UniqueModule):
     @contextmanager
     def fix_switches(self, probability: Tensor | float) -> Iterator[None]:
         """A context in which the switches have fixed probabilities ``(C, Q)``."""
-        before = self._fixed_probability
-        self._fixed_probability = torch.as_tensor(probability, dtype=torch.float64, device=self.prior.device).expand(self.prior.shape)
+        fixed, before = torch.as_tensor(probability, dtype=torch.float64, device=self.prior.device), self._fixed_probability
+        if not bool(((fixed >= 0) & (fixed <= 1)).all()):
+            raise ValueError(f"probability must lie between 0 and 1; got {probability}")
+        self._fixed_probability = fixed.expand(self.prior.shape)
         try:
             yield
         finally:
@@ -355,6 +366,9 @@ class SpikeSlabMRD(UniqueModule):
 
     def set_latents(self, loc: Tensor, scale: Tensor) -> None:
         """Sets copies of means and deviations ``(N, Q)`` of the latents."""
+        if {loc.shape, scale.shape} != {(self.num_data, self.num_latents)}:
+            expected = self.num_data, self.num_latents
+            raise ValueError(f"loc and scale must have shape {expected}; got {tuple(loc.shape)} and {tuple(scale.shape)}")
         if self.time_prior is not None:
             self.time_prior.set_latents(loc, scale)
         else:
@@ -380,8 +394,8 @@ class SpikeSlabMRD(UniqueModule):
             raise ValueError(f"y must have the shapes {expected}, one matrix per view; got {[tuple(v.shape) for v in views]}")
         if any(v.is_complex() for v in views):
             raise TypeError(f"y must be real; got {[v.dtype for v in views]}")
-        if any(v.is_floating_point() and bool((v.abs() > min(LARGEST, torch.finfo(v.dtype).max)).any()) for v in views):
-            raise ValueError(f"y must be finite, or NaN where missing; got a value that is infinite, or larger than {LARGEST:g}")
+        for view in views:
+            refuse_large("y", view)
         for c, (view, data) in enumerate(zip(self.views, views, strict=True)):
             view.check_labels(data, c)
             if not data.is_floating_point():
