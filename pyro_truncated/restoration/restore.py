@@ -26,7 +26,7 @@ from pyro_truncated.restoration.channels import (
 )
 from pyro_truncated.restoration.large_holes import fill_large_holes
 from pyro_truncated.restoration.noise import as_floating, check_image, fill_missing, keep_digits, nearly_no_noise
-from pyro_truncated.restoration.noise_checks import check_stabilised_counts, warn_about_noise
+from pyro_truncated.restoration.noise_checks import check_stabilised_counts, outlying_entries, warn_about_noise
 from pyro_truncated.restoration.nonlocal_groups import average_groups, average_low_rank_groups, predict_missing
 from pyro_truncated.restoration.patch_mixture import expected_errors, find_consensus, run_rounds
 from pyro_truncated.restoration.patch_model import (
@@ -352,6 +352,8 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: Noise | str = 0.0,
     The others are kept, up to noise that is taken off. As :func:`denoise`, with the likelihood of the observed entries only. Learning
     starts from what covariances near a place predict, see :func:`~pyro_truncated.restoration.nonlocal_groups.predict_missing`.
 
+    Few entries that stand alone and outweigh all others, as dead pixels do, are kept, but nothing is learned from them.
+
     Large holes of images without noise are filled in twice. The second time, the same holes are
     also placed where the image is observed, see
     :func:`~pyro_truncated.restoration.large_holes.fill_large_holes`. Of an array without noise, mixtures
@@ -398,11 +400,14 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: Noise | str = 0.0,
     shape, image = image.shape, _without_axes_of_one(image, options.get("channels"))
     axis = channel_axis(image, options.get("channels"))
     last = image if axis is None else image.movedim(axis, -1)
-    levels = per_channel(nearly_no_noise, last, last.dim() - (axis is not None)) if options.get("model") is None else None
+    whole, num_dims = last, last.dim() - (axis is not None)
+    # These say nothing of others, but would outweigh them in means and covariances.
+    last = torch.where(outlying_entries(last, num_dims), math.nan, last)
+    levels = per_channel(nearly_no_noise, last, num_dims) if options.get("model") is None else None
     options["channels"] = axis is not None
     restored = denoise(last, levels, **options)
     filled_in = restored.image
-    if last.dim() - (axis is not None) == 2 and options.get("model") is None:
+    if num_dims == 2 and options.get("model") is None:
         filled_in = fill_large_holes(last, filled_in, lambda other: denoise(other, levels, **options).image)
-    filled_in = torch.where(last.isnan(), filled_in, last)
+    filled_in = torch.where(whole.isnan(), filled_in, whole)
     return dataclasses.replace(restored, image=(filled_in if axis is None else filled_in.movedim(-1, axis)).reshape(shape))
