@@ -202,22 +202,6 @@ def _warn_if_impulses(image: Tensor, num_dims: int) -> bool:
     return share > 0
 
 
-def outlying_entries(image: Tensor, num_dims: int) -> Tensor:
-    """Returns where few entries outweigh all others of their channel.
-
-    Each is farther from the median than all nearer entries together, as a root of their sum of squares. Most of its neighbours are not.
-    """
-    if image.dim() > num_dims:
-        return torch.stack([outlying_entries(plane, num_dims) for plane in image.unbind(-1)], -1)
-    distance = (image.double() - image.nanmedian()).abs().nan_to_num(0.0)
-    ascending = distance.flatten().sort().values
-    nearer = ascending.square().cumsum(0).roll(1)
-    most = max(1, int(MIN_UNLIKE * len(ascending)))
-    outweigh = ascending[-most:][ascending[-most:] > nearer[-most:].sqrt()]
-    is_far = distance >= (outweigh[0] if len(outweigh) else math.inf)
-    return is_far & (2 * neighbour_sums(is_far.double(), num_dims) < 3**num_dims)
-
-
 def _equal_impulses(image: Tensor, num_dims: int) -> tuple[float, list[float]]:
     """Returns the share of entries alone at an extreme number, and these."""
     observed = image[~image.isnan()]

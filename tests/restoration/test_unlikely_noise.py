@@ -185,6 +185,25 @@ def test_what_is_filled_in_does_not_follow_few_entries_far_away(far, dtype, kind
     assert float(np.sqrt(np.mean((filled.reshape(48, 48, -1) - IMAGE[..., np.newaxis])[hidden] ** 2))) < 8
 
 
+@pytest.mark.parametrize("far", [1e6, 1e12, 1e20])
+@pytest.mark.parametrize("is_holed", [False, True])
+def test_noise_is_taken_off_beside_few_entries_of_unlike_size(far, is_holed):
+    damaged, is_far = noisy(), np.zeros(IMAGE.shape, bool)
+    damaged[20, 20], damaged[40, 8], is_far[20, 20], is_far[40, 8] = far, -2 * far, True, True
+    holed = np.where((np.random.default_rng(1).random(IMAGE.shape) < 0.1 * is_holed) & ~is_far, np.nan, damaged)
+    restored = denoise(holed, **QUICK)
+    np.testing.assert_array_equal(np.asarray(restored)[is_far], damaged[is_far])
+    assert restored.noise == pytest.approx(10, rel=0.1)
+    assert float(np.sqrt(np.mean((np.asarray(restored) - IMAGE)[~is_far] ** 2))) < 5
+
+
+def test_entries_beside_which_all_becomes_nan_are_refused():
+    damaged = noisy()
+    damaged[20:22, 20:22] = [[1e20, 2e20], [3e20, 4e20]]
+    with pytest.raises(ValueError, match=r"entries so far from others, up to 4e\+20, that squares lose these: make such entries NaN"):
+        denoise(damaged, **QUICK)
+
+
 def test_what_is_filled_in_follows_bright_discs():
     disc = np.where((ROWS - 24) ** 2 + (COLUMNS - 24) ** 2 < 50, 1e4, 0.0) + noisy() - IMAGE
     holed = disc.copy()

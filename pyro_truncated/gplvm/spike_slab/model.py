@@ -394,8 +394,8 @@ class SpikeSlabMRD(UniqueModule):
             raise ValueError(f"y must have the shapes {expected}, one matrix per view; got {[tuple(v.shape) for v in views]}")
         if any(v.is_complex() for v in views):
             raise TypeError(f"y must be real; got {[v.dtype for v in views]}")
-        for view in views:
-            refuse_large("y", view)
+        for outputs in views:
+            refuse_large("y", outputs)
         for c, (view, data) in enumerate(zip(self.views, views, strict=True)):
             view.check_labels(data, c)
             if not data.is_floating_point():
