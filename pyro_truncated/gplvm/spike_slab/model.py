@@ -21,7 +21,7 @@ from pyro_truncated.gp.cholesky import stable_cholesky
 from pyro_truncated.gp.uncertain import Expectation, SpikeSlabInputs
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
 from pyro_truncated.gplvm.spike_slab.view import KernelSpec, LikelihoodSpec, View, kernel_weights, make_views
-from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, describe, names_arguments
+from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, check_kinds, describe, names_arguments
 from pyro_truncated.utils.arrays import as_data, takes_arrays
 from pyro_truncated.utils.constraints import LARGEST
 from pyro_truncated.utils.parameter_store import UniqueModule, treat_singly
@@ -76,10 +76,11 @@ class TimePrior(UniqueModule):
         if times.dim() != 1 or not bool(times.isfinite().all()):
             raise ValueError(f"times must be finite and of shape (N,); got {describe(times)}")
         sequences = torch.zeros(len(times), dtype=torch.int64) if sequences is None else as_data("sequences", sequences)
-        if sequences.shape != times.shape:
-            raise ValueError(f"sequences must have a number for each of the {len(times)} times; got {tuple(sequences.shape)}")
+        if sequences.shape != times.shape or bool(sequences.isnan().any()):
+            raise ValueError(f"sequences must have a number for each of the {len(times)} times; got {describe(sequences)}")
         if kernel not in _KERNELS:
             raise ValueError(f"kernel must be one of {', '.join(_KERNELS)}; got {kernel!r}")
+        check_kinds(TimePrior.__init__, period=period)
         if (kernel == "periodic") != (period is not None) or (period is not None and not 0 < period < math.inf):
             raise ValueError(f"a periodic kernel has a period above 0, and no other has one; got kernel={kernel!r}, period={period}")
         self.kernel, self.period = kernel, period
@@ -139,7 +140,7 @@ class TimePrior(UniqueModule):
         """
         times = as_data("times", times).to(self.times)
         sequences = self.sequences[0].expand(times.shape) if sequences is None else as_data("sequences", sequences, self.times)
-        if times.dim() != 1 or sequences.shape != times.shape or not bool(times.isfinite().all()):
+        if times.dim() != 1 or sequences.shape != times.shape or not bool(times.isfinite().all()) or bool(sequences.isnan().any()):
             raise ValueError(f"times must be finite, with a sequence each; got {describe(times)} and {describe(sequences)}")
         _, _, factor, weights = self._solve()
         cross = self.correlations(times, sequences)
