@@ -434,3 +434,5 @@ def test_lists_of_numbers_are_refused_with_what_to_do():
     for call in (lambda: fit(model, rows, steps=1), lambda: model.bound(rows), lambda: Posterior(model, torch.tensor(rows)).infer(rows)):
         with pytest.raises(TypeError, match=r"y must be a tensor or an array, .*; got a list in y: .*torch.as_tensor\(y\)"):
             call()
+    with pytest.raises(TypeError, match="y must be a tensor, an array or a list of numbers; got an array of <U"):
+        model.bound(np.array(rows).astype(str))
