@@ -185,7 +185,7 @@ class BinaryVAE(UniqueModule):
             y: all data, ``(N, D)``, whose type the result has, if it is one of real numbers; given the population they play no other role.
         """
         mean = population.expectation(lambda states: self.mean(states.to(self.prior.dtype)))
-        return mean if y is None else cast_like(mean, check_data(y, self.num_observed))
+        return mean if y is None else cast_like(mean, population.select_rows(check_data(y, self.num_observed)))
 
 
 def _perceptron(sizes: Sequence[int], dtype: torch.dtype | None) -> torch.nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pyro
@@ -322,5 +323,6 @@ class GaussianMixture(LinearMixture):
             y: all data, ``(N, D)``.
         """
         parameters = {name: value.double() for name, value in self._spreads().items()}
-        mean: Tensor = self._kind.without_noise(population, check_data(y, self.num_observed), self.loc.double(), parameters)
+        rows = population.select_rows(check_data(y, self.num_observed))
+        mean: Tensor = self._kind.without_noise(dataclasses.replace(population, indices=None), rows, self.loc.double(), parameters)
         return mean.to(self._dtype_for(y))

@@ -411,8 +411,9 @@ class MixtureOfMeans(LinearMixture):
     @takes_arrays
     def reconstruct(self, population: Population, y: Tensor) -> Tensor:
         r"""Returns posterior means :math:`\sum_k r_{nk}\, \mu_k` of the rows, ``(N, F)``."""
+        y = population.select_rows(check_data(y, self.num_observed))
         mean: Tensor = Shares(population, self.num_components).means(self._means())
-        return mean.to(y.dtype if check_data(y, self.num_observed).is_floating_point() else self.weights.dtype)
+        return mean.to(y.dtype if y.is_floating_point() else self.weights.dtype)
 
 
 class CategoricalMixture(MixtureOfMeans):

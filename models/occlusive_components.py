@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from typing import ClassVar, NamedTuple
 
 import pyro
@@ -362,11 +363,22 @@ class OcclusiveComponents(UniqueModule):
         Raises:
             TypeError: if the images are complex.
             ValueError: if they are not finite or of another shape, or ``scale`` is not positive.
+
+        Warns:
+            UserWarning: if they vary by less than the floor of the noise.
         """
         if not 0 < scale < math.inf:
             raise ValueError(f"scale must be a positive number; got {scale!r}")
         rows = first_rows(self._check(y), generator).double()
         unit = data_scale(rows.square().sum(), torch.tensor(float(rows.numel())))
+        floor, deviation = float(self.min_scale * unit), float(rows.flatten(0, 2).std(0, correction=0).max())
+        if 0 < deviation < floor:
+            warnings.warn(
+                f"the images vary by {deviation:.3g}, less than {floor:.3g}, the floor of the noise: min_scale={self.min_scale:g} times "
+                "their root mean square. Subtract their background, or take a smaller min_scale.",
+                UserWarning,
+                stacklevel=3,
+            )
         background, noise = estimate_background(rows.flatten(0, 2) / unit, generator)
         windows = isolated_windows(rows / unit - background, noise, self.canvas, self.num_objects)
         clusters = typical_objects(windows, self.num_objects, generator)

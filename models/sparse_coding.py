@@ -282,7 +282,7 @@ class DiscreteSparseCoding(LinearDictionary):
             population: truncated posteriors, of data points that have been scored; its ``indices`` select these among ``y``.
             y: all data, ``(N, D)``; missing entries (NaN) are filled in.
         """
-        check_data(y, self.num_observed)
+        y = population.select_rows(check_data(y, self.num_observed))
         coefficients = population.value_probabilities().double() @ self.values.double()
         mean = coefficients @ self.weight.double().mT
         return cast_like(mean if self.bias is None else mean + self.bias.double(), y)

@@ -674,8 +674,10 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         for coefficients in population.spread(self.num_latents).unbind(1):
             mean += self.likelihood(coefficients, self.weight.double()).mean
         mean = mean / population.coefficients.shape[1]
-        return mean.to(self.weight) if y is None else cast_like(mean, check_data(y, self.num_observed))
+        return mean.to(self.weight) if y is None else cast_like(mean, _select_rows(check_data(y, self.num_observed), population))
 
 
 def _select_rows(y: Tensor, draws: GibbsDraws) -> Tensor:
+    if draws.indices is None and len(y) != len(draws.selected):
+        raise ValueError(f"y must have a row for each of the draws' {len(draws.selected)} data points; got {len(y)} rows")
     return y if draws.indices is None else y[draws.indices.to(y.device)]

@@ -38,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"{options.command} was interrupted", file=sys.stderr)
+        return 130
 
 
 def _parser(name: str) -> argparse.ArgumentParser:

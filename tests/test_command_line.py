@@ -93,3 +93,13 @@ def test_pictures_are_restored(tmp_path, capsys):
     flags = ["--output", str(tmp_path / "out.png"), "--side", "4", "--components", "6", "--rounds", "2"]
     assert main(["restoration", str(picture), *flags]) == 0
     assert (tmp_path / "out.png").exists()
+
+
+def test_an_interruption_is_a_line_and_a_status(tmp_path, capsys, monkeypatch):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pyro_truncated.__main__.read_netcdf", interrupt)
+    (tmp_path / "posterior.nc").touch()
+    assert main(["check", str(tmp_path / "posterior.nc")]) == 130
+    assert capsys.readouterr().err == "check was interrupted\n"

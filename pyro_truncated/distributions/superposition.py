@@ -164,6 +164,7 @@ class Superposition(TorchDistribution):
             ``(N, D)`` for the population's data points, missing entries included.
         """
         check_binary(population, self.weight.shape[-1])
+        population.select_rows(value)  # refuses other data than the population's
         return population.expectation(self._mean)
 
     @property

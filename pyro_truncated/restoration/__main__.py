@@ -143,6 +143,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = ": Pillow reads no such format. Save the picture as PNG" if isinstance(error, UnidentifiedImageError) else ""
         print(f"error: {error}{hint}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"interrupted before {args.output} was written", file=sys.stderr)
+        return 130
     levels = ", ".join(f"{one:.1f}" for one in level.flatten().tolist())
     done = "the noise of photons taken off" if noise == "poisson" else f"noise of standard deviation {levels} (of 255) taken off"
     if keeps_seen:

@@ -66,6 +66,24 @@ def keep_digits(image: Tensor, num_dims: int) -> Tensor:
     return image
 
 
+def outlying_entries(image: Tensor, num_dims: int) -> Tensor:
+    """Returns where few entries outweigh all others of their channel.
+
+    Each is farther from the median than all nearer entries together, as a root of their sum of squares. Most of its neighbours are not.
+    """
+    if image.dim() > num_dims:
+        return torch.stack([outlying_entries(plane, num_dims) for plane in image.unbind(-1)], -1)
+    distance = (image.double() - image.nanmedian()).abs()
+    ascending = distance[~distance.isnan()].sort().values
+    if len(ascending) < _MIN_SAMPLES:
+        return torch.zeros_like(image, dtype=torch.bool)
+    nearer = ascending.square().cumsum(0).roll(1)
+    most = math.ceil(len(ascending) / (10 * _MIN_SAMPLES))
+    outweigh = ascending[-most:][ascending[-most:] > nearer[-most:].sqrt()]
+    is_far = distance >= (outweigh[0] if len(outweigh) else math.inf)
+    return is_far & (2 * neighbour_sums(is_far.double(), num_dims) < 3**num_dims)
+
+
 def as_floating(image: Tensor) -> Tensor:
     """Returns the array in floating point numbers.
 
@@ -227,8 +245,10 @@ def nearly_no_noise(image: Tensor, num_dims: int) -> float:
     # The mean absolute value of standard normal numbers.
     texture = float(rest.nanmean()) / math.sqrt(2 / math.pi)
     all_of_it = float(deviation(image))
+    if not all_of_it:
+        return 1.0  # of a constant array any level is right but zero
     if texture <= 1e-4 * all_of_it:  # no texture, but rounding
-        return 0.04 * all_of_it or 1.0  # of a constant array any level is right but zero
+        return 0.04 * all_of_it
     return min(0.04 * all_of_it, 0.25 * texture, 2.25 * max(noise_level(image, num_dims), 1e-3 * all_of_it))
 
 

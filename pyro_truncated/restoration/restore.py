@@ -25,7 +25,14 @@ from pyro_truncated.restoration.channels import (
     warn_if_unlikely,
 )
 from pyro_truncated.restoration.large_holes import fill_large_holes
-from pyro_truncated.restoration.noise import as_floating, check_image, fill_missing, keep_digits, nearly_no_noise
+from pyro_truncated.restoration.noise import (
+    as_floating,
+    check_image,
+    fill_missing,
+    keep_digits,
+    nearly_no_noise,
+    outlying_entries,
+)
 from pyro_truncated.restoration.noise_checks import check_stabilised_counts, warn_about_noise
 from pyro_truncated.restoration.nonlocal_groups import average_groups, average_low_rank_groups, predict_missing
 from pyro_truncated.restoration.patch_mixture import expected_errors, find_consensus, run_rounds
@@ -120,7 +127,8 @@ def denoise(
     By default the overlapping patches are a mixture of normal distributions, see
     :class:`.PatchMixture`, with posteriors truncated to the most probable components. In each round
     the mixture is learned from the array restored so far. Every entry becomes the weighted mean of
-    the patches' posterior means. Missing entries (NaN, or masked) are filled in. All steps: :doc:`/explanation/restoration`.
+    the patches' posterior means. Missing entries (NaN, or masked) are filled in. Few that outweigh all others, as dead pixels, stay. All
+    steps: :doc:`/explanation/restoration`.
 
     Every channel has its own noise and unit. Constant, unrelated or noise-free channels are restored apart;
     ``model`` and ``guide`` are then those of the largest group.
@@ -140,8 +148,7 @@ def denoise(
     Args:
         image: the damaged array: ``(length)``, ``(height, width)``, ``(height, width, 3)``, ...
         noise: its standard deviation, one or one for each channel, or ``"poisson"``. Default: estimated.
-        model: another model of patches with ``reconstruct(population, y)``, or a function of their
-            size that makes one.
+        model: another model of patches with ``reconstruct(population, y)``, or a function of their size.
         side: side of a patch. Default: by model, noise and image.
         stride: distance of neighbouring patches. Above 1 faster and worse.
         channels: ``"first"``, ``"last"`` (or ``True``), ``False`` for none. Default: by the shape.
@@ -177,17 +184,26 @@ def denoise(
     axis = channel_axis(image, channels)
     if axis is None and channels is None and noise is None and image.dim() == 2:
         warn_if_table(image)
-    last = keep_digits(image if axis is None else image.movedim(axis, -1), image.dim() - (axis is not None))
+    whole, num_dims = image if axis is None else image.movedim(axis, -1), image.dim() - (axis is not None)
+    # These say nothing of others, but would outweigh them in means and covariances.
+    is_outlying, last = outlying_entries(whole, num_dims), whole
+    if bool(is_outlying.any()):
+        others = torch.where(is_outlying, math.nan, whole)
+        last = others if bool(whole.isnan().any()) else fill_missing(others, num_dims)
+    last = keep_digits(last, num_dims)
     if noise is not None and not isinstance(noise, str):
         noise = check_noise(noise, last, has_channels=axis is not None)
-        warn_if_unlikely(noise, last, last.dim() - (axis is not None))
+        warn_if_unlikely(noise, last, num_dims)
     shortest = min(last.shape if axis is None else last.shape[:-1])
     if side is not None and side > shortest:
         raise ValueError(f"side must be at most {shortest}, the shortest side of the image; got {side}")
     with one_thread:
         result = _restore(last, noise, settings, has_channels=axis is not None)
-    restored = result.image if axis is None else result.image.movedim(-1, axis)
-    return dataclasses.replace(result, image=restored.reshape(shape))
+    restored = torch.where(is_outlying, whole, result.image)
+    if not bool(restored.isfinite().all()):
+        farthest = float(whole.nan_to_num(0.0).abs().max())
+        raise ValueError(f"the image has entries so far from others, up to {farthest:g}, that squares lose these: make such entries NaN")
+    return dataclasses.replace(result, image=(restored if axis is None else restored.movedim(-1, axis)).reshape(shape))
 
 
 def _without_axes_of_one(image: Tensor, channels: Channels) -> Tensor:
@@ -323,11 +339,13 @@ def _check_mask(mask: Any) -> Tensor:
     return values.bool()
 
 
-def _broadcast_mask(mask: Tensor, image: Tensor) -> Tensor:
+def _broadcast_mask(mask: Tensor, image: Tensor, channels: Channels) -> Tensor:
     array, seen = image.squeeze(), mask.squeeze()
-    axes = [axis for axis in (-1, 0, 1)[: max(0, array.dim() - 1)] if array.select(axis, 0).shape == seen.shape]
-    if seen.shape != array.shape and not axes:
-        raise ValueError(f"mask must have the shape of the image {tuple(image.shape)} or of its pixels; got {tuple(mask.shape)}")
+    possible = {"first": (0,), "last": (-1,), "True": (-1,)}.get(str(channels), (-1, 0, 1))
+    axes = [axis for axis in possible[: max(0, array.dim() - 1)] if array.select(axis, 0).shape == seen.shape]
+    if seen.shape != array.shape and len(axes) != 1:
+        which = ", along one axis: of this shape pixels lie along several" if axes else ""
+        raise ValueError(f"mask must have the shape of the image {tuple(image.shape)} or of its pixels{which}; got {tuple(mask.shape)}")
     return (seen if seen.shape == array.shape else seen.unsqueeze(axes[0]).expand_as(array)).reshape(image.shape)
 
 
@@ -382,7 +400,7 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: Noise | str = 0.0,
     """
     image = check_image(image) if mask is None else as_data("image", image).detach()
     if mask is not None:
-        mask = _broadcast_mask(_check_mask(mask), image)
+        mask = _broadcast_mask(_check_mask(mask), image, options.get("channels"))
         _warn_if_inverted(image, mask)
         image = check_image(torch.where(mask, as_floating(image), math.nan))
     if noise is None or isinstance(noise, str) or bool(np.any(np.asarray(noise) != 0.0)):
@@ -396,11 +414,13 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: Noise | str = 0.0,
     shape, image = image.shape, _without_axes_of_one(image, options.get("channels"))
     axis = channel_axis(image, options.get("channels"))
     last = image if axis is None else image.movedim(axis, -1)
-    levels = per_channel(nearly_no_noise, last, last.dim() - (axis is not None)) if options.get("model") is None else None
+    whole, num_dims = last, last.dim() - (axis is not None)
+    last = torch.where(outlying_entries(last, num_dims), math.nan, last)
+    levels = per_channel(nearly_no_noise, last, num_dims) if options.get("model") is None else None
     options["channels"] = axis is not None
     restored = denoise(last, levels, **options)
     filled_in = restored.image
-    if last.dim() - (axis is not None) == 2 and options.get("model") is None:
+    if num_dims == 2 and options.get("model") is None:
         filled_in = fill_large_holes(last, filled_in, lambda other: denoise(other, levels, **options).image)
-    filled_in = torch.where(last.isnan(), filled_in, last)
+    filled_in = torch.where(whole.isnan(), filled_in, whole)
     return dataclasses.replace(restored, image=(filled_in if axis is None else filled_in.movedim(-1, axis)).reshape(shape))

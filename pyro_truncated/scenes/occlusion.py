@@ -421,6 +421,7 @@ def generated_objects(num: int, size: int = 10, generator: torch.Generator | Non
         >>> generated_objects(2, 6).features.shape
         torch.Size([2, 6, 6, 3])
     """
+    num, size = check_count("num", num), check_count("size", size)
     offset = torch.arange(size) - (size - 1) / 2
     row, column = offset[:, None].expand(size, size), offset.expand(size, size)
     angle, radius = torch.atan2(row, column), torch.hypot(row, column)
@@ -486,6 +487,7 @@ def occluded_scenes(
     Raises:
         ValueError: if the objects do not fit on the canvas, or a number is out of range.
     """
+    num_data = check_count("num_data", num_data)
     (num, height, width), (rows, columns) = objects.masks.shape, canvas
     if height > rows or width > columns:
         raise ValueError(f"objects of {height} x {width} pixels do not fit on a canvas of {rows} x {columns}")

@@ -155,8 +155,20 @@ class Population:
         return ops.value_probabilities(self.words, self.weights(temperature), self.space.fields)
 
     def select_rows(self, data: Tensor) -> Tensor:
-        """The rows of these data points among those ``(N, ...)`` of all data."""
-        return data if self.indices is None else missing_where(data.index_select(0, self.indices.to(data.device)), data)
+        """The rows of these data points among those ``(N, ...)`` of all data.
+
+        Raises:
+            ValueError: if there are other data points than these without indices, or fewer than indices select from.
+        """
+        if self.indices is None:
+            if len(data) != len(self):
+                raise ValueError(f"data must have a row for each of the population's {len(self)} data points; got {len(data)} rows")
+            return data
+        try:
+            return missing_where(data.index_select(0, self.indices.to(data.device)), data)
+        except IndexError as error:
+            last = int(self.indices.max())
+            raise ValueError(f"data must be all data, of which the population's indices select row {last}; got {len(data)} rows") from error
 
     rows_of = Renamed("select_rows")
 

@@ -463,7 +463,7 @@ def test_impossible_arguments_are_named():
         model.bound(torch.zeros(5, 3), batch_size=2)
     with pytest.raises(TypeError, match="methods `model` and `guide`"):
         Analytic_ELBO().loss(model.model, lambda y: None, torch.zeros(5, 3))
-    for constant in (torch.ones(5, 3), torch.full((5, 3), math.nan)):
+    for constant in (torch.ones(5, 3), torch.full((5, 3), math.nan), 1e-200 * torch.randn(5, 3, dtype=torch.float64)):
         with pytest.raises(ValueError, match="view 0 of y does not vary"):
             initialize(model, constant)
     with pytest.raises(ValueError, match=r"start must give finite latent means of shape \(5, 2\); got \(2, 2\)"):

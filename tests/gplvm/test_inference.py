@@ -344,8 +344,9 @@ def test_no_new_data_points_have_no_latents():
 def test_pictures_of_latents_say_what_they_need():
     one, three = random_model(6, (3,), 1), random_model(6, (3,), 3)
     for model, options, message in (
-        (one, {}, "dims must be two dimensions of the model's 1"),
-        (three, {"dims": (0, 3)}, r"two dimensions of the model's 3; got \(0, 3\)"),
+        (one, {}, "dims must be two different dimensions of the model's 1"),
+        (three, {"dims": (0, 3)}, r"two different dimensions of the model's 3; got \(0, 3\)"),
+        (three, {"dims": (1, 1)}, r"two different dimensions of the model's 3; got \(1, 1\)"),
         (three, {"labels": ["a", "b"]}, r"labels must have shape \(6,\)"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -362,6 +363,37 @@ def test_picture_of_switches_shows_every_view():
     assert float((centres[1] - centres[0]).min()) >= axes.patches[0].get_width() - 1e-6
     with pytest.raises(ValueError, match="each of the 2 views"):
         plot_switches(model, Figure().subplots(), names=("one",))
+
+
+def test_integers_and_booleans_are_taken_as_numbers():
+    model = random_model(6, (3,), 2)
+    views = random_views(model)
+    posterior, whole = Posterior(model, views), torch.tensor([[0, 1], [2, -1]])
+    torch.testing.assert_close(posterior.predict(whole).mean, posterior.predict(whole.double()).mean)
+    for data in (views[0] > 0, (2 * views[0]).round().int()):
+        torch.testing.assert_close(posterior.infer(data, steps=3).loc, posterior.infer(data.double(), steps=3).loc)
+
+
+def test_latents_of_another_shape_or_range_are_refused():
+    model = random_model(6, (3, 2), 3)
+    posterior = Posterior(model, random_views(model))
+    latents, zeros = posterior.infer(random_views(model), steps=1), torch.zeros(4, 3)
+    for call, message in (
+        (lambda: posterior.predict(torch.zeros(4, 2)), r"loc must have shape \(N, 3\); got \(4, 2\)"),
+        (lambda: posterior.predict(torch.zeros(3)), r"loc must have shape \(N, 3\); got \(3,\)"),
+        (lambda: posterior.predict(zeros, scale=-torch.ones(4, 3)), r"scale must have loc's shape \(4, 3\), and no negative number; .* -1"),
+        (lambda: posterior.predict(zeros, scale=torch.ones(2, 3)), r"scale must have loc's shape \(4, 3\), .*; got \(2, 3\)"),
+        (lambda: posterior.distances(latents, points=torch.zeros(4, 1)), r"points must have shape \(N, 3\); got \(4, 1\)"),
+        (lambda: posterior.distances(latents, (0, 5)), r"views\[1\] must lie in 0 \.\. 1; got 5"),
+        (lambda: posterior.group_dimensions(math.nan), "threshold must be a probability, between 0 and 1; got nan"),
+        (lambda: posterior.infer({"first": torch.zeros(4, 3)}), "view first must have the shape"),
+        (lambda: posterior.infer({0: torch.full((4, 3), 1e200, dtype=DOUBLE)}), "view 0 must be finite, .* larger than 1e[+]150"),
+        (lambda: model.fix_switches(2.0).__enter__(), "probability must lie between 0 and 1; got 2.0"),
+        (lambda: model.fix_switches(math.nan).__enter__(), "probability must lie between 0 and 1; got nan"),
+        (lambda: model.set_latents(torch.zeros(4, 3), torch.ones(4, 3)), r"loc and scale must have shape \(6, 3\); got \(4, 3\) and"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_impossible_arguments_are_named():
@@ -402,3 +434,5 @@ def test_lists_of_numbers_are_refused_with_what_to_do():
     for call in (lambda: fit(model, rows, steps=1), lambda: model.bound(rows), lambda: Posterior(model, torch.tensor(rows)).infer(rows)):
         with pytest.raises(TypeError, match=r"y must be a tensor or an array, .*; got a list in y: .*torch.as_tensor\(y\)"):
             call()
+    with pytest.raises(TypeError, match="y must be a tensor, an array or a list of numbers; got an array of <U"):
+        model.bound(np.array(rows).astype(str))

@@ -177,8 +177,13 @@ def test_times_sequences_and_latents_may_be_lists():
     torch.testing.assert_close(pairs[0].at([0.5], [1]), pairs[1].at(torch.tensor([0.5]), torch.tensor([1])))
     with pytest.raises(TypeError, match=r"times must be .* got an array of datetime64.*: divide differences of times by a unit"):
         TimePrior(np.array(["2026-01-01", "2026-01-02"], dtype="datetime64[D]"))
-    with pytest.raises(ValueError, match="times must be finite, with a sequence each"):
-        pairs[0].at(0.5)
+    for others in ((0.5,), ([0.5], [math.nan])):
+        with pytest.raises(ValueError, match="times must be finite, with a sequence each"):
+            pairs[0].at(*others)
+    with pytest.raises(ValueError, match=r"sequences must have a number for each of the 2 times; got float32 of shape \(2,\), 1 NaN"):
+        TimePrior([0.0, 1.0], sequences=torch.tensor([0.0, math.nan]))
+    with pytest.raises(TypeError, match="period must be a number or None; got 'year'"):
+        TimePrior([0.0, 1.0], "periodic", period="year")
     model, views = random_model(6)
     posterior = Posterior(model, views)
     torch.testing.assert_close(posterior.at([0.5, 1.0]).loc, posterior.at(torch.tensor([0.5, 1.0])).loc)

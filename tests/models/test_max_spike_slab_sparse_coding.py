@@ -216,6 +216,8 @@ def test_reconstruction_is_the_mean_over_draws() -> None:
     draws = draws_of(model, y)
     expected = (model.weight * draws.spread(NUM_LATENTS).unsqueeze(-2)).amax(-1).clamp(min=0.0).mean(1)
     torch.testing.assert_close(model.reconstruct(draws), expected.detach())
+    with pytest.raises(ValueError, match=f"y must have a row for each of the draws' {NUM_DATA} data points; got {NUM_DATA - 1} rows"):
+        model.reconstruct(draws, y[1:])
 
 
 def test_float32_parameters_follow_float64() -> None:

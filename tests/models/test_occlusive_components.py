@@ -17,6 +17,7 @@ from torch import Tensor
 from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, Truncated_ELBO
 from pyro_truncated.distributions import DepthOrder, OccludedScene, Positions
 from pyro_truncated.models import OcclusiveComponents
+from pyro_truncated.scenes import generated_objects, occluded_scenes
 from pyro_truncated.scenes.occlusion import depth_code, depth_rank
 from pyro_truncated.scenes.place_scan import place_probabilities
 from pyro_truncated.testing import check_guide, enumerate_log_joint
@@ -217,6 +218,13 @@ def test_floors_hold_on_data_without_noise() -> None:
     floor = 0.03 * y.square().mean().sqrt().item()
     assert min(model.scale.item(), model.background_scale.item()) >= floor * (1 - 1e-12)
     assert 1e-3 <= model.masks.min().item() <= model.masks.max().item() <= 1 - 1e-3
+
+
+def test_images_that_vary_by_less_than_the_floor_of_their_noise_are_told() -> None:
+    y = occluded_scenes(generated_objects(2, 3), 12, (8, 8), presence=0.5, wrap=True).data
+    with pytest.warns(UserWarning, match=r"vary by 0\.\d+, less than 15, the floor of the noise: min_scale=0\.15"):
+        OcclusiveComponents(2, (8, 8), (3, 3)).initialize(y + 100)
+    OcclusiveComponents(2, (8, 8), (3, 3)).initialize(y)
 
 
 @pytest.mark.parametrize("order", ["exclusive", "depth"])

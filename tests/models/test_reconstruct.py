@@ -71,6 +71,18 @@ def test_reconstructions_are_the_exact_posterior_means(name: str, with_missing: 
     assert model.reconstruct(population, y.float()).dtype == torch.float32
 
 
+@pytest.mark.parametrize("name", [name for name, _ in WITH_MISSING if not _])
+def test_data_of_other_rows_than_the_population_are_refused(name: str) -> None:
+    row = CONFIGURATIONS[name]
+    model, y = row.make(D64), row.generate(N)
+    population = row.population(model, y)
+    with pytest.raises(ValueError, match=rf"data must have a row for each of the population's {N} data points; got {N - 1} rows"):
+        model.reconstruct(population, y[1:])
+    part = type(population)(population.space, population.words[:2], population.log_joint[:2], torch.tensor([N - 1, 0]))
+    with pytest.raises(ValueError, match=rf"data must be all data, of which the population's indices select row {N - 1}; got 2 rows"):
+        model.reconstruct(part, y[:2])
+
+
 def test_a_mixture_of_many_components_reconstructs_from_the_few_that_are_kept() -> None:
     model = library.GaussianMixture(3, 40, covariance="spherical", dtype=D64)
     y = torch.randn(5, 3, dtype=D64)

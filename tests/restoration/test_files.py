@@ -386,3 +386,14 @@ def test_seeds_that_torch_cannot_take_are_named(tmp_path, capsys):
     Image.fromarray(np.zeros((9, 9), np.uint8)).save(tmp_path / "in.png")
     assert main([str(tmp_path / "in.png"), "--output", str(tmp_path / "out.png"), "--seed", "9" * 20, *QUICK]) == 1
     assert "--seed must lie in" in capsys.readouterr().err
+
+
+def test_an_interruption_is_a_line_and_a_status(tmp_path, capsys, monkeypatch):
+    def interrupt(*arguments, **options):
+        raise KeyboardInterrupt
+
+    Image.fromarray(np.zeros((9, 9), np.uint8)).save(tmp_path / "in.png")
+    monkeypatch.setattr(command, "denoise", interrupt)
+    assert main([str(tmp_path / "in.png"), "--output", str(tmp_path / "out.png"), *QUICK]) == 130
+    assert capsys.readouterr().err == f"interrupted before {tmp_path / 'out.png'} was written\n"
+    assert not (tmp_path / "out.png").exists()

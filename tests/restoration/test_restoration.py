@@ -288,6 +288,18 @@ def test_axes_of_one_entry_count_in_no_mask(shape, mask_shape):
     assert int((found != image).sum()) == image.numel() // seen.numel()
 
 
+def test_masks_that_fit_several_axes_are_refused_unless_channels_name_one():
+    image, mask = torch.randn(6, 6, 6, generator=generator()), torch.ones(6, 6, dtype=torch.bool)
+    mask[1] = False
+    with pytest.raises(ValueError, match=r"along one axis: of this shape pixels lie along several; got \(6, 6\)"):
+        inpaint(image, mask, side=2, rounds=1, progress=False)
+    for channels, hidden in (("first", (slice(None), 1)), ("last", (1,))):
+        restored = inpaint(image, mask, side=2, rounds=1, channels=channels, progress=False).image
+        changed = restored != image
+        assert bool(changed[hidden].all())
+        assert int(changed.sum()) == changed[hidden].numel()
+
+
 @pytest.mark.parametrize("mask", [None, torch.arange(64).reshape(8, 8) != 9])
 def test_images_that_require_gradients_are_numbers(mask):
     image = torch.randn(8, 8)
@@ -327,6 +339,12 @@ def test_masks_that_do_not_say_what_is_seen_are_refused(mask, named):
 def test_constant_arrays_stay_what_they_are(shape):
     image = torch.full(shape, 128.1)
     torch.testing.assert_close(denoise(image, rounds=1).image, image)
+
+
+def test_holes_in_constant_arrays_are_filled_in_though_means_of_these_are_rounded():
+    image = torch.full((24, 24), 1e10 / 3)
+    holed = image.masked_fill(torch.rand(24, 24, generator=generator()) < 0.1, math.nan)
+    torch.testing.assert_close(inpaint(holed, side=4, rounds=1, progress=False).image, image)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint32, torch.uint64])

@@ -171,3 +171,41 @@ def test_a_hole_in_an_image_without_noise_is_filled_in_beside_rounding_errors():
     seen[22:26, 20:24] = np.nan
     restored = np.asarray(inpaint(seen, progress=False, rounds=2, stride=2))
     assert float(np.abs(restored - disc).max()) < 0.15
+
+
+@pytest.mark.parametrize(("far", "dtype"), [(1e6, np.float32), (1e6, np.float64), (-1e12, np.float64)])
+@pytest.mark.parametrize("kind", ["single", "colour"])
+def test_what_is_filled_in_does_not_follow_few_entries_far_away(far, dtype, kind):
+    damaged, hidden = noisy(), np.random.default_rng(1).random(IMAGE.shape) < 0.1
+    damaged[20, 20], damaged[40, 8], hidden[20, 20], hidden[40, 8] = far, 2 * far, False, False
+    damaged = (np.stack([noisy(2), damaged, noisy(3)], -1) if kind == "colour" else damaged).astype(dtype)
+    filled = np.asarray(inpaint(damaged, ~hidden, **QUICK))
+    np.testing.assert_array_equal(filled[~hidden], damaged[~hidden])
+    # Of the noise, 10, neighbours know nothing.
+    assert float(np.sqrt(np.mean((filled.reshape(48, 48, -1) - IMAGE[..., np.newaxis])[hidden] ** 2))) < 8
+
+
+@pytest.mark.parametrize("far", [1e6, 1e12, 1e20])
+@pytest.mark.parametrize("is_holed", [False, True])
+def test_noise_is_taken_off_beside_few_entries_of_unlike_size(far, is_holed):
+    damaged, is_far = noisy(), np.zeros(IMAGE.shape, bool)
+    damaged[20, 20], damaged[40, 8], is_far[20, 20], is_far[40, 8] = far, -2 * far, True, True
+    holed = np.where((np.random.default_rng(1).random(IMAGE.shape) < 0.1 * is_holed) & ~is_far, np.nan, damaged)
+    restored = denoise(holed, **QUICK)
+    np.testing.assert_array_equal(np.asarray(restored)[is_far], damaged[is_far])
+    assert restored.noise == pytest.approx(10, rel=0.1)
+    assert float(np.sqrt(np.mean((np.asarray(restored) - IMAGE)[~is_far] ** 2))) < 5
+
+
+def test_entries_beside_which_all_becomes_nan_are_refused():
+    damaged = noisy()
+    damaged[20:22, 20:22] = [[1e20, 2e20], [3e20, 4e20]]
+    with pytest.raises(ValueError, match=r"entries so far from others, up to 4e\+20, that squares lose these: make such entries NaN"):
+        denoise(damaged, **QUICK)
+
+
+def test_what_is_filled_in_follows_bright_discs():
+    disc = np.where((ROWS - 24) ** 2 + (COLUMNS - 24) ** 2 < 50, 1e4, 0.0) + noisy() - IMAGE
+    holed = disc.copy()
+    holed[23:26, 23:26] = np.nan
+    assert float(np.asarray(inpaint(holed, **QUICK))[23:26, 23:26].min()) > 8e3

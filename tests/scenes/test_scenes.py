@@ -67,7 +67,16 @@ def test_match_undoes_shifts(generator: torch.Generator) -> None:
     assert not bool(match_objects(blend, torch.ones(1, 8, 8), small).is_recovered(0.99).any())
 
 
-@pytest.mark.parametrize(("arguments", "message"), [({"canvas": (5, 30)}, "do not fit"), ({"presence": 1.5}, "presence must lie")])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"canvas": (5, 30)}, "do not fit"),
+        ({"presence": 1.5}, "presence must lie"),
+        ({"num_data": 0}, "num_data must be a positive integer; got 0"),
+    ],
+)
 def test_bad_settings_are_refused(arguments: dict, message: str, generator: torch.Generator) -> None:
     with pytest.raises(ValueError, match=message):
-        occluded_scenes(generated_objects(2, 6, generator), 3, **arguments)
+        occluded_scenes(generated_objects(2, 6, generator), **{"num_data": 3, **arguments})
+    with pytest.raises(ValueError, match="num must be a positive integer; got -1"):
+        generated_objects(-1)

@@ -232,7 +232,11 @@ class SASDecoder(UniqueModule):
         squares, of_columns = total([deviation.square().sum(), deviation.square().sum(0)])
         variance = squares / counts.sum()
         if not float(variance) > 0:
-            raise ValueError(f"the data x must vary; got a variance of {float(variance):g}")
+            least = torch.finfo(variance.dtype).tiny ** 0.5
+            raise ValueError(
+                f"the data x must vary, by {least:.0e} at least, as squares are taken in {variance.dtype}; got a variance of 0, from "
+                f"{float(x.nan_to_num(math.inf).min()):g} to {float(x.nan_to_num(-math.inf).max()):g}"
+            )
         warn_about_noise_of_columns("the data", self.loc, of_columns / counts)
         self.noise = 0.5 * variance.to(self.loc)
         return as_shard_like(deviation, x), variance
@@ -287,7 +291,7 @@ class SASDecoder(UniqueModule):
         largest = torch.finfo(x.dtype).max ** 0.4
         if bool((x.abs() > largest).any()):
             raise ValueError(
-                f"data x must be finite, of magnitude {largest:.0e} at most, or NaN where missing; got {float(x[~x.isnan()].abs().max()):g}"
+                f"data x must be finite, of magnitude {largest:.2e} at most, or NaN where missing; got {float(x[~x.isnan()].abs().max()):g}"
             )
         return x
 

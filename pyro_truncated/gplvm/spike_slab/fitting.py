@@ -80,8 +80,11 @@ def _prepare(c: int, view: View, y: Tensor) -> Tensor:
     mean = numbers.nanmean(0).nan_to_num()
     view.center = (mean if view.likelihood is None else view.likelihood.base(y)).to(view.center)
     centred = (numbers - mean).double().nan_to_num()
-    if not bool((centred != 0).any()):
-        raise ValueError(f"view {c} of y does not vary (its outputs are constant, or all missing): there is nothing to learn from it")
+    if not bool((centred.square() != 0).any()):
+        raise ValueError(
+            f"view {c} of y does not vary (its outputs are constant, all missing, or so small that squares are zero): there is nothing to "
+            "learn from it"
+        )
     if view.likelihood is None:
         warn_about_noise_of_columns(f"view {c} of the data", mean, centred.square().sum(0) / (~y.isnan()).sum(0).clamp(min=1))
     return centred

@@ -15,7 +15,7 @@ from pyro_truncated.gp.active_sets import log_prob_of_each
 from pyro_truncated.gp.uncertain import SpikeSlabInputs
 from pyro_truncated.gplvm.batched_bfgs import maximize_batched
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import Prediction, predict
-from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views, refuse_lists
+from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views, refuse_large, refuse_lists
 from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, describe, leaves_inference_mode, names_arguments
 from pyro_truncated.utils.arrays import as_data, as_tensors, check_column_names, remember_columns, takes_arrays
 from pyro_truncated.utils.arviz_compat import convert_owner, make_idata
@@ -94,11 +94,22 @@ class Posterior:
             full_covariance: whether to return covariances between outputs.
         """
         view = check_count("view", view, 0, self.model.num_views - 1)
-        loc = as_data("loc", loc, self.model.loc)
-        scale = None if scale is None else as_data("scale", scale, self.model.loc)
-        variance = torch.zeros_like(loc) if scale is None else scale.square()
-        inputs = SpikeSlabInputs(loc, variance, self.model.probability[view].to(loc.dtype), validate_args=False)
+        loc = self._as_latents("loc", loc)
+        scale = torch.zeros_like(loc) if scale is None else self._as_latents("scale", scale)
+        if scale.shape != loc.shape or bool((scale < 0).any()):
+            least = float(scale.min()) if scale.numel() else 0.0
+            raise ValueError(
+                f"scale must have loc's shape {tuple(loc.shape)}, and no negative number; got {tuple(scale.shape)} from {least:g}"
+            )
+        inputs = SpikeSlabInputs(loc, scale.square(), self.model.probability[view].to(loc.dtype), validate_args=False)
         return self.predict_at(inputs, view, full_covariance)
+
+    def _as_latents(self, name: str, value: Tensor) -> Tensor:
+        """Returns latents ``(N, Q)`` in the model's type."""
+        latents = as_data(name, value).to(self.model.loc)
+        if latents.dim() != 2 or latents.shape[1] != self.model.num_latents:
+            raise ValueError(f"{name} must have shape (N, {self.model.num_latents}); got {tuple(latents.shape)}")
+        return latents
 
     @torch.no_grad()
     def predict_at(self, inputs: SpikeSlabInputs, view: int = 0, full_covariance: bool = False) -> Prediction:
@@ -254,12 +265,11 @@ class Posterior:
                 f"give at least one view, and all of them for the same data points; got { ({c: tuple(v.shape) for c, v in views.items()}) }"
             )
         for c, v in views.items():
-            if not 0 <= c < len(sizes) or v.dim() != 2 or v.shape[1] != sizes[c]:
+            if c not in range(len(sizes)) or v.dim() != 2 or v.shape[1] != sizes[c]:
                 raise ValueError(f"view {c} must have the shape (N, D_c) with D = {sizes}; got {tuple(v.shape)}")
-            if bool(v.isinf().any()):
-                raise ValueError(f"view {c} must be finite, or NaN where missing; got {describe(v)}")
+            refuse_large(f"view {c}", v)
             self.model.views[c].check_labels(v, c)
-        return dict(sorted(views.items()))
+        return {c: v if v.is_floating_point() else v.to(self.model.views[c].center) for c, v in sorted(views.items())}
 
     @torch.no_grad()
     def _start(self, data: dict[int, Tensor], usage: Tensor, candidates: int, prior: tuple[Tensor, Tensor]) -> Tensor:
@@ -300,8 +310,9 @@ class Posterior:
             views: the two views.
             points: latents to compare with. Default: those of the training data.
         """
-        weight = self.model.probability[list(views)].detach().prod(0).sqrt()
-        loc = self.model.loc.detach() if points is None else as_data("points", points, self.model.loc)
+        pair = [check_count(f"views[{place}]", view, 0, self.model.num_views - 1) for place, view in enumerate(views)]
+        weight = self.model.probability[pair].detach().prod(0).sqrt()
+        loc = self.model.loc.detach() if points is None else self._as_latents("points", points)
         return torch.cdist(latents.loc.double() * weight, loc.double() * weight)
 
     def group_dimensions(self, threshold: float = 0.5) -> dict[str, list[int]]:
@@ -309,6 +320,8 @@ class Posterior:
 
         Keys are ``"shared"`` by all views, ``"private 0"``, ..., ``"partly shared"`` (some views), ``"unused"``.
         """
+        if not 0 <= threshold <= 1:
+            raise ValueError(f"threshold must be a probability, between 0 and 1; got {threshold}")
         is_on = self.model.probability.detach() > threshold
         count, num_views = is_on.sum(0), self.model.num_views
         groups = {"shared": (count == num_views).nonzero().flatten().tolist(), "unused": (count == 0).nonzero().flatten().tolist()}
@@ -429,8 +442,8 @@ def plot_latents(
     model = posterior.model
     if dims is None:
         dims = tuple(model.relevance()[view].argsort(descending=True)[:2].tolist())
-    if len(dims) != 2 or not all(-model.num_latents <= dim < model.num_latents for dim in dims):
-        raise ValueError(f"dims must be two dimensions of the model's {model.num_latents}; got {dims}")
+    if len(set(dims)) != 2 or not all(-model.num_latents <= dim < model.num_latents for dim in dims):
+        raise ValueError(f"dims must be two different dimensions of the model's {model.num_latents}; got {dims}")
     loc = model.loc.detach()[:, list(dims)]
     low, high = loc.amin(0), loc.amax(0)
     margin = 0.15 * (high - low)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import torch
@@ -20,7 +21,7 @@ from pyro_truncated.gp.cholesky import stable_cholesky
 from pyro_truncated.gp.uncertain import Expectation, SpikeSlabInputs
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
 from pyro_truncated.gplvm.spike_slab.view import KernelSpec, LikelihoodSpec, View, kernel_weights, make_views
-from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, describe, names_arguments
+from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, check_kinds, describe, names_arguments
 from pyro_truncated.utils.arrays import as_data, takes_arrays
 from pyro_truncated.utils.constraints import LARGEST
 from pyro_truncated.utils.parameter_store import UniqueModule, treat_singly
@@ -75,10 +76,11 @@ class TimePrior(UniqueModule):
         if times.dim() != 1 or not bool(times.isfinite().all()):
             raise ValueError(f"times must be finite and of shape (N,); got {describe(times)}")
         sequences = torch.zeros(len(times), dtype=torch.int64) if sequences is None else as_data("sequences", sequences)
-        if sequences.shape != times.shape:
-            raise ValueError(f"sequences must have a number for each of the {len(times)} times; got {tuple(sequences.shape)}")
+        if sequences.shape != times.shape or bool(sequences.isnan().any()):
+            raise ValueError(f"sequences must have a number for each of the {len(times)} times; got {describe(sequences)}")
         if kernel not in _KERNELS:
             raise ValueError(f"kernel must be one of {', '.join(_KERNELS)}; got {kernel!r}")
+        check_kinds(TimePrior.__init__, period=period)
         if (kernel == "periodic") != (period is not None) or (period is not None and not 0 < period < math.inf):
             raise ValueError(f"a periodic kernel has a period above 0, and no other has one; got kernel={kernel!r}, period={period}")
         self.kernel, self.period = kernel, period
@@ -138,7 +140,7 @@ class TimePrior(UniqueModule):
         """
         times = as_data("times", times).to(self.times)
         sequences = self.sequences[0].expand(times.shape) if sequences is None else as_data("sequences", sequences, self.times)
-        if times.dim() != 1 or sequences.shape != times.shape or not bool(times.isfinite().all()):
+        if times.dim() != 1 or sequences.shape != times.shape or not bool(times.isfinite().all()) or bool(sequences.isnan().any()):
             raise ValueError(f"times must be finite, with a sequence each; got {describe(times)} and {describe(sequences)}")
         _, _, factor, weights = self._solve()
         cross = self.correlations(times, sequences)
@@ -186,9 +188,17 @@ Views = Tensor | Sequence[Tensor]
 def refuse_lists(views: Iterable[Any]) -> None:
     """Refuses views that are no tensors, such as lists of rows."""
     for view in views:
+        if isinstance(view, np.ndarray):
+            as_data("y", view)
         if not isinstance(view, Tensor):
             advice = "of numbers in lists give torch.as_tensor(y)"
             raise TypeError(f"y must be a tensor or an array, or a list of one for each view; got a {type(view).__name__} in y: {advice}")
+
+
+def refuse_large(name: str, y: Tensor) -> None:
+    """Refuses infinite numbers, and those whose squares nearly are."""
+    if y.is_floating_point() and bool((y.abs() > min(LARGEST, torch.finfo(y.dtype).max)).any()):
+        raise ValueError(f"{name} must be finite, or NaN where missing; got a value that is infinite, or larger than {LARGEST:g}")
 
 
 class SpikeSlabMRD(UniqueModule):
@@ -326,8 +336,10 @@ class SpikeSlabMRD(UniqueModule):
     @contextmanager
     def fix_switches(self, probability: Tensor | float) -> Iterator[None]:
         """A context in which the switches have fixed probabilities ``(C, Q)``."""
-        before = self._fixed_probability
-        self._fixed_probability = torch.as_tensor(probability, dtype=torch.float64, device=self.prior.device).expand(self.prior.shape)
+        fixed, before = torch.as_tensor(probability, dtype=torch.float64, device=self.prior.device), self._fixed_probability
+        if not bool(((fixed >= 0) & (fixed <= 1)).all()):
+            raise ValueError(f"probability must lie between 0 and 1; got {probability}")
+        self._fixed_probability = fixed.expand(self.prior.shape)
         try:
             yield
         finally:
@@ -355,6 +367,9 @@ class SpikeSlabMRD(UniqueModule):
 
     def set_latents(self, loc: Tensor, scale: Tensor) -> None:
         """Sets copies of means and deviations ``(N, Q)`` of the latents."""
+        if {loc.shape, scale.shape} != {(self.num_data, self.num_latents)}:
+            expected = self.num_data, self.num_latents
+            raise ValueError(f"loc and scale must have shape {expected}; got {tuple(loc.shape)} and {tuple(scale.shape)}")
         if self.time_prior is not None:
             self.time_prior.set_latents(loc, scale)
         else:
@@ -380,8 +395,8 @@ class SpikeSlabMRD(UniqueModule):
             raise ValueError(f"y must have the shapes {expected}, one matrix per view; got {[tuple(v.shape) for v in views]}")
         if any(v.is_complex() for v in views):
             raise TypeError(f"y must be real; got {[v.dtype for v in views]}")
-        if any(v.is_floating_point() and bool((v.abs() > min(LARGEST, torch.finfo(v.dtype).max)).any()) for v in views):
-            raise ValueError(f"y must be finite, or NaN where missing; got a value that is infinite, or larger than {LARGEST:g}")
+        for outputs in views:
+            refuse_large("y", outputs)
         for c, (view, data) in enumerate(zip(self.views, views, strict=True)):
             view.check_labels(data, c)
             if not data.is_floating_point():
