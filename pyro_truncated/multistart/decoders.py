@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any, Self
 
 import pyro
@@ -19,9 +18,7 @@ from pyro_truncated.distributions.linear import LinearSuperposition
 from pyro_truncated.em.closed_form import Statistics
 from pyro_truncated.em.variable_projection import Decoder, fit_unit_by_unit, make_targets
 from pyro_truncated.guide.auto_truncated import AutoTruncated
-from pyro_truncated.multistart.model_parameters import draw_noise
 from pyro_truncated.multistart.profile import Profile
-from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.sites import unwrap
 from pyro_truncated.program.supports import get_support
 from pyro_truncated.utils.devices import generator_device
@@ -34,11 +31,11 @@ _OUTPUT_RTOL = 1e-4
 _SCALE_FLOOR, _PRIOR_FLOOR, _RIDGE = 1e-3, 1e-6, 1e-10
 
 
-def observed_numbers(model: Any, y: Tensor, layout: Layout) -> tuple[Any, dict[str, Any]] | None:
+def observed_numbers(guide: AutoTruncated, y: Tensor) -> tuple[Any, dict[str, Any]] | None:
     """Returns a run's nodes and its one observed site of real numbers."""
     with spare_random_numbers(), poutine.block(), torch.no_grad():
-        trace = poutine.trace(model).get_trace(y)
-    observed = [trace.nodes[name] for name in trace.observation_nodes if name not in layout.sites]
+        trace: Any = poutine.trace(guide.model).get_trace(y)
+    observed = [trace.nodes[name] for name in trace.observation_nodes if name not in guide.layout.sites]
     if len(observed) != 1:
         return None
     fn, mask, value = (observed[0][key] for key in ("fn", "mask", "value"))
@@ -50,7 +47,7 @@ def observed_numbers(model: Any, y: Tensor, layout: Layout) -> tuple[Any, dict[s
     return (trace.nodes, observed[0]) if value.dim() > 1 and len(value) == len(y) and bool(value.isfinite().all()) else None
 
 
-def fit_decoder(model: Any, y: Tensor, guide: AutoTruncated) -> bool:
+def fit_decoder(guide: AutoTruncated, y: Tensor) -> bool:
     r"""Refits a neural decoder to the present posteriors, unit by unit.
 
     This is a part of the M-step. The likelihood is normal with one noise, :math:`y \sim \mathcal N(a + b f(s), \sigma^2)`. The network
@@ -66,7 +63,7 @@ def fit_decoder(model: Any, y: Tensor, guide: AutoTruncated) -> bool:
     calls: list[Call] = []
     handle = register_module_forward_hook(lambda module, arguments, result: calls.append((module, arguments, result)))
     try:
-        run = observed_numbers(model, y, layout)
+        run = observed_numbers(guide, y)
     finally:
         handle.remove()
     if run is None:
@@ -149,37 +146,23 @@ def decoder_targets(profile: Profile) -> Tensor | None:
     They are in units of their deviation. ``None`` for other models: those with ``draw_start``, shared or continuous latents, several
     discrete sites, frozen networks, counts or missing values, and data in files or several processes.
     """
-    model, y = profile.model, profile.y
+    y = profile.y
     if not profile.has_decoder or profile.initializer is not None or profile.is_large or profile.has_companion:
         return None
-    layout = profile.set_up_guide().layout
+    guide = profile.set_up_guide()
+    layout = guide.layout
     is_trainable = bool(profile.layers & profile.parameters.trainable().keys())
     is_whole = profile.num_data == len(y) == layout.num_data and getattr(y, "file", None) is None
     is_one_site = len(layout.sites) == 1 and layout.space.is_binary and layout.space.num_latents > 1
     if not is_trainable or not is_whole or not is_one_site or layout.other_latents:
         return None
-    run = observed_numbers(model, y, layout)
+    run = observed_numbers(guide, y)
     if run is None:
         return None
     value = run[1]["value"].detach().as_subclass(Tensor).flatten(1).float()
     value = value - value.mean(0)
     unit = value.std(correction=0)
     return value / unit if bool(unit > 0) else None
-
-
-@torch.no_grad()
-def shuffle(profile: Profile) -> None:
-    """Permutes the entries of learned parameters; frozen ones stay.
-
-    Weights that are all equal get noise instead, since any order leaves them and their units equal.
-    """
-    generator = profile.generator
-    for value in profile.parameters.trainable().values():
-        order = torch.randperm(value.numel(), generator=generator, device=generator_device(generator)).to(value.device)
-        values = value.flatten()[order]
-        if value.dim() > 1 and bool((values == values[0]).all()):
-            values = values + (float(values[0].abs()) or 1 / math.sqrt(value.shape[-1])) * draw_noise(values, generator)
-        value.copy_(values.view_as(value))
 
 
 class LinearCauses(torch.nn.Module):

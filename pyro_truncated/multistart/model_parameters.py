@@ -110,6 +110,19 @@ class ModelParameters:
             unit = 1.0 if _constraint(value) is not constraints.real else 0.0 if name in self.layers else self.unit(value)
             value.add_((unit or max(_size(value), _size(others[name])) or 1.0) * draw_noise(value, generator))
 
+    @torch.no_grad()
+    def shuffle(self, generator: torch.Generator | None) -> None:
+        """Permutes the entries of learned parameters; frozen ones stay.
+
+        Weights that are all equal get noise instead, since any order leaves them and their units equal.
+        """
+        for value in self.trainable().values():
+            order = torch.randperm(value.numel(), generator=generator, device=generator_device(generator)).to(value.device)
+            values = value.flatten()[order]
+            if value.dim() > 1 and bool((values == values[0]).all()):
+                values = values + (float(values[0].abs()) or 1 / math.sqrt(value.shape[-1])) * draw_noise(values, generator)
+            value.copy_(values.view_as(value))
+
     def units(self) -> dict[str, float]:
         """Returns units of all parameters, by name as optimisers get it.
 
@@ -273,8 +286,8 @@ class Medians(ModelParameters):
     Pyro's parameters, one number for each of them.
     """
 
-    def __init__(self, model: Any, y: Tensor, guide: AutoTruncated) -> None:
-        super().__init__(model, y)
+    def __init__(self, guide: AutoTruncated, y: Tensor) -> None:
+        super().__init__(guide.model, y)
         self.guide = guide
         nodes: Any = getattr(guide.prototype_trace, "nodes", {})
         self._supports = {name: nodes[name]["fn"].support for name in guide.layout.other_latents}

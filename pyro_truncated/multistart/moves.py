@@ -41,14 +41,12 @@ _MAX_REVIVED, _MAX_ROUNDS, _DEAD_PROBABILITY = 512, 4, 1e-8
 
 # Yields solutions, and is sent the best one after each.
 Proposals = Generator[Solution, Solution, None]
-# How often each kind of move was tried, and how often accepted.
-Counts = dict[str, tuple[int, int]]
 # Trains what a move proposes.
 Refine = Callable[[Profile, Solution], Solution]
 
 
 class Move(Protocol):
-    """Proposes changed solutions; :func:`improve` refines and accepts them.
+    """Proposes changed solutions; :meth:`SolutionPool.improve` refines and accepts them.
 
     Example:
         >>> class Negate:  # for LearnConfig(moves=(Negate(),))
@@ -61,23 +59,6 @@ class Move(Protocol):
 
     def propose(self, best: Solution) -> Proposals:
         """Yields changed solutions; is sent the best one after each."""
-
-
-def improve(profile: Profile, best: Solution, move: Move, refine: Refine, counts: Counts) -> Solution:
-    """Returns the best solution after a move: itself, or a refined proposal."""
-    proposals = move.propose(best)
-    proposal = next(proposals, None)
-    while proposal is not None:
-        solution = refine(profile, proposal)
-        is_better = solution.free_energy > best.free_energy + profile.tolerance
-        tried, accepted = counts.get(move.name, (0, 0))
-        counts[move.name] = tried + 1, accepted + is_better
-        best = solution if is_better else best
-        try:
-            proposal = proposals.send(best)
-        except StopIteration:
-            proposal = None
-    return best
 
 
 # --- exchangeable latents ---
@@ -229,7 +210,7 @@ class Recombination:
 
     def deficits(self, member: Solution) -> Tensor:
         """Returns the mean deficit ``(H,)`` of data points with each latent."""
-        share, each = self._marginals(member), _population(member).free_energy().cpu()
+        share, each = self._marginals(member), member.kept_population.free_energy().cpu()
         each = each.repeat_interleave(len(share) // len(each))
         return each.mean() - share.mT @ each / share.sum(0).clamp(min=ROUNDING)
 
@@ -243,7 +224,7 @@ class Recombination:
         return redundant_mask(self._losses(member), num_parameters, self._guide.layout.num_data)
 
     def _losses(self, member: Solution) -> Tensor:
-        places, population = self.latents.places, _population(member)
+        places, population = self.latents.places, member.kept_population
         if self.latents.num_values:
             return value_deletion_losses(population, places, self.latents.num_values).cpu()
         return deletion_losses(population, self._medians.scorer(member.parameters))[0].cpu()[places].sum(0)
@@ -260,7 +241,7 @@ class Recombination:
 
     def _marginals(self, member: Solution) -> Tensor:
         """Returns probabilities, ``(N, H)`` for each site, or latent with values."""
-        population, number = _population(member), self.latents.num_values
+        population, number = member.kept_population, self.latents.num_values
         each = population.value_probabilities()[..., :number] if number else population.marginals()
         return each[:, self.latents.places].flatten(0, 1).double().cpu()
 
@@ -268,7 +249,7 @@ class Recombination:
         """Returns a model with a block of latents of the other one."""
         here, places, words = torch.tensor(block), self.latents.places, None
         if not self.latents.num_values:
-            states, likeliest = member.states, self.space.unpack(_population(other).mode())
+            states, likeliest = member.states, self.space.unpack(other.kept_population.mode())
             states[..., places[:, here]] = likeliest[:, places[:, partner[here]]].unsqueeze(1)
             words = self.space.pack(states)
         return self._change(member, self.latents.replace_latents(member.parameters, here, other.parameters, partner), words)
@@ -276,7 +257,7 @@ class Recombination:
     @torch.no_grad()
     def _change(self, member: Solution, parameters: dict[str, Tensor], others: Tensor | None = None) -> Solution:
         """Returns a model with changed parameters, and populations adapted to them."""
-        scorer, words = self._medians.scorer(parameters), _population(member).words
+        scorer, words = self._medians.scorer(parameters), member.kept_population.words
         population = Population(self.space, words, scorer.score(words))
         if others is not None:
             population = population.merge(Population(self.space, others, scorer.score(others)))
@@ -289,11 +270,6 @@ class Recombination:
         return Solution(estimate, parameters, population, member.companion, member.spread)
 
 
-def _population(solution: Solution) -> Population:
-    assert solution.population is not None
-    return solution.population
-
-
 def build_recombinations(profile: Profile, state: dict[str, Tensor]) -> list[Recombination]:
     """Returns recombinations for each group of exchangeable latents.
 
@@ -302,7 +278,7 @@ def build_recombinations(profile: Profile, state: dict[str, Tensor]) -> list[Rec
     if profile.is_conditional:
         return []  # its draws given the states hold for these states only
     guide = profile.set_up_guide()
-    medians = Medians(profile.model, profile.y, guide)
+    medians = Medians(guide, profile.y)
     groups = exchangeable_latents(medians, state)
     own = {name for group in groups for name, _ in group.axes}
     if sum(state[name].numel() for name in profile.layers - own) > sum(state[name].numel() for name in own):
@@ -359,34 +335,33 @@ class Complement:
 
     def propose(self, best: Solution) -> Proposals:
         """Yields solutions fitted to states with one latent complemented."""
-        for latent in find_unlikely(self.profile, best):
-            space, states = _population(best).space, best.states
+        for latent in self.find_unlikely(best):
+            space, states = best.kept_population.space, best.states
             states[..., latent] = 1 - states[..., latent]
-            population = Population(space, space.pack(states), _population(best).log_joint)
+            population = Population(space, space.pack(states), best.kept_population.log_joint)
             child = fit_states(self.profile, population.mode().unsqueeze(1), solution=best)
             best = yield child.replace(population=population)
 
+    def find_unlikely(self, solution: Solution) -> list[int]:
+        r"""Returns up to ten binary latents that their prior expects complemented.
 
-def find_unlikely(profile: Profile, solution: Solution) -> list[int]:
-    r"""Returns up to ten binary latents that their prior expects complemented.
-
-    The complement of a latent with the frequency :math:`q` and the prior probability :math:`p` adds :math:`(1 - 2 q) \log(p / (1 - p))`
-    nats per data point to the log prior. Those that gain are returned, the largest gain first.
-    """
-    if solution.population is None:
-        return []
-    with Trainer(profile, solution=solution) as trainer:
-        scorer = trainer.scorer()
-    prior = []
-    for name, site in scorer.layout.sites.items():
-        mean = torch.full((site.num_latents,), math.nan)
-        if family(fn := scorer.nodes[name]["fn"]) == "Bernoulli":
-            mean = scorer.layout.expand_to_rows(name, fn.mean.detach(), scorer.sizes).reshape(-1, site.num_latents).mean(0)
-        prior.append(mean.double().cpu())
-    frequency = solution.population.marginals().double().cpu().mean(0)
-    gain = ((1 - 2 * frequency) * torch.cat(prior).logit()).nan_to_num(0.0)
-    value, latents = gain.sort(descending=True)
-    return latents[value > 0][:_MAX_COMPLEMENTED].tolist()
+        The complement of a latent with the frequency :math:`q` and the prior probability :math:`p` adds :math:`(1 - 2 q) \log(p / (1 - p))`
+        nats per data point to the log prior. Those that gain are returned, the largest gain first.
+        """
+        if solution.population is None:
+            return []
+        with Trainer(self.profile, solution=solution) as trainer:
+            scorer = trainer.scorer()
+        prior = []
+        for name, site in scorer.layout.sites.items():
+            mean = torch.full((site.num_latents,), math.nan)
+            if family(fn := scorer.nodes[name]["fn"]) == "Bernoulli":
+                mean = scorer.layout.expand_to_rows(name, fn.mean.detach(), scorer.sizes).reshape(-1, site.num_latents).mean(0)
+            prior.append(mean.double().cpu())
+        frequency = solution.population.marginals().double().cpu().mean(0)
+        gain = ((1 - 2 * frequency) * torch.cat(prior).logit()).nan_to_num(0.0)
+        value, latents = gain.sort(descending=True)
+        return latents[value > 0][:_MAX_COMPLEMENTED].tolist()
 
 
 @dataclasses.dataclass
@@ -434,7 +409,7 @@ class DeadLatents:
     def propose(self, best: Solution) -> Proposals:
         """Yields solutions fitted with dead latents, while these gain."""
         for _ in range(0 if best.companion else _MAX_ROUNDS):
-            states = revived_states(self.profile, best)
+            states = self.revive(best)
             if states.shape[1] == 1:
                 return
             # At this temperature all states count alike.
@@ -443,31 +418,30 @@ class DeadLatents:
             if best is before:
                 return
 
+    # With more posteriors than these bytes hold fewer latents are revived at once.
+    def revive(self, solution: Solution, max_bytes: int = 2**28) -> Tensor:
+        """Returns likeliest states, and these with a dead latent each, packed ``(N, 1 + K, W)``.
 
-# With more posteriors than these bytes hold fewer latents are revived at once.
-def revived_states(profile: Profile, solution: Solution, max_bytes: int = 2**28) -> Tensor:
-    """Returns likeliest states, and these with a dead latent each, packed ``(N, 1 + K, W)``.
-
-    These are binary latents, inactive in all states, whose parameters a step does not change. A first Adam step is equally long for all
-    gradients that are not zero. Of too many latents a random part: as many as states of the given memory, one for each, hold.
-    """
-    space, words = _population(solution).space, _population(solution).words
-    with Trainer(profile, solution=solution) as trainer:
-        states = space.unpack(Population(space, words, trainer.scorer().score(words)).mode())
-        trainer.insert_states(words)
-        trainer.step()
-        is_off = (trainer.truncated_guide.population().marginals().amax(0) < _DEAD_PROBABILITY).cpu()
-        dead = (is_off & (space.cardinality.cpu() == 2)).nonzero().squeeze(1)
-        parameters = profile.parameters.learned()
-        steps = [(value.detach() - solution.parameters[name]).abs() for name, value in parameters.items()]
-    if all(bool((step.max() > 0) & (step >= step.max() / 2).all()) for step in steps):
-        dead = dead[:0]
-    most = min(_MAX_REVIVED, rows_per_block(states.numel() * states.element_size(), max_bytes))
-    if len(dead) > most:
-        dead = dead[torch.randperm(len(dead), device="cpu")[:most].sort().values]
-    states = states.unsqueeze(1).repeat(1, 1 + len(dead), 1)
-    states[:, torch.arange(1, 1 + len(dead)), dead] = 1
-    return space.pack(states)
+        These are binary latents, inactive in all states, whose parameters a step does not change. A first Adam step is equally long for all
+        gradients that are not zero. Of too many latents a random part: as many as states of the given memory, one for each, hold.
+        """
+        space, words = solution.kept_population.space, solution.kept_population.words
+        with Trainer(self.profile, solution=solution) as trainer:
+            states = space.unpack(Population(space, words, trainer.scorer().score(words)).mode())
+            trainer.insert_states(words)
+            trainer.step()
+            is_off = (trainer.truncated_guide.population().marginals().amax(0) < _DEAD_PROBABILITY).cpu()
+            dead = (is_off & (space.cardinality.cpu() == 2)).nonzero().squeeze(1)
+            parameters = self.profile.parameters.learned()
+            steps = [(value.detach() - solution.parameters[name]).abs() for name, value in parameters.items()]
+        if all(bool((step.max() > 0) & (step >= step.max() / 2).all()) for step in steps):
+            dead = dead[:0]
+        most = min(_MAX_REVIVED, rows_per_block(states.numel() * states.element_size(), max_bytes))
+        if len(dead) > most:
+            dead = dead[torch.randperm(len(dead), device="cpu")[:most].sort().values]
+        states = states.unsqueeze(1).repeat(1, 1 + len(dead), 1)
+        states[:, torch.arange(1, 1 + len(dead)), dead] = 1
+        return space.pack(states)
 
 
 # --- the pool ---
@@ -481,7 +455,7 @@ class SolutionPool:
     """
 
     def __init__(self, profile: Profile) -> None:
-        self._profile = profile
+        self.profile = profile
         self.refine: Refine = settle  # trains what is exchanged, which is nearly final
         # Tried on the best one after each exchange; what they propose is trained to convergence.
         self.own_moves: Sequence[Move] = (Complement(profile),)
@@ -494,7 +468,7 @@ class SolutionPool:
         # Restarts exchange nothing, as weights of networks mean nothing in another network.
         self.is_network = profile.initialization == "draw_start"
         self.targets: Tensor | None = None  # what a network decodes states into, if a linear model can warm-start it
-        self.moves: Counts = {}  # what was tried beyond restarts
+        self.moves: dict[str, tuple[int, int]] = {}  # how often each kind was tried beyond restarts, and how often accepted
         self._members: list[Solution] = []  # restarts that exchange latents, with populations
         self._failures: dict[str, Solution] = {}  # the best one that gained nothing by a move, by its name
 
@@ -508,7 +482,7 @@ class SolutionPool:
         self.restarts.append(restart)
         self.estimates.append(solution.estimate)
         code = solution.probabilities
-        if self._profile.learns_causes and solution.population is not None:
+        if self.profile.learns_causes and solution.population is not None:
             code = solution.population.marginals().double().cpu()
         self.codes.append(code)
         if self.groups:
@@ -558,7 +532,23 @@ class SolutionPool:
 
         They are not tried while other restarts still add to it.
         """
-        return bool(self.groups) and self._improve(RedundantLatents(self.groups, self._profile), self.refine)
+        return bool(self.groups) and self._improve(RedundantLatents(self.groups, self.profile), self.refine)
+
+    def improve(self, best: Solution, move: Move, refine: Refine) -> Solution:
+        """Returns the best solution after a move: itself, or a refined proposal."""
+        proposals = move.propose(best)
+        proposal = next(proposals, None)
+        while proposal is not None:
+            solution = refine(self.profile, proposal)
+            is_better = solution.free_energy > best.free_energy + self.profile.tolerance
+            tried, accepted = self.moves.get(move.name, (0, 0))
+            self.moves[move.name] = tried + 1, accepted + is_better
+            best = solution if is_better else best
+            try:
+                proposal = proposals.send(best)
+            except StopIteration:
+                proposal = None
+        return best
 
     def _join(self, solution: Solution) -> None:
         """Adds latents of a restart to the best, then of others."""
@@ -600,7 +590,7 @@ class SolutionPool:
             trained = self.groups[0].populate(refine(profile, child))
             return trained if child.companion else max(child, trained, key=attrgetter("free_energy"))
 
-        before, self.best = self.best, improve(self._profile, solution, move, train_child, self.moves)
+        before, self.best = self.best, self.improve(solution, move, train_child)
         return self.best is not before
 
     def _find_singletons(self, group: Recombination) -> Tensor:

@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import pyro
@@ -17,8 +18,8 @@ from pyro_truncated.distributed.collectives import agree
 from pyro_truncated.distributed.shards import drawn_rows, own_rows
 from pyro_truncated.em.closed_form import restore_driver
 from pyro_truncated.multistart.config import LearnConfig, LearnReport, Restart
-from pyro_truncated.multistart.decoders import LinearCauses, decoder_targets, shuffle
-from pyro_truncated.multistart.moves import Complement, DeadLatents, SolutionPool, build_recombinations, improve
+from pyro_truncated.multistart.decoders import LinearCauses, decoder_targets
+from pyro_truncated.multistart.moves import Complement, DeadLatents, SolutionPool, build_recombinations
 from pyro_truncated.multistart.profile import Profile, check_one_array, profile_model
 from pyro_truncated.multistart.pruning import start_overcomplete
 from pyro_truncated.multistart.solution import (
@@ -31,15 +32,12 @@ from pyro_truncated.multistart.solution import (
     share_most,
 )
 from pyro_truncated.multistart.trainer import (
-    Schedule,
     Trainer,
     converge,
     finish,
     fit_states,
-    restart_schedule,
     run_restart,
     search_and_train,
-    train,
 )
 from pyro_truncated.search.base import Search
 from pyro_truncated.utils.annealing import Temperature
@@ -62,7 +60,7 @@ class MultiStart:
                 profile.model.initialize(profile.y)
             self._first = profile.parameters.snapshot()
         self.pool = SolutionPool(self._profile)
-        self.rule = StopRule(self._profile, self.pool)
+        self.rule = StopRule(self.pool)
         self.reason: str | None = None  # why no further restart is made
 
     def _count(self, watch: Callable[[float], None], free_energy: float) -> None:
@@ -71,21 +69,21 @@ class MultiStart:
 
     def run(self, bar: ProgressBar) -> None:
         """Makes independent restarts until two agree."""
-        profile, counts = self._profile, self.pool.moves
+        profile, pool = self._profile, self.pool
         # Annealing leads all restarts of some programs to one poor optimum, where they agree.
         plain = profile.replace(temperature=lambda step: 1.0) if profile.optimizer == "gradients" else profile
         while self.reason is None:
-            number, before = len(self.pool.restarts), self._num_steps
+            number, before = len(pool.restarts), self._num_steps
             bar.set_description_str(f"restart {number + 1}")
             name = self._initialize(number)
             solution = self.restart(profile if number else plain)
             steps = self._num_steps - before
-            if profile.shares_latents or (self.pool.is_network and profile.has_decoder):
+            if profile.shares_latents or (pool.is_network and profile.has_decoder):
                 move = DeadLatents(profile) if profile.shares_latents else Complement(profile)
-                solution = improve(profile, solution, move, search_and_train, counts)
+                solution = pool.improve(solution, move, search_and_train)
             for move in profile.config.moves:
-                solution = improve(profile, solution, move, converge, counts)
-            self.pool.add(solution, Restart(name, steps, solution.free_energy))
+                solution = pool.improve(solution, move, converge)
+            pool.add(solution, Restart(name, steps, solution.free_energy))
             self.reason = self.rule.reason()
 
     def _initialize(self, number: int) -> str:
@@ -99,7 +97,7 @@ class MultiStart:
             self._prepare_exchange(self._first)
         profile.parameters.load(self._first)
         if self.pool.targets is not None:
-            shuffle(profile)
+            profile.parameters.shuffle(profile.generator)
             return "linear model"
         profile.parameters.disturb(self.pool.best.parameters, profile.generator)
         return "perturbed parameters"
@@ -137,17 +135,16 @@ def linear_code(profile: Profile, targets: Tensor) -> Tensor:
     with restore_driver(linear), progress_bar(False) as bar:
         multi_start.run(bar)
     best = multi_start.pool.best
-    assert best.population is not None
     with Trainer(linear_profile, solution=best) as trainer:
-        trainer.insert_states(best.population.words)
+        trainer.insert_states(best.kept_population.words)
         return trainer.truncated_guide.population().mode()
 
 
 class StopRule:
     """Says whether another restart is made, and whether two agree."""
 
-    def __init__(self, profile: Profile, pool: SolutionPool) -> None:
-        self._profile, self._config, self._pool = profile, profile.config, pool
+    def __init__(self, pool: SolutionPool) -> None:
+        self._profile, self._config, self._pool = pool.profile, pool.profile.config, pool
 
     @property
     def min_restarts(self) -> int:
@@ -470,17 +467,13 @@ def best_start(
     if not hasattr(model, "initialize"):
         raise TypeError(f"best_start needs a model with the method initialize; {type(model).__name__} has none")
     part = drawn_rows(check_one_array(y), num_data, generator)
-    profile = profile_model(model, part, search, num_states=num_states, generator=generator)
+    config = LearnConfig(restart_steps=steps, initializer=lambda model, y, generator: model.initialize(y, generator))
+    profile = profile_model(model, part, search, num_states=num_states, generator=generator, config=config)
     if profile.optimizer == "gradients":
         raise TypeError(f"best_start needs a model with closed-form M-steps (ClosedFormModel); {type(model).__name__} has none")
-    energies: list[float] = []
     with random_numbers_from(generator), restore_driver(model):
-        for _ in range(num_starts):
-            model.initialize(part, generator)
-            schedule = restart_schedule(profile, temperature, steps) if profile.is_mixture else Schedule(steps, steps)
-            energies.append(train(Trainer(profile, temperature), schedule).free_energy)
-            if energies[-1] == max(energies):
-                best = profile.parameters.snapshot()
-        profile.parameters.load(best)
+        solutions = [run_restart(profile, temperature) for _ in range(num_starts)]
+        # Of equal ones the last.
+        profile.parameters.load(max(reversed(solutions), key=attrgetter("finite_energy")).parameters)
     search.forget()
-    return energies
+    return [solution.free_energy for solution in solutions]

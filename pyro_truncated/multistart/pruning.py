@@ -9,7 +9,6 @@ import pyro
 import torch
 from torch import Tensor
 
-from pyro_truncated.multistart.model_parameters import ModelParameters
 from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.multistart.solution import NOTHING, Solution
 from pyro_truncated.multistart.trainer import Trainer, convergence_schedule, train
@@ -201,13 +200,11 @@ def _prune(trainer: Trainer, number: int | None = None) -> tuple[Trainer, Tensor
 
 def _add_inactive_latents(profile: Profile, solution: Solution, original: Solution, positions: Tensor) -> Solution:
     """Adds inactive latents to learned ones at some positions."""
-    assert original.population is not None
-    assert solution.population is not None
-    model, y, number = profile.model, profile.y, original.states.shape[-1]
+    number = original.states.shape[-1]
     place = torch.zeros(number, dtype=torch.long).index_copy(0, positions, torch.arange(len(positions)))
     spare = torch.ones(number, dtype=torch.bool).index_fill(0, positions, False).nonzero().squeeze(1)
     profile.parameters.load(solution.parameters)
-    parameters = ModelParameters(model.with_latents(place), y).snapshot()
+    parameters = profile.replace(model=profile.model.with_latents(place)).parameters.snapshot()
     for name, value in parameters.items():
         # Sizes differ along axes of latents. Parameters of pairs, such as covariances, have two and stay.
         axes = [axis for axis, (one, other) in enumerate(zip(value.shape, solution.parameters[name].shape, strict=True)) if one != other]
@@ -216,12 +213,12 @@ def _add_inactive_latents(profile: Profile, solution: Solution, original: Soluti
             parameters[name] = value.index_copy(axes[0], index, original.parameters[name].index_select(axes[0], index))
     states = torch.zeros_like(original.states[:, :1]).repeat(1, solution.states.shape[1], 1)
     states[..., positions] = solution.states
-    space = original.population.space
-    return solution.replace(parameters=parameters, population=Population(space, space.pack(states), solution.population.log_joint))
+    space, log_joint = original.kept_population.space, solution.kept_population.log_joint
+    return solution.replace(parameters=parameters, population=Population(space, space.pack(states), log_joint))
 
 
 def num_parameters_per_latent(profile: Profile) -> int:
     """Returns how many parameters one latent has, those of pairs included."""
-    models = profile.model, profile.model.with_latents(torch.arange(profile.model.num_latents - 1))
-    larger, smaller = (sum(value.numel() for value in ModelParameters(model, profile.y).tensors().values()) for model in models)
-    return larger - smaller
+    smaller = profile.replace(model=profile.model.with_latents(torch.arange(profile.model.num_latents - 1)))
+    number, fewer = (sum(value.numel() for value in one.parameters.tensors().values()) for one in (profile, smaller))
+    return number - fewer

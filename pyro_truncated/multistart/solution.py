@@ -65,10 +65,15 @@ class Solution:
         return self.free_energy if math.isfinite(self.free_energy) else -math.inf
 
     @property
+    def kept_population(self) -> Population:
+        """The population of a solution that has one."""
+        assert self.population is not None
+        return self.population
+
+    @property
     def states(self) -> Tensor:
         """States of the population, unpacked, ``(N, S, L)``."""
-        assert self.population is not None
-        return self.population.states()
+        return self.kept_population.states()
 
     def replace(self, **fields: object) -> Solution:
         """Returns a solution with other fields."""

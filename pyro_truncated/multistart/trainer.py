@@ -98,7 +98,7 @@ class Trainer:
         self._left = {(id(value), version) for _, value, version in self._gradients()}
         if solution is not None and solution.companion:
             self.set_up()
-            medians = Medians(profile.model, profile.y, self.truncated_guide)
+            medians = Medians(self.truncated_guide, profile.y)
             self.take_over(medians.companion(solution.parameters, solution.companion))
 
     def __enter__(self) -> Self:
@@ -175,7 +175,7 @@ class Trainer:
     def fit_decoder(self) -> None:
         """Refits a network to the states of the populations."""
         if self.profile.has_decoder and self.profile.num_data == len(self.profile.y):
-            fit_decoder(self.profile.model, self.profile.y, self.truncated_guide)
+            fit_decoder(self.truncated_guide, self.profile.y)
 
     def slow_down(self, steps: int, share: float = 0.1) -> None:
         """Lets the learning rate fall to a share in so many steps."""
@@ -239,7 +239,7 @@ class Trainer:
         profile, guide, probabilities = self.profile, self.truncated_guide, None
         population = None if guide is None or profile.is_product else copy_population(guide.population())
         if profile.has_companion:
-            parameters = Medians(profile.model, profile.y, guide).state(self.companion)
+            parameters = Medians(guide, profile.y).state(self.companion)
             estimate = self._with_data_points(estimate)
             return Solution(estimate, parameters, population, {name: value.clone() for name, value in self.companion.items()})
         if profile.is_chain:

@@ -157,9 +157,9 @@ def fit(
             refuse_partial_checkpoint(svi)
         run = describe_run(svi) | describe_arguments(args, kwargs if batches is None else {**kwargs, "batches": batches})
         with claim_path(path) if portion is None or collectives.rank() == 0 else contextlib.nullcontext():
+            loop.checkpoint = _Checkpoint(path, checkpoint_seconds, settings, run, portion)
             if path.exists() if portion is None else collectives.agree(path.exists()):
-                loop.resume(path, settings, run, may_differ)
-            loop.writer = _CheckpointWriter(path, checkpoint_seconds, settings, run, portion)
+                loop.checkpoint.resume(loop, may_differ)
             loop.run(steps, progress)
     return loop.training
 
@@ -175,7 +175,7 @@ class _Loop:
     callbacks: Sequence[Callback]
     patience: int | None
     tolerance: float
-    writer: _CheckpointWriter | None = None
+    checkpoint: _Checkpoint | None = None
 
     def run(self, steps: int, progress: bool | None) -> None:
         training = self.training
@@ -194,8 +194,8 @@ class _Loop:
                 bar.set_postfix_str(f"free energy {training.free_energy:.6g}", refresh=False)
                 bar.update()
                 training.stopped_early = decide(self._check_patience())
-                if self.writer is not None:
-                    self.writer.after_step(training, training.steps >= steps or training.stopped_early)
+                if self.checkpoint is not None:
+                    self.checkpoint.after_step(training, training.steps >= steps or training.stopped_early)
 
     def _step(self) -> None:
         training, start = self.training, time.monotonic()
@@ -223,31 +223,34 @@ class _Loop:
             training.stopped_early = recent - before < self.tolerance * max(1.0, abs(recent))
         return training.stopped_early
 
-    def resume(self, path: Path, settings: Mapping[str, Any] | None, run: Mapping[str, str], may_differ: Collection[str]) -> None:
-        training, svi = self.training, self.training.svi
-        content = for_this_process(read_checkpoint(path, svi), path, svi, (self.args, self.kwargs))
+
+@dataclasses.dataclass
+class _Checkpoint:
+    """The file of a run, read before and written between its steps."""
+
+    path: Path
+    seconds: float
+    settings: Mapping[str, Any] | None
+    run: Mapping[str, str]
+    portion: Portion | None
+    last_time: float = dataclasses.field(default_factory=time.monotonic)
+
+    def resume(self, loop: _Loop, may_differ: Collection[str]) -> None:
+        training, svi, path = loop.training, loop.training.svi, self.path
+        content = for_this_process(read_checkpoint(path, svi), path, svi, (loop.args, loop.kwargs))
         history = content["history"]
         if not isinstance(history, dict) or history.keys() != {"record", "seconds", "stopped_early"}:
             raise ValueError(f"{path} holds a checkpoint, but not one that fit wrote; its history has no record")
-        refuse_other_runs(content, run, settings, may_differ, path)
+        refuse_other_runs(content, self.run, self.settings, may_differ, path)
         if lacks_parameters(content, svi):
             # Parameters that are made when they are first asked for must exist before they can be restored.
             with spare_random_numbers():
-                svi.evaluate_loss(*self.args, **self.kwargs)
+                svi.evaluate_loss(*loop.args, **loop.kwargs)
         load_state(content, svi, path, may_differ)
-        training.record, training.seconds, training.stopped_early = history["record"], history["seconds"], history["stopped_early"]
-
-
-class _CheckpointWriter:
-    """Writes checkpoints at intervals and at the end; failures are warnings."""
-
-    def __init__(
-        self, path: Path, seconds: float, settings: Mapping[str, Any] | None, run: Mapping[str, str], portion: Portion | None
-    ) -> None:
-        self.path, self.seconds, self.settings, self.run, self.portion = path, seconds, settings, run, portion
-        self.last_time = time.monotonic()
+        vars(training).update(history)
 
     def after_step(self, training: Training, is_last: bool) -> None:
+        """Writes the file if that is due; a failure is a warning."""
         is_due = is_last or time.monotonic() - self.last_time >= self.seconds
         if not (is_due if self.portion is None else collectives.agree(is_due)):
             return

@@ -232,7 +232,7 @@ def test_restarts_that_share_every_latent_of_the_best_agree(third: list[int], is
     y, _ = draw(3, 4, 40)
     profile = profile_model(FactorialHMM(4, 3, dtype=DOUBLE), y, max_restarts=3)
     pool, activity = SolutionPool(profile), (torch.rand(40, 8) < 0.4).double()
-    rule = StopRule(profile, pool)
+    rule = StopRule(pool)
     for free_energy, chosen, flips in ((-1.0, [0, 1, 2], 0.0), (-5.0, [1, 0, 4], 1.0), (-9.0, third, 0.0)):
         estimate = FreeEnergyEstimate(free_energy)
         pool.add(Solution(estimate, {}, probabilities=(activity[:, chosen] - flips).abs()), Restart("", 1, free_energy))

@@ -71,7 +71,7 @@ def fitted(model: object, y: Tensor, is_random: bool = False) -> tuple[bool, flo
     guide.setup(y)
     guide.refresh_(y)
     before = float(guide.population().free_energy().mean())
-    has_changed = fit_decoder(model, y, guide)
+    has_changed = fit_decoder(guide, y)
     stored = guide.population().log_joint.clone()
     guide.refresh_(y)
     if not is_random:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_truncated import LearnConfig, Truncated_ELBO, learn
 from pyro_truncated.multistart.model_parameters import ModelParameters
-from pyro_truncated.multistart.moves import DeadLatents, improve, revived_states
+from pyro_truncated.multistart.moves import DeadLatents, SolutionPool
 from pyro_truncated.multistart.profile import Profile, profile_model
 from pyro_truncated.multistart.solution import FreeEnergyEstimate, Solution
 from pyro_truncated.multistart.trainer import search_and_train
@@ -107,7 +107,7 @@ def test_latents_that_no_state_has_on_are_woken(weight: Tensor):
 
 
 def revived(profile: Profile, found: Solution) -> Solution:
-    return improve(profile, found, DeadLatents(profile), search_and_train, {})
+    return SolutionPool(profile).improve(found, DeadLatents(profile), search_and_train)
 
 
 def in_states(model: Callable[[Tensor], None], y: Tensor, states: Tensor, free_energy: float = 0.0) -> Solution:
@@ -132,8 +132,8 @@ def test_the_states_of_what_is_woken_at_once_have_a_bound():
     x = torch.randn(10, 6)
     model, y = selection(x, -WEIGHT), x @ WEIGHT
     off, profile = in_states(model, y, torch.zeros(1, 1, 6)), profile_model(model, y, num_states=1)
-    states = profile.space.unpack(revived_states(profile, off))[0]
+    states = profile.space.unpack(DeadLatents(profile).revive(off))[0]
     assert torch.equal(states, torch.cat([torch.zeros(1, 6), torch.eye(6)]).to(states))
-    some = profile.space.unpack(revived_states(profile, off, max_bytes=17))[0]
+    some = profile.space.unpack(DeadLatents(profile).revive(off, max_bytes=17))[0]
     assert some.sum(1).tolist() == [0, 1, 1]
     assert some[1].argmax() < some[2].argmax()

@@ -24,12 +24,12 @@ from pyro_truncated.multistart import DisagreeingStartsWarning
 from pyro_truncated.multistart.config import Restart
 from pyro_truncated.multistart.model_parameters import Medians, ModelParameters, prior_draw
 from pyro_truncated.multistart.moves import (
+    Complement,
     Exchangeable,
     Recombination,
     SolutionPool,
     build_recombinations,
     exchangeable_latents,
-    find_unlikely,
 )
 from pyro_truncated.multistart.profile import Profile, profile_model
 from pyro_truncated.multistart.pruning import value_deletion_losses
@@ -221,7 +221,7 @@ def found(model: Any, num_observed: int = 4) -> list[Exchangeable]:
     y = torch.rand(20, num_observed, generator=generator())
     guide = AutoTruncated(model, num_states=4)
     guide.setup(y)
-    learned = Medians(model, y, guide)
+    learned = Medians(guide, y)
     state = learned.state(beside(model, y, guide))
     before, random = ModelParameters(model, y).snapshot(), torch.get_rng_state()
     groups = exchangeable_latents(learned, state)
@@ -298,7 +298,7 @@ def recombination(y: Tensor, num_states: int = 64, search: Search | None = None)
     guide = AutoTruncated(bars_model, num_states=num_states)
     guide.setup(y)
     return Recombination(
-        Medians(bars_model, y, guide), search or EvolutionarySearch(), Exchangeable((slice(0, 6),), [("weight", 1), ("rate", 0)]), 0.01
+        Medians(guide, y), search or EvolutionarySearch(), Exchangeable((slice(0, 6),), [("weight", 1), ("rate", 0)]), 0.01
     )
 
 
@@ -526,9 +526,7 @@ def component_joint(loc: Tensor, y: Tensor) -> Tensor:
 def crossing_of_clusters(y: Tensor) -> Recombination:
     guide = AutoTruncated(clusters, num_states=4)
     guide.setup(y)
-    return Recombination(
-        Medians(clusters, y, guide), EvolutionarySearch(), Exchangeable((slice(0, 1),), [("loc", 0), ("share", 0)], 4), 0.01
-    )
+    return Recombination(Medians(guide, y), EvolutionarySearch(), Exchangeable((slice(0, 1),), [("loc", 0), ("share", 0)], 4), 0.01)
 
 
 def test_mixtures_exchange_components() -> None:
@@ -560,7 +558,7 @@ def test_values_of_many_latents_in_one_state_are_matched_latent_by_latent() -> N
     guide = AutoTruncated(in_one_state, num_states=16)
     guide.setup(y)
     values = Exchangeable((slice(0, 8),), [("loc", 0)], 4)
-    group = Recombination(Medians(in_one_state, y, guide), ConditionalSearch(), values, 0.01)
+    group = Recombination(Medians(guide, y), ConditionalSearch(), values, 0.01)
     first, second = (populated(group, {"loc": loc}) for loc in (CENTRES, CENTRES[[2, 0, 3, 1]]))
     assert group.shared_mask(first, second).all()
     assert torch.equal(group._match(first, second)[1], torch.tensor([1, 3, 0, 2]))
@@ -650,7 +648,7 @@ def test_latents_on_the_other_side_of_a_half_than_their_prior_are_found_the_larg
     space = profile.space
     population = Population(space, space.pack(states.unsqueeze(1)), torch.zeros(100, 1))
     # The prior says 0.75: what is rarely on stands for the opposite.
-    assert find_unlikely(profile, Solution(FreeEnergyEstimate(0.0), {"weight": weight}, population)) == [
+    assert Complement(profile).find_unlikely(Solution(FreeEnergyEstimate(0.0), {"weight": weight}, population)) == [
         latent for latent in states.mean(0).argsort().tolist() if states.mean(0)[latent] < 0.5
     ]
 

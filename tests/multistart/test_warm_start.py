@@ -17,7 +17,7 @@ from pyro_truncated.datasets import linear_bars
 from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.models import BinaryVAE
 from pyro_truncated.multistart import DisagreeingStartsWarning, multi_start
-from pyro_truncated.multistart.decoders import LinearCauses, decoder_targets, shuffle
+from pyro_truncated.multistart.decoders import LinearCauses, decoder_targets
 from pyro_truncated.multistart.model_parameters import ModelParameters
 from pyro_truncated.multistart.profile import profile_model
 from pyro_truncated.multistart.solution import FreeEnergyEstimate, share_most
@@ -166,7 +166,7 @@ def test_parameters_are_drawn_in_another_order_and_frozen_ones_stay():
     model, y = Frozen(is_frozen=False), data()
     model.network[0].requires_grad_(False)
     before = ModelParameters(model, y).snapshot()
-    shuffle(profile_model(model, y, generator=generator()))
+    ModelParameters(model, y).shuffle(generator())
     after = ModelParameters(model, y).snapshot()
     assert torch.equal(after["network.0.weight"], before["network.0.weight"])
     assert not torch.equal(after["network.2.weight"], before["network.2.weight"])
@@ -174,7 +174,7 @@ def test_parameters_are_drawn_in_another_order_and_frozen_ones_stay():
     shuffled = ModelParameters(model, y).snapshot()
     for name, value in model.state_dict().items():
         value.copy_(before[name])
-    shuffle(profile_model(model, y, generator=generator()))
+    ModelParameters(model, y).shuffle(generator())
     assert all(torch.equal(value, shuffled[name]) for name, value in ModelParameters(model, y).snapshot().items())
 
 
@@ -184,7 +184,7 @@ def test_weights_that_are_all_the_same_do_not_stay_so():
         for parameter in model.parameters():
             parameter.fill_(0.1)
         model.network[2].weight.zero_()
-    shuffle(profile_model(model, y, generator=generator()))
+    ModelParameters(model, y).shuffle(generator())
     assert all(len(model.network[layer].weight.unique()) > 1 for layer in (0, 2))
     assert bool((model.network[0].bias == 0.1).all())
 

@@ -461,9 +461,7 @@ def watched() -> Iterator[dict[str, list[float]]]:
         return wrapped
 
     with contextlib.ExitStack() as stack:
-        improve = timed(None, moves.improve, bool)
-        for owner in (moves, multi_start):
-            stack.enter_context(patch.object(owner, "improve", improve))
+        stack.enter_context(patch.object(moves.SolutionPool, "improve", timed(None, moves.SolutionPool.improve, bool)))
         for name, mechanism in MECHANISMS.items():
             for owner, attribute in mechanism.watched:
                 stack.enter_context(patch.object(owner, attribute, timed(name, getattr(owner, attribute), mechanism.has_acted)))
