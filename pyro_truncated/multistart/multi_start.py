@@ -7,7 +7,6 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import pyro
@@ -471,9 +470,14 @@ def best_start(
     profile = profile_model(model, part, search, num_states=num_states, generator=generator, config=config)
     if profile.optimizer == "gradients":
         raise TypeError(f"best_start needs a model with closed-form M-steps (ClosedFormModel); {type(model).__name__} has none")
+    energies: list[float] = []
     with random_numbers_from(generator), restore_driver(model):
-        solutions = [run_restart(profile, temperature) for _ in range(num_starts)]
-        # Of equal ones the last.
-        profile.parameters.load(max(reversed(solutions), key=attrgetter("finite_energy")).parameters)
+        for number in range(num_starts):
+            solution = run_restart(profile, temperature)
+            energies.append(solution.free_energy)
+            # Of equal ones the last.
+            if number == 0 or solution.finite_energy >= best.finite_energy:
+                best = solution
+        profile.parameters.load(best.parameters)
     search.forget()
-    return [solution.free_energy for solution in solutions]
+    return energies
