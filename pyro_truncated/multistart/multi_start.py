@@ -470,14 +470,14 @@ def best_start(
     profile = profile_model(model, part, search, num_states=num_states, generator=generator, config=config)
     if profile.optimizer == "gradients":
         raise TypeError(f"best_start needs a model with closed-form M-steps (ClosedFormModel); {type(model).__name__} has none")
-    energies: list[float] = []
     with random_numbers_from(generator), restore_driver(model):
-        for number in range(num_starts):
+        best = run_restart(profile, temperature)
+        energies = [best.free_energy]
+        for _ in range(1, num_starts):
             solution = run_restart(profile, temperature)
             energies.append(solution.free_energy)
             # Of equal ones the last.
-            if number == 0 or solution.finite_energy >= best.finite_energy:
-                best = solution
+            best = solution if solution.finite_energy >= best.finite_energy else best
         profile.parameters.load(best.parameters)
     search.forget()
     return energies
