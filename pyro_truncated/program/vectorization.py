@@ -97,8 +97,8 @@ def choose_run_mode(log_joint: LogJoint) -> tuple[RunMode, bool]:
         # Few data points may have states by chance that hide a difference. With a prime number each data point takes all candidates in
         # turn, beside the next one, the one after it, and so on.
         space = log_joint.layout.space
-        number = next(prime for prime in (2, 3, 5, 7, 11) if prime >= min(11, max(space.cardinalities)))
-        words = _candidates(log_joint, max(number, min(3, space.size), 12 // max(1, log_joint.num_data)))
+        number = next(prime for prime in (2, 3, 5, 7, 11) if prime >= min(11, max(space.cardinalities) + (space.num_latents > 1)))
+        words = _candidates(log_joint, max(number, 12 // max(1, log_joint.num_data)))
         single, _ = _terms(log_joint, words, "singly")
         if isinstance(single, ChangingSitesError):
             raise single

@@ -158,17 +158,20 @@ def test_rare_dependence_on_other_rows_is_named_where_states_are_scored_singly(n
         AutoTruncated(across, num_states=5).setup(torch.zeros(101))
 
 
+@pytest.mark.parametrize("num_others", [0, 1])
 @pytest.mark.parametrize("size", [4, 30, 200])
-@pytest.mark.parametrize(("values", "threshold"), [(5, 2), (5, 3), (9, 4), (20, 10), (20, 18)])
-def test_rows_that_ask_whether_another_value_is_large_are_named(size: int, values: int, threshold: int) -> None:
+@pytest.mark.parametrize(("values", "threshold"), [(5, 2), (5, 3), (9, 4), (20, 10), (20, 15)])
+def test_rows_that_ask_whether_another_value_is_large_are_named(size: int, values: int, threshold: int, num_others: int) -> None:
     def asks(y: Tensor) -> None:
         with pyro.plate("data", len(y)):
             z = pyro.sample("z", dist.Categorical(torch.ones(values)))
             shift = torch.zeros(len(y)).index_fill(0, torch.tensor(2), 2.0) * (z[..., 1, None] > threshold)
             pyro.sample("y", dist.Normal(z + shift, 1.0), obs=y)
+            for number in range(num_others):
+                pyro.sample(f"s{number}", dist.Bernoulli(0.5))
 
     with pytest.warns(UserWarning, match="site 'y' of a data point depends on the states of other data points"):
-        AutoTruncated(asks, num_states=values).setup(torch.zeros(size))
+        AutoTruncated(asks, num_states=2 * values).setup(torch.zeros(size))
 
 
 def test_rows_found_by_their_values_are_apart() -> None:
