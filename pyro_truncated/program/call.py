@@ -15,7 +15,7 @@ import torch
 from pyro.distributions.torch_distribution import MaskedDistribution
 from pyro.poutine.messenger import Messenger
 
-from pyro_truncated.program.sites import has_stock_density, unwrap, without_masks
+from pyro_truncated.program.sites import family, has_stock_density, unwrap, without_masks
 from pyro_truncated.program.subsampling import SparseSubsamples, in_minibatch
 from pyro_truncated.program.supports import is_discrete
 from pyro_truncated.utils.arguments import naming_empty_plates
@@ -26,10 +26,12 @@ class CheckedSites(Messenger):
     """Effect handler that refuses observed values that are no dense real tensors.
 
     Pyro fails on them without naming the site. Masks of discrete latents become those of their sites, so that what
-    they switch off has one value, as under ``poutine.mask``.
+    they switch off has one value, as under ``poutine.mask``. A ``dist.Unit`` has no value to infer: it is a factor, observed or not.
     """
 
     def _pyro_sample(self, msg: Any) -> None:
+        if family(msg["fn"]) == "Unit" and not msg["is_observed"]:
+            msg["value"], msg["is_observed"] = msg["fn"].sample(), True
         value, fn = msg["value"], msg["fn"]
         if not msg["is_observed"] and unwrap(fn)[1] and is_discrete(fn):
             while type(fn) is MaskedDistribution:

@@ -20,7 +20,7 @@ from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_truncated.program.changing_sites import ChangingSitesError
+from pyro_truncated.program.changing_sites import ChangingSitesError, describe_changes
 from pyro_truncated.program.densities import site_log_density
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.operations import Operations
@@ -94,17 +94,26 @@ class CandidateRuns:
         columns = [self._terms(states) for states in _unbind(values)]
         return {name: torch.cat([column[name] for column in columns]) for name in columns[0]}
 
-    def recorded_log_probs(self, words: Tensor) -> tuple[dict[str, Tensor], str | None, str | None]:
-        """Returns :meth:`log_probs`, and sites that depend on several candidates or data points.
+    def recorded_log_probs(self, words: Tensor) -> tuple[dict[str, Tensor], str | None]:
+        """Returns :meth:`log_probs`, and a site that depends on several candidates.
 
         Candidates are ``(N, C, num_words)``. A site depends on several if a sum, maximum or the like over them reaches its density,
         whatever their values. ``None`` stands for no such site.
         """
         values = self._stack_candidates(words)
-        operations = Operations(values.values(), [(size, values.values()) for size in (words.shape[1], max(1, len(words)))])
+        nodes, site = self._recorded_run(values, words.shape[1])
+        return self._add_sites({}, nodes), site
+
+    def crossing_site(self, words: Tensor) -> str | None:
+        """Returns a site that depends on several data points, likewise."""
+        return self._recorded_run(next(_unbind(self._list_candidates(words[:, :1]))), len(words))[1]
+
+    def _recorded_run(self, values: Mapping[str, Tensor], size: int) -> tuple[dict[str, Any], str | None]:
+        """Returns a run's sample sites, and one of a reduced dimension."""
+        operations = Operations(values.values(), [(size, values.values())])
         with operations:
             nodes = sample_nodes(self._trace({**self.probe.values, **values}))
-        return self._add_sites({}, nodes), operations.reduced_site(nodes, 0), operations.reduced_site(nodes, 1)
+        return nodes, operations.reduced_site(nodes, 0)
 
     def clamped_sites(self, words: Tensor) -> set[str]:
         """Returns observed sites with probability zero in some candidates."""
@@ -172,7 +181,7 @@ class CandidateRuns:
         sites = sorted(set(nodes) ^ set(self.probe.nodes)) if self.run_mode == "singly" else []
         if sites:
             # Only Python code that reads values can choose between sites.
-            raise ChangingSitesError(sites, sorted(self.probe.layout.read - set(sites)))
+            raise ChangingSitesError(describe_changes(sites, sorted(self.probe.layout.read - set(sites))))
         return self._add_sites(terms, nodes)
 
     def _add_sites(self, terms: dict[str, Tensor], nodes: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -30,15 +30,14 @@ _MAX_JOINT_VALUES = 16
 class ChangingSitesError(NotImplementedError):
     """A model samples other sites or shapes for some states."""
 
-    def __init__(self, sites: Collection[str], latents: Collection[str]) -> None:
-        if latents:
-            problem = f"the sites {sorted(sites)} are sampled for some states of {list(latents)} only, or in other shapes. "
-        else:
-            problem = f"the sites {sorted(sites)} are sampled in some runs only, or in other shapes. "
-        super().__init__(
-            f"{problem}Sample the same sites for every state: mask observations that shall not count (poutine.mask), and let "
-            "a latent that is not needed have no influence."
-        )
+
+def describe_changes(sites: Collection[str], latents: Collection[str] = ()) -> str:
+    """Returns which sites change with which latents, and what to write instead."""
+    some = f"for some states of {list(latents)}" if latents else "in some runs"
+    return (
+        f"the sites {sorted(sites)} are sampled {some} only, or in other shapes. Sample the same sites for every state: mask observations "
+        "that shall not count (poutine.mask), and let a latent that is not needed have no influence."
+    )
 
 
 def refuse_changing_sites(call: Call, trace: poutine.Trace, dependencies: Dependencies) -> None:
@@ -56,7 +55,7 @@ def refuse_changing_sites(call: Call, trace: poutine.Trace, dependencies: Depend
     read = [name for name, node in nodes.items() if not node["is_observed"] and name in known]
     values = _joint_values([nodes[name] for name in read]) if read else ()
     if sites := changing_sites(call, trace, values, dependencies.traces):
-        raise ChangingSitesError(sites, [name for name in read if name not in sites])
+        raise ChangingSitesError(describe_changes(sites, [name for name in read if name not in sites]))
 
 
 def changing_sites(

@@ -18,7 +18,7 @@ from torch.distributions import Bernoulli, Categorical, TransformedDistribution,
 
 from pyro_truncated.ops import raise_if
 from pyro_truncated.program.call import Call
-from pyro_truncated.program.changing_sites import ChangingSitesError
+from pyro_truncated.program.changing_sites import ChangingSitesError, describe_changes
 from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.sites import DiscreteSite, family, is_subsampled, unwrap
 from pyro_truncated.program.supports import HUGE, INTEGER, Bounds, elementwise, get_support, is_discrete, possible_values, value_bounds
@@ -345,7 +345,7 @@ class _JointRuns:
                 self._call()
         except _ReachedError:
             return stop
-        raise ChangingSitesError([self._node["name"]], sorted(values))
+        raise ChangingSitesError(describe_changes([self._node["name"]], sorted(values)))
 
     def _select(self, numbers: Tensor) -> dict[str, Tensor]:
         """Some joint values, in the dimension left of all plates."""

@@ -61,13 +61,18 @@ class Operations(TorchDispatchMode):
         name = func.overloadpacket.__name__
         given = [self._marks[tensor] for tensor in tensors_in((args, kwargs)) if tensor in self]
         if given and name not in FACTORIES:
-            # One entry of a dimension may be one of all in turn; distinct entries are as many as values say.
-            is_sum = not func.is_view and name not in _INDEXING and torch.Tag.dynamic_output_shape not in func.tags
+            # One entry of a dimension may be one of all in turn; distinct entries are as many as values say. But how often each occurs,
+            # and which of them an entry is, depends on all.
+            is_dynamic = torch.Tag.dynamic_output_shape in func.tags
+            is_sum = not func.is_view and name not in _INDEXING and (not is_dynamic or name == "bincount")
             dimensions = functools.reduce(operator.or_, (whole for whole, _ in given))
             lost = functools.reduce(operator.or_, (reduced for _, reduced in given))
-            for tensor in tensors_in(result):
+            for place, tensor in enumerate(tensors_in(result)):
+                if is_dynamic and place:
+                    self._mark(tensor, 0, lost | dimensions)
+                    continue
                 sizes = [tensor.numel()] if name not in _INDEXING else _untouched_sizes(name, args, kwargs)
-                kept = sum(any(own % size == 0 for own in sizes) << place for place, size in enumerate(self._sizes))
+                kept = sum(any(own % size == 0 for own in sizes) << bit for bit, size in enumerate(self._sizes))
                 reduced = lost | (dimensions & ~kept if is_sum else 0)
                 self._mark(tensor, dimensions & kept & ~reduced, reduced)
         return result

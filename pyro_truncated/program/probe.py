@@ -16,7 +16,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_truncated.program.call import Call
-from pyro_truncated.program.changing_sites import ChangingSitesError, changing_sites
+from pyro_truncated.program.changing_sites import ChangingSitesError, changing_sites, describe_changes
 from pyro_truncated.program.discovery import refuse_other_events, refuse_other_plates, refuse_other_values
 from pyro_truncated.program.known_levels import KnownLevels, find_idle
 from pyro_truncated.program.layout import Layout
@@ -139,7 +139,7 @@ class Probe:
         latents = {name: node for name, node in self.nodes.items() if not node["is_observed"] and name not in expected}
         new = [name for name, node in latents.items() if family(node["fn"]) != "Delta"]
         if (missing or new) and (sites := changing_sites(self.call, self.run(self.subsamples))):
-            raise ChangingSitesError(sites, [])
+            raise ChangingSitesError(describe_changes(sites))
         if missing:
             raise ValueError(
                 f"the model must sample the discrete sites {missing}, as when the guide was set up. For data of another shape take "

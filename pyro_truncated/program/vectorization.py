@@ -28,6 +28,7 @@ from pyro_truncated.program.linear_sites import linear_superpositions
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.operations import BROADCASTS, recognisable_size
 from pyro_truncated.program.packed_scoring import PackedModel
+from pyro_truncated.program.product_scorer import generic_parameters
 from pyro_truncated.program.provenance import FollowLatents
 from pyro_truncated.program.zero_probabilities import certain_values, impossible_entries
 from pyro_truncated.utils.arrays import rounding_tolerance
@@ -93,9 +94,13 @@ def choose_run_mode(log_joint: LogJoint) -> tuple[RunMode, bool]:
     if log_joint.packed_model is not None:
         is_enumerable = _try_many_states(log_joint, log_joint.packed_model)
         return ("together" if is_enumerable else "singly"), is_enumerable
-    with torch.no_grad(), spare_random_numbers(), isolate():
-        # Few data points may have states by chance that hide a difference.
-        words = _candidates(log_joint, max(min(3, log_joint.layout.space.size), 12 // max(1, log_joint.num_data)))
+    parameters = generic_parameters(log_joint, log_joint.nodes, torch.Generator().manual_seed(0))
+    with torch.no_grad(), spare_random_numbers(), isolate(), parameters:
+        # Few data points may have states by chance that hide a difference. With a prime number each data point takes all candidates in
+        # turn, beside the next one, the one after it, and so on.
+        space = log_joint.layout.space
+        number = next(prime for prime in (2, 3, 5, 7, 11) if prime >= min(11, max(space.cardinalities) + (space.num_latents > 1)))
+        words = _candidates(log_joint, max(number, 12 // max(1, log_joint.num_data)))
         single, _ = _terms(log_joint, words, "singly")
         if isinstance(single, ChangingSitesError):
             raise single
@@ -134,10 +139,13 @@ def _terms_together(
     depend on the states of other data points.
     """
     order = _orders(log_joint, words.shape[1], log_joint.candidates_per_run())
-    mixed, most_dims, reduced, crossing = _recorded_terms(log_joint, _take(words, order))
+    mixed, most_dims, reduced = _recorded_terms(log_joint, _take(words, order))
     site, read = _difference(log_joint, mixed, _reorder_candidates(single, order, words.shape[1])), log_joint.layout.read
+    # In a run of one state of each data point nothing else can be reduced.
+    is_recorded = log_joint.conditional is None and log_joint.num_data > 1
+    crossing = CandidateRuns(log_joint, None, "singly", ()).crossing_site(words) if is_recorded else None
     if site is None and not read:
-        if crossing is not None and crossing != reduced and log_joint.num_data > 1:
+        if crossing is not None:
             _warn_across_data(log_joint, crossing)
         return single, most_dims, reduced, False
     together, most_dims = _terms(log_joint, words, "together")
@@ -145,7 +153,7 @@ def _terms_together(
         together, most_dims = _with_broadcasts(log_joint, words, single, together, most_dims)
     # Where states together are scored as single ones, those of other data points are what differs.
     is_alike = not read and _difference(log_joint, together, single) is None
-    return together, most_dims, reduced, _warn_if_unlike(log_joint, words, single, site if is_alike else None)
+    return together, most_dims, reduced, _warn_if_unlike(log_joint, words, single, crossing or (site if is_alike else None))
 
 
 def _with_broadcasts(
@@ -183,27 +191,27 @@ def _take(words: Tensor, order: Tensor) -> Tensor:
     return words.gather(1, order.unsqueeze(-1).expand(-1, -1, words.shape[2]))
 
 
-def _recorded_terms(log_joint: LogJoint, words: Tensor) -> tuple[dict[str, Tensor] | Exception, int, str | None, str | None]:
-    """Scores of states together, their most dimensions, and two sites.
+def _recorded_terms(log_joint: LogJoint, words: Tensor) -> tuple[dict[str, Tensor] | Exception, int, str | None]:
+    """Scores of states together, their most dimensions, and a site.
 
-    By its operations, the first site depends on several candidates, and the second on several data points.
+    By its operations, the site depends on several candidates.
     """
-    per_run, number, site, other = log_joint.candidates_per_run(), words.shape[1], None, None
+    per_run, number, site = log_joint.candidates_per_run(), words.shape[1], None
     size = recognisable_size(log_joint.nodes, max(3, min(63, per_run)), number) if log_joint.conditional is None else None
     blocks, runs = [], CandidateRuns(log_joint, None, "together", ())
     try:
         if size is not None:
-            terms, site, other = runs.recorded_log_probs(words[:, torch.arange(size, device=words.device) % number])
+            terms, site = runs.recorded_log_probs(words[:, torch.arange(size, device=words.device) % number])
             blocks.append({name: term.expand(size, *term.shape[1:]) for name, term in terms.items()})
         for part in words[:, size or 0 :].split(per_run, 1) if number > (size or 0) else ():
             more, most_dims = _terms(log_joint, part, "together")
             if isinstance(more, Exception):
-                return more, most_dims, None, None
+                return more, most_dims, None
             runs.most_dims = max(runs.most_dims, most_dims)
             blocks.append({name: term.expand(part.shape[1], *term.shape[1:]) for name, term in more.items()})
     except Exception as error:
-        return error, runs.most_dims, None, None
-    return {name: torch.cat([block[name] for block in blocks])[:number] for name in blocks[0]}, runs.most_dims, site, other
+        return error, runs.most_dims, None
+    return {name: torch.cat([block[name] for block in blocks])[:number] for name in blocks[0]}, runs.most_dims, site
 
 
 def _warn_if_unlike(log_joint: LogJoint, words: Tensor, single: dict[str, Tensor], name: str | None = None) -> bool:
@@ -272,9 +280,10 @@ def _try_many_states(log_joint: LogJoint, model: PackedModel, most: int = 2) -> 
 
 
 def _candidates(log_joint: LogJoint, number: int) -> Tensor:
-    """A draw from the prior, others near it, and random states.
+    """A draw from the prior, states near it, and random ones.
 
-    The second differs in all latents, so that each shows, and the third in one, so that sums do.
+    Those near it lie in equal steps. The second differs in all latents, so that each shows, and the third in one, so that sums do. Latents
+    of few values take each of them.
     """
     space, layout = log_joint.layout.space, log_joint.layout
     random = space.random((log_joint.num_data, number), 0.5, torch.Generator().manual_seed(0)).to(log_joint.device)
@@ -283,14 +292,14 @@ def _candidates(log_joint: LogJoint, number: int) -> Tensor:
     except ValueError:
         # A draw of a count beyond its bound.
         levels = space.unpack(random[:, 0], torch.int64)
-    one = (
-        torch.arange(space.num_latents, device=levels.device)
-        == torch.arange(len(levels), device=levels.device).unsqueeze(-1) % space.num_latents
-    )
-    steps = [torch.zeros_like(levels), torch.ones_like(levels), one if space.num_latents > 1 else torch.full_like(levels, 2)]
     cardinalities = torch.tensor(space.cardinalities, device=levels.device)
+    steps = [turn * cardinalities.clamp(min=number) // number for turn in range(min(number, max(space.cardinalities)))]
+    if space.num_latents > 1:
+        latents = torch.arange(space.num_latents, device=levels.device)
+        rows = torch.arange(len(levels), device=levels.device).unsqueeze(-1)
+        steps.insert(2, (latents == rows % space.num_latents).long())
     near = torch.stack([space.pack((levels + step) % cardinalities) for step in steps[:number]], 1)
-    return torch.cat([near, random[:, 3:]], 1)
+    return torch.cat([near, random[:, near.shape[1] :]], 1)
 
 
 def _terms(log_joint: LogJoint, words: Tensor, run_mode: RunMode) -> tuple[dict[str, Tensor] | Exception, int]:

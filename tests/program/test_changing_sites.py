@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pyro
 import pyro.distributions as dist
+import pyro.poutine as poutine
 import pytest
 import torch
+from pyro.infer.autoguide import AutoGuideList, AutoNormal
 
 from pyro_truncated import AutoTruncated, Truncated_ELBO
 
@@ -150,3 +152,19 @@ def test_programs_that_only_look_at_their_latents_are_taken():
     loss = Truncated_ELBO().loss(model, guide)
     expected = torch.stack([dist.Normal(mean, 1.0).log_prob(ONE) for mean in (1.0, 1.0, 0.0)]).logsumexp(0) - torch.tensor(3.0).log()
     torch.testing.assert_close(torch.tensor(-loss), expected)
+
+
+def test_sites_that_change_beside_another_guide_are_refused_when_they_do():
+    """Pyro makes errors of a traced guide anew, of their message."""
+
+    def model():
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        k = pyro.sample("k", dist.Bernoulli(0.3)) if w > -1.3 else 0.0
+        s = pyro.sample("s", dist.Bernoulli(0.5))
+        pyro.sample("y", dist.Normal(s + k + w, 1.0), obs=ONE)
+
+    guide = AutoGuideList(model)
+    guide.append(AutoNormal(poutine.block(model, expose=["w"])))
+    guide.append(AutoTruncated(model))
+    with pytest.raises(NotImplementedError, match=r"the sites \['k'\] are sampled for some states of \['w'\] only"):
+        Truncated_ELBO(num_particles=50).loss(model, guide)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import pyro
 import pyro.distributions as dist
@@ -261,3 +262,23 @@ def test_what_holds_of_many_steps_is_said_once(caplog):
     assert caplog.text.count("they are one decision") == 1
     assert "'y_0' depends on several members" in caplog.text
     assert "The same holds of 4 more." in caplog.text
+
+
+@pytest.mark.parametrize("num_states", [4, 256])
+def test_units_are_factors_whether_observed_or_not(num_states):
+    """``dist.Unit`` has no value that another guide could give."""
+
+    def units(y, is_observed):
+        z = [pyro.sample(f"z_{t}", dist.Categorical(torch.ones(4))) for t in range(len(y))]
+        for t in range(len(y)):
+            pyro.sample(f"y_{t}", dist.Normal(z[t], 1.0), obs=y[t])
+            unit = dist.Unit(1.5 * (z[t] == z[t - 1]).to(y.dtype))
+            pyro.sample(f"u_{t}", unit, obs=unit.sample() if is_observed else None)
+
+    y = torch.tensor([0.3, -1.0, 2.0, 0.7])
+    states = torch.cartesian_prod(*[torch.arange(4)] * 4)
+    log_joint = dist.Normal(states.float(), 1.0).log_prob(y).sum(-1) + 1.5 * (states == states.roll(1, -1)).sum(-1)
+    evidence = float(log_joint.logsumexp(0)) - 4 * math.log(4.0)
+    for is_observed in (False, True):
+        loss = Truncated_ELBO().loss(units, AutoTruncated(units, num_states), y, is_observed)
+        assert loss == pytest.approx(-evidence, rel=1e-5)

@@ -134,20 +134,114 @@ def test_rows_that_read_one_other_row_are_named(memory_budget: int, size: int | 
             AutoTruncated(pair, num_states=2, memory_budget=memory_budget).setup(y)
 
 
-def test_first_calls_run_the_program_few_times() -> None:
-    runs: list[int] = []
+ACROSS: dict[str, Score] = {
+    "all": lambda z: 3 * (z > 0).all() + z,
+    "inverse": lambda z: z.unique(return_inverse=True)[1],
+    "occurs": lambda z: z + (torch.bincount(z.flatten(), minlength=5) > 0)[(z + 1) % 5],
+}
 
-    class Counted(torch.nn.Module):
-        def forward(self, y: Tensor) -> None:
-            runs[0] += 1
-            with pyro.plate("data", len(y)):
-                z = pyro.sample("z", dist.Categorical(torch.ones(5)))
-                pyro.sample("y", dist.Normal(z.to(y.dtype), 1.0), obs=y)
 
-    for number in (100, 1000, 10000):
-        runs[:] = [0]
-        Truncated_ELBO().loss(model := Counted(), AutoTruncated(model, num_states=5), torch.randn(number))
-        assert runs[0] <= 14
+@pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore:There is a performance drop")
+@pytest.mark.parametrize("name", ACROSS)
+def test_rare_dependence_on_other_rows_is_named_where_states_are_scored_singly(name: str) -> None:
+    """Of hundred rows with five values nearly all draws have every value."""
+
+    def across(y: Tensor) -> None:
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Categorical(torch.ones(5)))
+            pyro.sample("y", dist.Normal(ACROSS[name](z).to(y.dtype), 1.0), obs=y)
+
+    with (
+        pytest.warns(UserWarning, match="site 'y' of a data point depends on the states of other data points"),
+        warnings.catch_warnings(action="ignore", category=VectorizationWarning),
+    ):
+        AutoTruncated(across, num_states=5).setup(torch.zeros(101))
+
+
+@pytest.mark.parametrize("num_others", [0, 1])
+@pytest.mark.parametrize("size", [4, 30, 200])
+@pytest.mark.parametrize(("values", "threshold"), [(5, 2), (5, 3), (9, 4), (20, 10), (20, 15)])
+def test_rows_that_ask_whether_another_value_is_large_are_named(size: int, values: int, threshold: int, num_others: int) -> None:
+    def asks(y: Tensor) -> None:
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Categorical(torch.ones(values)))
+            shift = torch.zeros(len(y)).index_fill(0, torch.tensor(2), 2.0) * (z[..., 1, None] > threshold)
+            pyro.sample("y", dist.Normal(z + shift, 1.0), obs=y)
+            for number in range(num_others):
+                pyro.sample(f"s{number}", dist.Bernoulli(0.5))
+
+    with pytest.warns(UserWarning, match="site 'y' of a data point depends on the states of other data points"):
+        AutoTruncated(asks, num_states=2 * values).setup(torch.zeros(size))
+
+
+@pytest.mark.parametrize("function", [lambda z: z.roll(1, -1), lambda z: z[..., :1]])
+def test_rows_that_read_others_by_weights_of_zero_are_named(function: Score) -> None:
+    """At first they say nothing, and all data points look independent."""
+
+    def weighted(y: Tensor) -> None:
+        weight = pyro.param("weight", torch.zeros(()))
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Categorical(torch.ones(3)))
+            pyro.sample("y", dist.Normal(weight * function(z) + z, 1.0), obs=y)
+
+    with pytest.warns(UserWarning, match="site 'y' of a data point depends on the states of other data points"):
+        AutoTruncated(weighted, num_states=3).setup(torch.zeros(4))
+    assert pyro.param("weight").item() == 0.0
+
+
+def test_states_mixed_by_weights_of_zero_are_scored_one_by_one() -> None:
+    """An index from the left takes other states, where there are as many of them as latents."""
+
+    def weighted(y: Tensor) -> None:
+        weight = pyro.param("weight", torch.zeros(3))
+        s = pyro.sample("s", dist.Bernoulli(torch.full((3,), 0.4)).to_event(1))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(weight[0] * s[0] + weight[1] * s[1] + weight[2] * s[2], 1.0), obs=y)
+
+    y = torch.tensor([0.5, 1.0, -1.0])
+    guide = AutoTruncated(weighted, num_states=8)
+    with pytest.warns(VectorizationWarning):
+        guide.setup(y)
+    weight = torch.tensor([1.0, 2.0, -1.0])
+    pyro.get_param_store()["weight"] = weight.clone()
+    states = torch.cartesian_prod(*[torch.arange(2.0)] * 3)
+    log_joint = dist.Bernoulli(0.4).log_prob(states).sum(-1) + dist.Normal((states @ weight).unsqueeze(-1), 1.0).log_prob(y).sum(-1)
+    assert Truncated_ELBO().loss(weighted, guide, y) == pytest.approx(-float(log_joint.logsumexp(0)), rel=1e-5)
+
+
+def test_rows_found_by_their_values_are_apart() -> None:
+    """Which values occur at all says nothing, where each is compared with the rows' own."""
+
+    def loops(y: Tensor) -> None:
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Categorical(torch.ones(3)))
+            loc = torch.zeros(z.shape)
+            for value in z.unique():
+                loc = torch.where(z == value, 2.0 * value, loc)
+            pyro.sample("y", dist.Normal(loc, 1.0), obs=y)
+
+    y = torch.linspace(0.0, 4.0, 7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.simplefilter("ignore", VectorizationWarning)
+        loss = Truncated_ELBO().loss(loops, AutoTruncated(loops, num_states=3), y)
+    log_probs = dist.Normal(2 * torch.arange(3.0), 1.0).log_prob(y.unsqueeze(-1))
+    assert loss == pytest.approx(-float((log_probs - math.log(3)).logsumexp(-1).sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize("number", [100, 1000, 10000])
+def test_first_calls_run_the_program_few_times(number: int) -> None:
+    # A number that changes in every run would be looked at as a switch.
+    runs = itertools.count()
+
+    def counted(y: Tensor) -> None:
+        next(runs)
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Categorical(torch.ones(5)))
+            pyro.sample("y", dist.Normal(z.to(y.dtype), 1.0), obs=y)
+
+    Truncated_ELBO().loss(counted, AutoTruncated(counted, num_states=5), torch.randn(number))
+    assert next(runs) <= 17
 
 
 @pytest.mark.parametrize("num_states", [8, 64])
