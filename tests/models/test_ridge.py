@@ -60,7 +60,8 @@ def test_by_default_incomplete_data_are_not_fitted_too_closely() -> None:
     hole = generator.random(truth.shape) < 0.6
     damaged, errors = np.where(hole, np.nan, truth), {}
     for ridge in (0.0, None):
-        coder = SparseCoding(12, ridge=ridge, random_state=0, max_iter=15, n_init=1, n_states=32)
+        # After 15 steps errors are still those of the initialisation. After 60 six seeds have ratios from 0.72 to 0.92.
+        coder = SparseCoding(12, ridge=ridge, random_state=0, max_iter=60, n_init=1, n_states=32)
         filled = coder.inverse_transform(coder.fit_transform(damaged))
         errors[ridge] = np.sqrt(np.square(filled - truth)[hole].mean())
         assert coder.model_.ridge == pytest.approx(0.0 if ridge == 0.0 else 10 * hole.mean() ** 2)
