@@ -61,14 +61,14 @@ class Operations(TorchDispatchMode):
         name = func.overloadpacket.__name__
         given = [self._marks[tensor] for tensor in tensors_in((args, kwargs)) if tensor in self]
         if given and name not in FACTORIES:
-            # One entry of a dimension may be one of all in turn; distinct entries are as many as values say. But how often each occurs,
-            # and which of them an entry is, depends on all.
+            # One entry of a dimension may be one of all in turn; distinct entries are as many as values say, and which of them an entry
+            # is may serve to look up what was computed once for each. But how often each occurs depends on all.
             is_dynamic = torch.Tag.dynamic_output_shape in func.tags
             is_sum = not func.is_view and name not in _INDEXING and (not is_dynamic or name == "bincount")
             dimensions = functools.reduce(operator.or_, (whole for whole, _ in given))
             lost = functools.reduce(operator.or_, (reduced for _, reduced in given))
             for place, tensor in enumerate(tensors_in(result)):
-                if is_dynamic and place:
+                if is_dynamic and place == 2:
                     self._mark(tensor, 0, lost | dimensions)
                     continue
                 sizes = [tensor.numel()] if name not in _INDEXING else _untouched_sizes(name, args, kwargs)

@@ -136,7 +136,7 @@ def test_rows_that_read_one_other_row_are_named(memory_budget: int, size: int | 
 
 ACROSS: dict[str, Score] = {
     "all": lambda z: 3 * (z > 0).all() + z,
-    "inverse": lambda z: z.unique(return_inverse=True)[1],
+    "counts": lambda z: z + (z.unique(return_counts=True)[1].amax() > 50),
     "occurs": lambda z: z + (torch.bincount(z.flatten(), minlength=5) > 0)[(z + 1) % 5],
 }
 
@@ -156,6 +156,23 @@ def test_rare_dependence_on_other_rows_is_named_where_states_are_scored_singly(n
         warnings.catch_warnings(action="ignore", category=VectorizationWarning),
     ):
         AutoTruncated(across, num_states=5).setup(torch.zeros(101))
+
+
+def test_what_is_computed_once_for_each_distinct_value_depends_on_no_other_row() -> None:
+    """How many distinct values there are is looked at, which is slow; that is all that is told."""
+    loc, y = torch.tensor([-1.0, 0.5, 2.0, 3.0]), torch.linspace(-2, 4, 7)
+
+    def looks_up(y: Tensor) -> None:
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Categorical(torch.ones(4)))
+            distinct, position = z.unique(return_inverse=True)
+            pyro.sample("y", dist.Normal(loc[distinct].exp()[position], 1.0), obs=y)
+
+    guide = AutoTruncated(looks_up, num_states=4)
+    log_joint = dist.Normal(loc.exp(), 1.0).log_prob(y.unsqueeze(-1)) - math.log(4)
+    with pytest.warns(VectorizationWarning):
+        loss = Truncated_ELBO().loss(looks_up, guide, y)
+    assert loss == pytest.approx(-float(log_joint.logsumexp(-1).sum()), rel=1e-6)
 
 
 @pytest.mark.parametrize("num_others", [0, 1])
