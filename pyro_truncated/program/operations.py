@@ -61,8 +61,8 @@ class Operations(TorchDispatchMode):
         name = func.overloadpacket.__name__
         given = [self._marks[tensor] for tensor in tensors_in((args, kwargs)) if tensor in self]
         if given and name not in FACTORIES:
-            # One entry of a dimension may be one of all in turn; distinct entries are as many as values say, and which of them an entry
-            # is may serve to look up what was computed once for each. But how often each occurs depends on all.
+            # One entry of a dimension may be one of all in turn. Distinct entries are as many as values say. Which of them an entry is may
+            # serve to look up what was computed once for each. But how often each occurs depends on all.
             is_dynamic = torch.Tag.dynamic_output_shape in func.tags
             is_sum = not func.is_view and name not in _INDEXING and (not is_dynamic or name == "bincount")
             dimensions = functools.reduce(operator.or_, (whole for whole, _ in given))
