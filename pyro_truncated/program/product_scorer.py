@@ -567,20 +567,17 @@ def generic_parameters(scorer: Probe, names: Iterable[str], generator: torch.Gen
     """Moves the parameters of some sites' densities a little, for a while."""
     # Those that are zero or equal hide what densities depend on.
     names = list(names)
-    try:
-        with torch.enable_grad():
-            log_probs = _log_probs(scorer, names)
-    except Exception:  # whatever a program raises, as by an assertion
-        log_probs = []
+    with torch.enable_grad():
+        log_probs = _log_probs(scorer, names)
     tensors = [leaf.data for leaf in _leaves(log_probs)]
     values = snapshot(tensors)
     try:
         for tensor, value in zip(tensors, values, strict=True):
             noise = torch.randn(value.shape, generator=generator).to(value)
-            mean = value.abs().mean()
-            tensor.add_(0.1 * noise * torch.where(value == 0, torch.where(mean > 0, mean, 1.0), value.abs()))
+            size = torch.where(value == 0, value.abs().mean().clamp(min=1e-3), value.abs())
+            tensor.add_(0.1 * size * noise)
         try:
-            moved = _log_probs(scorer, names) if tensors else log_probs
+            moved = _log_probs(scorer, names)
         except Exception:  # whatever a program raises, as by an assertion
             moved = []
         # Some parameters, such as raw covariances, are none any more.

@@ -28,7 +28,6 @@ from pyro_truncated.program.linear_sites import linear_superpositions
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.operations import BROADCASTS, recognisable_size
 from pyro_truncated.program.packed_scoring import PackedModel
-from pyro_truncated.program.product_scorer import generic_parameters
 from pyro_truncated.program.provenance import FollowLatents
 from pyro_truncated.program.zero_probabilities import certain_values, impossible_entries
 from pyro_truncated.utils.arrays import rounding_tolerance
@@ -94,8 +93,7 @@ def choose_run_mode(log_joint: LogJoint) -> tuple[RunMode, bool]:
     if log_joint.packed_model is not None:
         is_enumerable = _try_many_states(log_joint, log_joint.packed_model)
         return ("together" if is_enumerable else "singly"), is_enumerable
-    parameters = generic_parameters(log_joint, log_joint.nodes, torch.Generator().manual_seed(0))
-    with torch.no_grad(), spare_random_numbers(), isolate(), parameters:
+    with torch.no_grad(), spare_random_numbers(), isolate():
         # Few data points may have states by chance that hide a difference. With a prime number each data point takes all candidates in
         # turn, beside the next one, the one after it, and so on.
         space = log_joint.layout.space
