@@ -281,43 +281,12 @@ def _held(program: Any) -> Iterable[Any]:
     if isinstance(program, functools.partial):
         return program.func, program.args, program.keywords
     if inspect.ismethod(program):
-        return program.__self__, program.__func__, *_named_attributes(program.__self__, [program.__name__])
+        return program.__self__, program.__func__
     if inspect.isfunction(program):
-        variables = list(read_variables(program))
-        names = _names(program.__code__)
-        return itertools.chain(variables, *(_named_attributes(value, names) for value in variables))
+        return read_variables(program)
     if isinstance(program, torch.nn.Module) and _library(type(program)) == "torch":
         return program.training, *program.children()
-    return itertools.chain(getattr(program, "__dict__", {}).values(), _named_attributes(program, ["forward", "__call__"]))
-
-
-def _named_attributes(owner: Any, names: Iterable[str]) -> Iterator[Any]:
-    """Yields named attributes of a module, a class or an object's class.
-
-    Methods name further ones.
-    """
-    kinds = [owner] if isinstance(owner, types.ModuleType) else (owner if isinstance(owner, type) else type(owner)).__mro__
-    spaces = [vars(kind) for kind in kinds if _library(kind) not in _LIBRARIES]
-    queue, seen = list(names) if spaces else [], set[str]()
-    while queue:
-        name = queue.pop()
-        part = None if name in seen else next((space[name] for space in spaces if name in space), None)
-        seen.add(name)
-        part = getattr(part, "__func__", getattr(part, "fget", part))
-        if inspect.isfunction(part):
-            queue += _names(part.__code__)
-        part = getattr(owner, name, None) if isinstance(part, types.MemberDescriptorType) else part
-        if part is not None:
-            yield part
-
-
-@functools.lru_cache(maxsize=1024)
-def _names(code: types.CodeType) -> frozenset[str]:
-    """The names of globals and attributes in code.
-
-    Functions inside of it have further ones.
-    """
-    return frozenset(code.co_names).union(*(_names(part) for part in code.co_consts if isinstance(part, types.CodeType)))
+    return getattr(program, "__dict__", {}).values()
 
 
 def _may_hold(value: Any) -> bool:
@@ -331,4 +300,4 @@ def _may_hold(value: Any) -> bool:
 
 
 def _library(kind: Any) -> str:
-    return (kind.__name__ if isinstance(kind, types.ModuleType) else kind.__module__ or "").partition(".")[0]
+    return (kind.__module__ or "").partition(".")[0]

@@ -143,11 +143,10 @@ def program_modules(*programs: Any) -> list[torch.nn.Module]:
 
 
 def read_variables(function: Any) -> Iterator[Any]:
-    """What a function reads from its closure, defaults and globals."""
+    """What a function reads from its closure and globals."""
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # of a variable that has no value yet
             yield cell.cell_contents
-    yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     # ``inspect.getclosurevars`` would take names of attributes for those of globals.
     yield from (function.__globals__[name] for name in _global_names(function.__code__) if name in function.__globals__)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,6 @@ import pyro.poutine as poutine
 import pytest
 import torch
 from pyro.infer import TraceEnum_ELBO, config_enumerate
-from pyro.nn import PyroModule
 from torch import Tensor
 
 from pyro_truncated import AutoTruncated, Truncated_ELBO, VectorizationWarning
@@ -66,59 +64,6 @@ class Holder:
     def of(self, y: Tensor) -> None:
         """The same as a method."""
         branch(y, on=self.is_on)
-
-
-SWITCHES = {"is_on": False}
-
-
-class Module(PyroModule):
-    """A program whose method reads a global switch."""
-
-    def forward(self, y: Tensor) -> None:
-        """Runs the method."""
-        self.run(y)
-
-    def run(self, y: Tensor) -> None:
-        """Reads the switch."""
-        branch(y, on=SWITCHES["is_on"])
-
-
-class Switch:
-    """Switches of a class and of a slot."""
-
-    __slots__ = ("own",)
-    of_class = False
-
-    def __init__(self) -> None:
-        self.own = False
-
-    @staticmethod
-    def run(y: Tensor) -> None:
-        """Reads a global switch."""
-        branch(y, on=SWITCHES["is_on"])
-
-
-SWITCH = Switch()
-
-
-def reads_class(y: Tensor) -> None:
-    branch(y, on=Switch.of_class)
-
-
-def reads_slot(y: Tensor) -> None:
-    branch(y, on=SWITCH.own)
-
-
-def reads_default(y: Tensor, switches: dict[str, bool] = SWITCHES) -> None:
-    branch(y, on=switches["is_on"])
-
-
-OTHER_MODULE: Any = types.ModuleType("settings_of_a_user")
-OTHER_MODULE.is_on = False
-
-
-def reads_other_module(y: Tensor) -> None:
-    branch(y, on=OTHER_MODULE.is_on)
 
 
 def evidence(model: Callable[..., Any], **kwargs: Any) -> float:
@@ -216,19 +161,6 @@ def test_switches_that_the_program_holds(kind: str) -> None:
     guide, elbo = AutoTruncated(model, num_states=3), Truncated_ELBO()
     assert elbo.loss(model, guide, Y) == pytest.approx(-evidence(branch, on=False), rel=1e-10)
     is_on = holder.is_on = True
-    with pytest.warns(VectorizationWarning):
-        assert elbo.loss(model, guide, Y) == pytest.approx(-evidence(branch, on=True), rel=1e-10)
-
-
-@pytest.mark.parametrize("model", [Module(), Module().run, reads_class, reads_slot, reads_default, Switch.run, reads_other_module])
-def test_switches_that_a_program_reads_elsewhere(model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In globals of methods and of other modules, classes, slots and defaults."""
-    guide, elbo = AutoTruncated(model, num_states=3), Truncated_ELBO()
-    assert elbo.loss(model, guide, Y) == pytest.approx(-evidence(branch, on=False), rel=1e-10)
-    monkeypatch.setitem(SWITCHES, "is_on", True)
-    monkeypatch.setattr(Switch, "of_class", True)
-    monkeypatch.setattr(SWITCH, "own", True)
-    monkeypatch.setattr(OTHER_MODULE, "is_on", True)
     with pytest.warns(VectorizationWarning):
         assert elbo.loss(model, guide, Y) == pytest.approx(-evidence(branch, on=True), rel=1e-10)
 
