@@ -98,7 +98,9 @@ def _untouched_sizes(name: str, args: Any, kwargs: Any) -> list[int]:
     """Sizes of the dimensions that an index leaves as they are."""
     shape, rest = args[0].shape, [*args[1:], *(kwargs or {}).values()]
     if name == "index":
-        indices = [*rest[0], *[None] * len(shape)]
+        # A mask stands for as many dimensions as it has.
+        indices = [index for index in rest[0] for _ in range(index.dim() if index is not None and index.dtype == torch.bool else 1)]
+        indices += [None] * len(shape)
         return [size for size, index in zip(shape, indices, strict=False) if index is None]
     dim = next((part for part in rest if isinstance(part, int)), None)
     return [] if dim is None else [size for place, size in enumerate(shape) if place != dim % max(1, len(shape))]

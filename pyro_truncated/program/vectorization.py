@@ -94,8 +94,8 @@ def choose_run_mode(log_joint: LogJoint) -> tuple[RunMode, bool]:
         is_enumerable = _try_many_states(log_joint, log_joint.packed_model)
         return ("together" if is_enumerable else "singly"), is_enumerable
     with torch.no_grad(), spare_random_numbers(), isolate():
-        # Few data points may have states by chance that hide a difference. With a prime number each data point takes all candidates in
-        # turn, beside the next one, the one after it, and so on.
+        # Few data points may have states by chance that hide a difference. Many take a prime number of candidates: each of them beside
+        # each of the next data point, of the one after it, and so on.
         space = log_joint.layout.space
         number = next(prime for prime in (2, 3, 5, 7, 11) if prime >= min(11, max(space.cardinalities) + (space.num_latents > 1)))
         words = _candidates(log_joint, max(number, 12 // max(1, log_joint.num_data)))
@@ -139,9 +139,7 @@ def _terms_together(
     order = _orders(log_joint, words.shape[1], log_joint.candidates_per_run())
     mixed, most_dims, reduced = _recorded_terms(log_joint, _take(words, order))
     site, read = _difference(log_joint, mixed, _reorder_candidates(single, order, words.shape[1])), log_joint.layout.read
-    # In a run of one state of each data point nothing else can be reduced.
-    is_recorded = log_joint.conditional is None and log_joint.num_data > 1
-    crossing = CandidateRuns(log_joint, None, "singly", ()).crossing_site(words) if is_recorded else None
+    crossing = _crossing_site(log_joint, words)
     if site is None and not read:
         if crossing is not None:
             _warn_across_data(log_joint, crossing)
@@ -152,6 +150,17 @@ def _terms_together(
     # Where states together are scored as single ones, those of other data points are what differs.
     is_alike = not read and _difference(log_joint, together, single) is None
     return together, most_dims, reduced, _warn_if_unlike(log_joint, words, single, crossing or (site if is_alike else None))
+
+
+def _crossing_site(log_joint: LogJoint, words: Tensor) -> str | None:
+    """A site that depends on several data points by its operations."""
+    if log_joint.conditional is not None or log_joint.num_data < 2:
+        return None
+    try:
+        # In a run of one state of each data point nothing else can be reduced.
+        return CandidateRuns(log_joint, None, "singly", ()).crossing_site(words)
+    except Exception:  # whatever a program raises where operations are recorded, such as torch of loops
+        return None
 
 
 def _with_broadcasts(

@@ -175,6 +175,35 @@ def test_what_is_computed_once_for_each_distinct_value_depends_on_no_other_row()
     assert loss == pytest.approx(-float(log_joint.logsumexp(-1).sum()), rel=1e-6)
 
 
+def test_sums_over_events_as_long_as_the_data_cross_no_rows() -> None:
+    """The numbers that a mask selects lie in one dimension, whichever dimensions it has."""
+
+    def masks(y: Tensor) -> None:
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Bernoulli(torch.full((3,), 0.3)).to_event(1))
+            tripled = torch.zeros_like(z)
+            tripled[z > 0] = z[z > 0] * 3
+            pyro.sample("y", dist.Normal(tripled.sum(-1), 1.0), obs=y)
+
+    with pytest.warns(VectorizationWarning):
+        AutoTruncated(masks, num_states=8).setup(torch.zeros(3))
+
+
+def test_loops_of_torch_that_cannot_be_recorded_are_run() -> None:
+    def loops(y: Tensor) -> None:
+        start = torch.zeros(1), torch.zeros(1)
+        _, loc = torch.while_loop(lambda i, a: i.sum() < 3, lambda i, a: (i + 1, a * 0.5 + 1), start)
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Categorical(torch.ones(3)))
+            pyro.sample("y", dist.Normal(z + loc, 1.0), obs=y)
+
+    y = torch.tensor([0.0, 2.0, 5.0])
+    guide = AutoTruncated(loops, num_states=3)
+    guide.setup(y)
+    log_joint = dist.Normal(torch.arange(3) + 1.75, 1.0).log_prob(y.unsqueeze(-1)) - math.log(3)
+    torch.testing.assert_close(guide.posterior(y).free_energy(), log_joint.logsumexp(-1).double(), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("num_others", [0, 1])
 @pytest.mark.parametrize("size", [4, 30, 200])
 @pytest.mark.parametrize(("values", "threshold"), [(5, 2), (5, 3), (9, 4), (20, 10), (20, 15)])
