@@ -67,21 +67,22 @@ def keep_digits(image: Tensor, num_dims: int) -> Tensor:
 
 
 def outlying_entries(image: Tensor, num_dims: int) -> Tensor:
-    """Returns where few entries outweigh all others of their channel.
+    """Returns where few entries that stand alone outweigh all others of their channel.
 
-    Each is farther from the median than all nearer entries together, as a root of their sum of squares. Most of its neighbours are not.
+    The nearest to the median is farther from it than all nearer entries together, as a root of their sum of squares. Entries with such
+    neighbours are features. Where most entries are equal, all others are.
     """
     if image.dim() > num_dims:
         return torch.stack([outlying_entries(plane, num_dims) for plane in image.unbind(-1)], -1)
     distance = (image.double() - image.nanmedian()).abs()
     ascending = distance[~distance.isnan()].sort().values
-    if len(ascending) < _MIN_SAMPLES:
+    if len(ascending) < _MIN_SAMPLES or not bool(ascending[len(ascending) // 2]):
         return torch.zeros_like(image, dtype=torch.bool)
     nearer = ascending.square().cumsum(0).roll(1)
     most = math.ceil(len(ascending) / (10 * _MIN_SAMPLES))
     outweigh = ascending[-most:][ascending[-most:] > nearer[-most:].sqrt()]
     is_far = distance >= (outweigh[0] if len(outweigh) else math.inf)
-    return is_far & (2 * neighbour_sums(is_far.double(), num_dims) < 3**num_dims)
+    return is_far & (neighbour_sums(is_far.double(), num_dims) == 1)
 
 
 def as_floating(image: Tensor) -> Tensor:

@@ -209,3 +209,17 @@ def test_what_is_filled_in_follows_bright_discs():
     holed = disc.copy()
     holed[23:26, 23:26] = np.nan
     assert float(np.asarray(inpaint(holed, **QUICK))[23:26, 23:26].min()) > 8e3
+
+
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+def test_thin_lines_and_lone_photons_are_no_entries_far_from_all_others(noise):
+    """The first go on in holes, and of the others noise is taken off."""
+    line = np.zeros((96, 96))
+    line[50, 40:50] = 200.0
+    damaged = line + noise * np.random.default_rng(0).normal(size=line.shape)
+    damaged[46:54, 44:46] = np.nan
+    filled = np.asarray(inpaint(damaged, noise=noise, **QUICK))
+    assert abs(filled[50, 44:46] - 200).max() < 150
+    photons = np.random.default_rng(1).poisson(np.full((48, 48), 0.005)).astype(float)
+    assert photons.sum() > 3
+    assert np.asarray(denoise(photons, "poisson", **QUICK)).max() < 0.5
