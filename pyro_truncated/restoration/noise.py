@@ -67,7 +67,7 @@ def keep_digits(image: Tensor, num_dims: int) -> Tensor:
 
 
 def outlying_entries(image: Tensor, num_dims: int) -> Tensor:
-    """Returns where few entries that stand alone outweigh all others of their channel.
+    """Returns where few entries that stand alone outweigh all others.
 
     The nearest to the median is farther from it than all nearer entries together, as a root of their sum of squares. Entries with such
     neighbours are features. Where most entries are equal, all others are.
