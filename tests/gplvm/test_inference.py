@@ -347,6 +347,8 @@ def test_pictures_of_latents_say_what_they_need():
         (one, {}, "dims must be two different dimensions of the model's 1"),
         (three, {"dims": (0, 3)}, r"two different dimensions of the model's 3; got \(0, 3\)"),
         (three, {"dims": (1, 1)}, r"two different dimensions of the model's 3; got \(1, 1\)"),
+        (three, {"dims": (0, -3)}, r"two different dimensions of the model's 3; got \(0, -3\)"),
+        (three, {"dims": (0, 1, 1)}, r"two different dimensions of the model's 3; got \(0, 1, 1\)"),
         (three, {"labels": ["a", "b"]}, r"labels must have shape \(6,\)"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -442,7 +442,8 @@ def plot_latents(
     model = posterior.model
     if dims is None:
         dims = tuple(model.relevance()[view].argsort(descending=True)[:2].tolist())
-    if len(set(dims)) != 2 or not all(-model.num_latents <= dim < model.num_latents for dim in dims):
+    number = model.num_latents
+    if len(dims) != 2 or not all(-number <= dim < number for dim in dims) or (dims[0] - dims[1]) % number == 0:
         raise ValueError(f"dims must be two different dimensions of the model's {model.num_latents}; got {dims}")
     loc = model.loc.detach()[:, list(dims)]
     low, high = loc.amin(0), loc.amax(0)
