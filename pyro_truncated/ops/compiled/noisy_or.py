@@ -120,8 +120,11 @@ def _noisy_or_log_prob(words, value, linear, log_complement, weight, log_leak_co
     for block in prange(num_blocks):
         active = np.empty(64 * num_words, np.int64)
         index = np.empty(num_observed + 1, np.int64)
+        base, near_weight = np.empty(num_latents + 1), np.empty((num_latents + 1, round_up(num_observed)))
         # The last entry and row stand for no latent.
-        base, near_weight = np.zeros(num_latents + 1), np.zeros((num_latents + 1, round_up(num_observed)))
+        base[num_latents] = 0.0
+        for j in range(near_weight.shape[1]):
+            near_weight[num_latents, j] = 0.0
         near_leak = np.empty(round_up(num_observed))
         probability = np.empty(round_up(num_observed))
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
