@@ -263,7 +263,7 @@ def test_restored_arrays_are_arrays():
     assert restored.astype(np.float32).dtype == np.float32
     for found, expected in (
         (2 * restored, 2 * array),
-        (restored**2, array**2),
+        (restored**2, np.power(array, 2)),
         (restored - DATA, array - DATA),
         (DATA - restored, DATA - array),
     ):
