@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 
@@ -236,6 +237,15 @@ def test_a_given_kernel_is_copied(data: tuple[Tensor, Tensor]) -> None:
     kernel = kernels.RationalQuadratic(3)
     LeaveOneOutRegression(x, kernel).fit(targets, 3)
     assert all(value.item() == 0.0 and value.dtype == torch.float32 for value in kernel.parameters())
+
+
+def test_kernels_of_two_regressions_share_no_parameters() -> None:
+    x = torch.tensor([[0.0], [1.0]]).double()
+    first, second = (LeaveOneOutRegression(x, kernels.RBF(1, torch.tensor(variance))) for variance in (1.0, 4.0))
+    pair = [first, second, copy.deepcopy(second)]
+    assert [float(regression.kernel(x)[0, 0].detach()) for regression in pair] == pytest.approx([1.0, 4.0, 4.0])
+    pair[2].load_state_dict({**second.state_dict(), **{name: value for name, value in first.state_dict().items() if "variance" in name}})
+    assert [float(regression.kernel(x)[0, 0].detach()) for regression in pair] == pytest.approx([1.0, 4.0, 1.0])
 
 
 def test_works_where_gradients_are_off(data: tuple[Tensor, Tensor]) -> None:

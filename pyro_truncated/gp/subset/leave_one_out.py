@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
+from typing import cast
 
 import torch
 from pyro.contrib.gp import kernels
@@ -24,6 +25,7 @@ from pyro_truncated.gp.subset.subset_search import Budget, ExchangeSearch
 from pyro_truncated.utils.arguments import check_count, check_kinds, describe, names_arguments
 from pyro_truncated.utils.arrays import check_column_names, remember_columns, warn_about_units
 from pyro_truncated.utils.constraints import in_double
+from pyro_truncated.utils.parameter_store import UniqueModule
 
 Parameters = dict[str, Tensor]
 NOISE = "noise"
@@ -220,7 +222,9 @@ class LeaveOneOutRegression:
         self.inputs = self.standardize(inputs)
         self.rank, self.fitc, self.tolerance, self.pivots, self.generator = rank, fitc, tolerance, pivots, generator
         self._pivots: Tensor | None = None
-        self.kernel = make_kernel(kernel, self.inputs)
+        # Under a name of its own, or calls would read another regression's parameters from Pyro's store.
+        self._module = UniqueModule()
+        self._module.kernel = make_kernel(kernel, self.inputs)
         if not isinstance(kernel, str):
             check_kernel(self.kernel, self.inputs)
         start = {name: value.detach().clone() for name, value in self.kernel.named_parameters()}
@@ -229,6 +233,11 @@ class LeaveOneOutRegression:
         self._targets: Tensor | None = None
         self.unit = 1.0
         self._set_parameters(start)
+
+    @property
+    def kernel(self) -> kernels.Kernel:
+        """The kernel, at the current parameters."""
+        return cast("kernels.Kernel", self._module.kernel)
 
     @property
     def noise(self) -> Tensor:
