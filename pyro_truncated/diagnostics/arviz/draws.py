@@ -572,7 +572,7 @@ class _Accumulator:
         nodes = log_joint.nodes
         self.is_global = not part.layout.plates
         inside = frozenset(name for name, node in nodes.items() if log_joint.is_inside(node))
-        self.local = data_latents(nodes) - frozenset(part.layout.sites) if self.is_global else inside
+        self.local = data_latents(nodes) if self.is_global else inside
         self.leaves = leaves(call, nodes, self.local & set(part.layout.other_latents))
         self.collector = Collector(self.local, part.layout.sites)
         self.index: list[Tensor] = []

@@ -290,6 +290,30 @@ def test_latents_that_nobody_infers_are_refused(inputs, y):
         to_arviz(regression, AutoNormal(poutine.block(regression, hide=["noise"])), inputs, y=y)
 
 
+def test_latents_of_data_points_in_states_of_the_whole_model_are_given_and_named():
+    y = torch.tensor([0.0, 2.0, 5.0])
+
+    def model(y):
+        k = pyro.sample("k", dist.Categorical(torch.ones(3) / 3))
+        with pyro.plate("data", len(y)):
+            b = pyro.sample("b", dist.Bernoulli(0.3))
+            pyro.sample("y", dist.Poisson(1.0 + k + 2 * b), obs=y)
+
+    guide = AutoTruncated(model, num_states=24)
+    guide.setup(y)
+    idata = to_arviz(model, guide, y, num_samples=50, seed=0)
+    posterior, likelihood = get_dataset(idata, "posterior"), get_dataset(idata, "log_likelihood")
+    rate = torch.as_tensor((1.0 + posterior["k"] + 2 * posterior["b"]).values)
+    assert torch.allclose(torch.as_tensor(likelihood["y"].values).float(), dist.Poisson(rate).log_prob(y).float(), atol=1e-5)
+    assert likelihood.attrs["conditional_on"] == "b"
+    assert list(get_dataset(idata, "log_prior")) == ["k"]
+    # Each rate of a new data point is 1.6 on average, and k by its posterior. Five standard errors of 200 draws.
+    rates = torch.arange(1.0, 4.0).unsqueeze(-1)
+    evidence = (0.7 * dist.Poisson(rates).log_prob(y).exp() + 0.3 * dist.Poisson(rates + 2).log_prob(y).exp()).prod(1)
+    expected = 1.6 + float((evidence / evidence.sum()) @ torch.arange(3.0))
+    assert float(get_dataset(idata, "marginal_predictive")["y"].mean()) == pytest.approx(expected, abs=0.5)
+
+
 @pytest.mark.slow
 def test_gibbs_guides(generator):
     model = MaxSpikeSlabSparseCoding(4, 3).double()
