@@ -49,7 +49,7 @@ def refuse_changing_sites(call: Call, trace: poutine.Trace, dependencies: Depend
 
 
 def changing_sites(call: Call, trace: poutine.Trace, others: Collection[Mapping[str, Any]] = ()) -> set[str]:
-    """Returns the sites that are not alike in all runs, given shapes of some."""
+    """Returns the sites that are not alike in all runs."""
     nodes: Mapping[str, Any] = trace.nodes
     # Of a plate that takes all its members the size may change, too.
     subsamples = {name: node["value"] for name, node in nodes.items() if site_is_subsample(node) and len(node["value"]) < node["fn"].size}
