@@ -87,10 +87,10 @@ class Dependencies:
         if not self.read and all(own.values()):
             return True
         values, is_complete = {name: node["value"] for name, node in latents.items()}, True
-        # All sites have values, so that a model draws its own random numbers alike, as those of dropout.
-        first = self._run(values)
-        changed = [latents[name] for name in latents if name in (self.read or latents)]
         num_random = 8 if self.read and not all(scope >= latents.keys() for scope in own.values()) else 0
+        # All sites have values, so that a model draws its own random numbers alike, as those of dropout.
+        first = self._run(values) if num_random or not self.read else {}
+        changed = [latents[name] for name in latents if name in (self.read or latents)]
         for other in self._other_values(changed, is_read=bool(self.read), num_random=num_random):
             try:
                 again = self._run(values | other)
