@@ -98,22 +98,15 @@ class CandidateRuns:
         """Returns :meth:`log_probs`, and a site that depends on several candidates.
 
         Candidates are ``(N, C, num_words)``. A site depends on several if a sum, maximum or the like over them reaches its density,
-        whatever their values. ``None`` stands for no such site.
+        whatever their values. ``None`` stands for no such site. A single candidate is run as it is, and the site depends on several data
+        points.
         """
-        values = self._stack_candidates(words)
-        nodes, site = self._recorded_run(values, words.shape[1])
-        return self._add_sites({}, nodes), site
-
-    def crossing_site(self, words: Tensor) -> str | None:
-        """Returns a site that depends on several data points, likewise."""
-        return self._recorded_run(next(_unbind(self._list_candidates(words[:, :1]))), len(words))[1]
-
-    def _recorded_run(self, values: Mapping[str, Tensor], size: int) -> tuple[dict[str, Any], str | None]:
-        """Returns a run's sample sites, and one of a reduced dimension."""
-        operations = Operations(values.values(), [(size, values.values())])
+        is_single = self.run_mode == "singly"
+        values = next(_unbind(self._list_candidates(words))) if is_single else self._stack_candidates(words)
+        operations = Operations([(len(words) if is_single else words.shape[1], values.values())])
         with operations:
             nodes = sample_nodes(self._trace({**self.probe.values, **values}))
-        return nodes, operations.reduced_site(nodes, 0)
+        return self._add_sites({}, nodes), operations.reduced_site(nodes, 0)
 
     def clamped_sites(self, words: Tensor) -> set[str]:
         """Returns observed sites with probability zero in some candidates."""

@@ -6,25 +6,18 @@ They depend on the values of latents, or on chance, and have no space of states.
 from __future__ import annotations
 
 import contextlib
-import itertools
-import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import pyro
 import pyro.poutine as poutine
 import torch
 from pyro.poutine.util import site_is_subsample
-from torch import Tensor
-from torch.distributions import constraints
 
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.dependencies import Dependencies
-from pyro_truncated.program.sites import is_subsampled, sample_nodes
-from pyro_truncated.program.supports import elementwise, value_bounds
+from pyro_truncated.program.sites import latent_nodes, site_shapes
 from pyro_truncated.utils.parameter_store import spare_random_numbers
-
-_MAX_JOINT_VALUES = 16
 
 
 class ChangingSitesError(NotImplementedError):
@@ -45,65 +38,27 @@ def refuse_changing_sites(call: Call, trace: poutine.Trace, dependencies: Depend
 
     They, and their shapes, must be the same whatever the values of its latents.
 
-    Only Python code that reads values can choose between sites. So the model is run for the joint
-    values of the discrete latents that it reads, up to 16 of them. It is also run for some draws of
-    all latents, always the same.
+    Only Python code that reads values can choose between sites. So the runs on other values of what it reads tell, and some more of the
+    model as it is, always the same.
     """
-    nodes = sample_nodes(trace)
-    # Those that Python code has read; any, where nobody knows.
-    known = dependencies.read or (nodes.keys() if dependencies.scopes is None else set())
-    read = [name for name, node in nodes.items() if not node["is_observed"] and name in known]
-    values = _joint_values([nodes[name] for name in read]) if read else ()
-    if sites := changing_sites(call, trace, values, dependencies.traces):
-        raise ChangingSitesError(describe_changes(sites, [name for name in read if name not in sites]))
+    if sites := changing_sites(call, trace, dependencies.shapes):
+        # Those that Python code has read; any, where nobody knows.
+        known = dependencies.read or (trace.nodes.keys() if dependencies.scopes is None else set())
+        names = [node["name"] for node in latent_nodes(trace)]
+        raise ChangingSitesError(describe_changes(sites, [name for name in names if name in known - sites]))
 
 
-def changing_sites(
-    call: Call, trace: poutine.Trace, values: Collection[Mapping[str, Tensor]] = (), others: Collection[poutine.Trace] = ()
-) -> set[str]:
+def changing_sites(call: Call, trace: poutine.Trace, others: Collection[Mapping[str, Any]] = ()) -> set[str]:
     """Returns the sites that are not alike in all runs."""
     nodes: Mapping[str, Any] = trace.nodes
     # Of a plate that takes all its members the size may change, too.
     subsamples = {name: node["value"] for name, node in nodes.items() if site_is_subsample(node) and len(node["value"]) < node["fn"].size}
-    runs = [_shapes(one).items() for one in (trace, *others)]
+    runs = [own.items() for own in (site_shapes(trace), *others)]
     with torch.no_grad(), spare_random_numbers(), pyro.validation_enabled(False):
         # The first numbers drawn after these seeds lie on both sides of zero, and of a half.
-        for seed, latents in enumerate([{}, {}, {}, *values], 3):
+        for seed in (3, 4, 5):
             torch.manual_seed(seed)
             # What the model raises for some values, the first use of the guide shall say.
             with contextlib.suppress(Exception):
-                runs.append(_shapes(call.run({**subsamples, **latents})).items())
+                runs.append(site_shapes(call.run(subsamples)).items())
     return {name for name, _ in set().union(*runs) - set(runs[0]).intersection(*runs)}
-
-
-def _shapes(trace: poutine.Trace) -> dict[str, torch.Size | None]:
-    """Returns the shapes of a run's latents; ``None`` for what it observes.
-
-    Those in sequential plates of which it takes some members are left out.
-    """
-    return {
-        name: None if node["is_observed"] else node["fn"].shape()
-        for name, node in sample_nodes(trace).items()
-        if not any(is_subsampled(frame) and not frame.vectorized for frame in node["cond_indep_stack"])
-    }
-
-
-def _joint_values(nodes: Collection[Any]) -> list[dict[str, Tensor]]:
-    """Returns joint values of discrete latents.
-
-    All entries of a site are alike; where there are too many, each value of each latent stands by itself.
-    """
-    choices = {node["name"]: list(_values(node)) for node in nodes if not node["is_observed"] and node["fn"].support.is_discrete}
-    if math.prod(map(len, choices.values())) <= _MAX_JOINT_VALUES:
-        return [dict(zip(choices, combination, strict=True)) for combination in itertools.product(*choices.values())]
-    return [{name: value} for name, values in choices.items() for value in values]
-
-
-def _values(node: Any) -> Iterator[Tensor]:
-    """Values of a site; of counts the lowest."""
-    (low, high), value = (int(bound.min()) for bound in value_bounds(node["fn"])), node["value"]
-    for level in range(low, min(high, low + _MAX_JOINT_VALUES - 1) + 1):
-        if elementwise(node["fn"].support) is constraints.one_hot:
-            yield torch.nn.functional.one_hot(torch.tensor(level, device=value.device), value.shape[-1]).to(value).expand(value.shape)
-        else:
-            yield torch.full_like(value, level)

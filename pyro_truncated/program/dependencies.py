@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyro
@@ -14,11 +16,12 @@ from torch.distributions import constraints
 
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.provenance import FollowLatents
-from pyro_truncated.program.sites import family, latent_nodes, sample_nodes, unwrap
-from pyro_truncated.program.supports import HUGE, Bounds, elementwise, get_support, is_discrete, value_bounds
+from pyro_truncated.program.sites import family, latent_nodes, sample_nodes, site_shapes, unwrap
+from pyro_truncated.program.supports import HUGE, elementwise, get_support, is_discrete, value_bounds
 from pyro_truncated.utils.parameter_store import Assign, isolate, spare_random_numbers
 
 _LOG = logging.getLogger(__name__)
+_MAX_JOINT_VALUES = 16
 
 
 class Dependencies:
@@ -30,7 +33,7 @@ class Dependencies:
         observed: by site, the latents that its observed value is computed from.
         masked: by site, the latents that its mask is computed from.
         read: the latents whose values Python code reads anywhere.
-        traces: of its runs of the model.
+        shapes: those of the latents in its runs of the model.
         scopes: by sample site, the latents that its log density is computed from; ``None`` where the model cannot be followed.
     """
 
@@ -41,7 +44,7 @@ class Dependencies:
         self.observed: dict[str, frozenset[str]] = {}
         self.masked: dict[str, frozenset[str]] = {}
         self.lower_varies: set[str] = set()
-        self.traces: list[Any] = []
+        self.shapes: list[Mapping[str, Any]] = []
         self.read: frozenset[str] = frozenset()
         self.scopes: dict[str, frozenset[str]] | None = None
         try:
@@ -54,13 +57,15 @@ class Dependencies:
         except Exception:
             # Code that takes no modes of torch.
             _LOG.debug("dependencies of the model cannot be followed, so runs are compared", exc_info=True)
-            self._compare_runs()
+            for other in self._other_values(self._compare_runs(), is_read=True):
+                with contextlib.suppress(Exception):
+                    self._run(other)
             return
-        self.traces = [trace]
+        self.shapes = [site_shapes(trace)]
         names = {node["name"] for node in latent_nodes(trace)}
         self.read = read & names
         scopes = {name: scope & names for name, scope in scopes.items()}
-        self.scopes = scopes if self._are_complete(scopes, trace) else None
+        self.scopes = scopes if self._are_complete(scopes, sample_nodes(trace)) else None
         for name, leaked in seen.items():
             node: Any = trace.nodes[name]
             self.observed[name] = latents.sources(node["value"]) & names if node["is_observed"] else frozenset()
@@ -70,57 +75,89 @@ class Dependencies:
             if latents.sources(getattr(elementwise(supports[name]), "lower_bound", 0)) & names:
                 self.lower_varies.add(name)
 
-    def _are_complete(self, scopes: Mapping[str, frozenset[str]], trace: Any) -> bool:
+    def _are_complete(self, scopes: Mapping[str, frozenset[str]], nodes: Mapping[str, Any]) -> bool:
         """Whether densities do not change with latents outside of their scopes.
 
-        Python code that reads values hides what depends on them, and so does code that reads memory without torch. So runs are compared
-        in which some latents differ. All do, where a density seems to depend on none; and those that were read, outside of the scopes of
-        some sites, or a random half of them. Many values are represented by the lowest and the highest, too.
+        Python code that reads values hides what depends on them, and so does code that reads memory without torch. So runs are compared on
+        other values of what was read, or of all latents where a density seems to depend on none. They show sites that change, too.
         """
-        nodes = {name: node for name, node in trace.nodes.items() if node["type"] == "sample" and not node["is_observed"]}
-        values = {name: node["value"] for name, node in nodes.items()}
-        latents = frozenset(nodes.keys() & scopes.keys())
+        latents = {name: node for name, node in nodes.items() if not node["is_observed"] and name in scopes}
         # A latent's density changes with its own value.
-        own = {name: scope | (latents & {name}) for name, scope in scopes.items()}
-        if all(scope >= latents if self.read else scope for scope in own.values()):
+        own = {name: scope | (latents.keys() & {name}) for name, scope in scopes.items()}
+        if not self.read and all(own.values()):
             return True
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad(), pyro.validation_enabled(False), spare_random_numbers():
-            # All sites have values, so that a model draws its own random numbers alike, as those of dropout.
-            first = self._run(values)
-            shifts = [0, _LOWEST, _HIGHEST] if any(_spans_many(first[name], self._limit(name)) for name in latents) else [0]
-            for changed, shift in _changes(latents, own, self.read, generator, shifts):
-                try:
-                    other = {name: _another_value(first[name], shift, generator, self._limit(name)) for name in sorted(changed)}
-                    again = self._run(values | other)
-                    differing = [name for name, scope in own.items() if not scope & changed and not _equal(first[name], again[name])]
-                except Exception:
-                    # Values that exclude each other, or sites that change: other runs may tell.
-                    _LOG.debug("the model cannot run on these values of its latents", exc_info=True)
-                    continue
-                # What differs between runs of the same values says nothing.
-                if differing and any(_equal(node, first[name]) for name, node in self._run(values).items() if name in differing):
-                    return False
-        return True
-
-    def _limit(self, name: str) -> int | None:
-        limit = self._max_count.get(name) if isinstance(self._max_count, Mapping) else self._max_count
-        # What is no bound is refused with the layout.
-        return limit if hasattr(limit, "__index__") else None
+        values, is_complete = {name: node["value"] for name, node in latents.items()}, True
+        num_random = 8 if self.read and not all(scope >= latents.keys() for scope in own.values()) else 0
+        # All sites have values, so that a model draws its own random numbers alike, as those of dropout.
+        first = self._run(values) if num_random or not self.read else {}
+        changed = [latents[name] for name in latents if name in (self.read or latents)]
+        for other in self._other_values(changed, is_read=bool(self.read), num_random=num_random):
+            try:
+                again = self._run(values | other)
+                rest = [name for name, scope in own.items() if is_complete and not scope & other.keys()]
+                if differing := [name for name in rest if not _equal(first[name], again[name])]:
+                    # What differs between runs of the same values says nothing.
+                    once_more = self._run(values)
+                    is_complete = not any(_equal(once_more[name], first[name]) for name in differing)
+            except Exception:
+                # Values that exclude each other, or sites that change.
+                _LOG.debug("the model cannot run on these values of its latents", exc_info=True)
+                with contextlib.suppress(Exception):
+                    self._run(other)
+        return is_complete
 
     def _run(self, values: Mapping[str, Any]) -> Any:
-        torch.manual_seed(0)
-        return self.call.run(values).nodes
+        with torch.no_grad(), pyro.validation_enabled(False), spare_random_numbers():
+            torch.manual_seed(0)
+            trace = self.call.run(values)
+        self.shapes.append(site_shapes(trace))
+        return trace.nodes
 
-    def _compare_runs(self) -> None:
-        """Makes supports that differ between runs depend on all earlier latents."""
+    def _other_values(self, nodes: Sequence[Mapping[str, Any]], is_read: bool, num_random: int = 0) -> Iterator[dict[str, torch.Tensor]]:
+        """Yields values of discrete latents, and then draws of the others.
+
+        Of what Python may read they are joint values, with all entries of a site alike, then random ones. Too many are the values of
+        each latent by itself. Of latents that nothing reads they are the lowest and the highest.
+        """
+        discrete = {node["name"]: node for node in nodes if is_discrete(node["fn"])}
+        levels = {name: self._levels(node) for name, node in discrete.items()}
+        chosen: Iterable[Mapping[str, int]] = ({name: own[end] for name, own in levels.items()} for end in (0, -1))
+        if is_read and math.prod(map(len, levels.values())) <= _MAX_JOINT_VALUES:
+            chosen = (dict(zip(levels, combination, strict=True)) for combination in itertools.product(*levels.values()))
+        elif is_read:
+            chosen = ({name: level} for name, own in levels.items() for level in own)
+        generator = torch.Generator().manual_seed(0)
+        if discrete:
+            yield from ({name: _with_levels(discrete[name], [level], generator) for name, level in alike.items()} for alike in chosen)
+            for _ in range(num_random):
+                yield {name: _with_levels(discrete[name], own, generator) for name, own in levels.items()}
+        for seed in range(4 if len(discrete) < len(nodes) else 0):
+            with spare_random_numbers():
+                torch.manual_seed(1 + seed)
+                drawn = {node["name"]: node["fn"].sample() for node in nodes if node["name"] not in discrete}
+            yield drawn
+
+    def _levels(self, node: Mapping[str, Any]) -> list[int]:
+        """Values of a discrete latent; of counts the lowest, and the highest."""
+        low, high = (int(bound.min()) for bound in value_bounds(node["fn"]))
+        limit = self._max_count.get(node["name"]) if isinstance(self._max_count, Mapping) else self._max_count
+        # What is no bound is refused with the layout.
+        high = max(low, min(high, limit)) if isinstance(limit, int) else high
+        lowest = list(range(low, min(high + 1, low + _MAX_JOINT_VALUES - 1)))
+        return lowest if high in lowest or high >= HUGE else [*lowest, high]
+
+    def _compare_runs(self) -> list[Any]:
+        """Makes supports that differ between runs depend on all earlier latents.
+
+        Returns the latents of the first run.
+        """
         runs: list[dict[str, Any]] = []
         subsamples: dict[str, Any] = {}
         for seed in range(2):
             with torch.no_grad(), spare_random_numbers(), isolate(), Assign(subsamples):
                 torch.manual_seed(seed)
                 trace = self.call.trace()
-            self.traces.append(trace)
+            self.shapes.append(site_shapes(trace))
             sites = {name: node for name, node in trace.nodes.items() if node["type"] == "sample"}
             subsamples = {name: node["value"] for name, node in sites.items() if site_is_subsample(node)}
             runs.append({name: node for name, node in sites.items() if name not in subsamples})
@@ -137,6 +174,7 @@ class Dependencies:
                 before.add(name)
             elif other is None or not _same_values(torch.as_tensor(node["value"]), torch.as_tensor(other["value"])):
                 self.observed[name] = frozenset(before)
+        return [node for node in runs[0].values() if not node["is_observed"]]
 
     def dependents(self, names: set[str]) -> set[str]:
         """Returns sites downstream of the named ones."""
@@ -180,70 +218,12 @@ def _scopes(trace: Any, latents: FollowLatents) -> dict[str, frozenset[str]]:
     return scopes
 
 
-def _changes(
-    latents: frozenset[str], scopes: Mapping[str, frozenset[str]], read: frozenset[str], generator: torch.Generator, shifts: Sequence[int]
-) -> Iterator[tuple[frozenset[str], int]]:
-    """Yields sets of latents that change, and by how much.
-
-    0 stands for random changes.
-    """
-    yield from ((latents, shift) for shift in shifts)
-    outside = list(dict.fromkeys(read - scope for scope in scopes.values() if not read <= scope))[:4]
-    yield from itertools.product(outside, [*shifts, *range(1, 9)])
-    for _ in range(6 if read else 0):
-        is_changed = (torch.rand(len(read), generator=generator) < 0.5).tolist()
-        yield frozenset(itertools.compress(sorted(read), is_changed)), 0
-
-
-# Instead of a shift: the ends of a support.
-_LOWEST, _HIGHEST = -1, -2
-
-
-def _kept_bounds(fn: Any, limit: int | None) -> Bounds:
-    """Returns lowest and highest kept values of a discrete latent."""
-    low, high = value_bounds(fn)
-    return low, high if limit is None else torch.maximum(low, high.clamp(max=limit))
-
-
-def _spans_many(node: Mapping[str, Any], limit: int | None) -> bool:
-    """Whether a latent has an order, bounds, and values eight apart."""
-    if not is_discrete(node["fn"]) or elementwise(get_support(node["fn"])) is constraints.one_hot:
-        return False
-    low, high = _kept_bounds(node["fn"], limit)
-    return bool((high < HUGE).all()) and int((high - low).max()) >= 8
-
-
-def _another_value(node: Mapping[str, Any], shift: int, generator: torch.Generator, limit: int | None) -> torch.Tensor:
-    """Returns other values of a latent.
-
-    They are shifted in a finite support, by as much or at random, or one of its ends, and else drawn. Where there are many values, half
-    of the random ones are drawn, too: the prior may reach few of them.
-    """
-    fn, value = node["fn"], torch.as_tensor(node["value"])
-    support = get_support(fn)
-    if elementwise(support) is constraints.one_hot:
-        return value.roll(shift if shift > 0 else int(torch.randint(1, value.shape[-1] + 1, (), generator=generator)), -1)
-    if is_discrete(fn):
-        low, high = _kept_bounds(fn, limit)
-        if bool((high < HUGE).all()):
-            if shift < 0 and _spans_many(node, limit):
-                return (low if shift == _LOWEST else high).to(value).expand(value.shape)
-            steps: Any = torch.randint(2**31, value.shape, generator=generator).to(value.device) % (high - low + 1)
-            # One entry at least.
-            steps = shift if shift > 0 else steps if bool(steps.any()) else 1
-            other: torch.Tensor = (low + (value - low + steps) % (high - low + 1)).to(value.dtype)
-            if shift == 0 and _spans_many(node, limit):
-                is_drawn = torch.rand(value.shape, generator=generator).to(value.device) < 0.5
-                other = torch.where(is_drawn, torch.minimum(_draw(fn, generator), high.to(value)), other)
-            return other
-    return _draw(fn, generator)
-
-
-def _draw(fn: Any, generator: torch.Generator) -> torch.Tensor:
-    # Runs of the model, which come between, all start from one seed.
-    torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
-    draw: torch.Tensor = fn.sample()
-    return draw
+def _with_levels(node: Mapping[str, Any], levels: Sequence[int], generator: torch.Generator) -> torch.Tensor:
+    """Returns values of a discrete latent, random ones of a few."""
+    value = torch.as_tensor(node["value"])
+    is_one_hot = elementwise(get_support(node["fn"])) is constraints.one_hot
+    chosen = torch.tensor(levels)[torch.randint(len(levels), value.shape[: value.dim() - is_one_hot], generator=generator)]
+    return torch.nn.functional.one_hot(chosen, value.shape[-1]).to(value) if is_one_hot else chosen.to(value)
 
 
 def _equal(node: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -56,7 +56,7 @@ def linear_superpositions(probe: Probe, is_first: bool = False) -> list[tuple[An
     number = probe.layout.space.num_latents
     states = torch.eye(number + 1, number, dtype=probe.dtypes[site.name], device=probe.device).roll(1, 0).unsqueeze(1)
     try:
-        with pyro.validation_enabled(False), Operations([states]) if is_first else nullcontext() as operations:
+        with pyro.validation_enabled(False), Operations([(number + 1, [states])]) if is_first else nullcontext() as operations:
             functions = _LinearFunctions(states, operations)
             with functions:
                 nodes = sample_nodes(probe.run({**probe.values, site.name: states}))
@@ -95,7 +95,7 @@ def linear_steps(probe: Probe, name: str) -> LinearSuperposition | None:
     likelihood: LinearSuperposition | None = None
     for path in (alone, any_numbers):
         states = path.to(probe.device, dtype).reshape(1, *shape)
-        with torch.no_grad(), pyro.validation_enabled(False), Operations([states]) as operations:
+        with torch.no_grad(), pyro.validation_enabled(False), Operations([(number, [states])]) as operations:
             functions = _LinearFunctions(states, operations)
             with functions:
                 node = sample_nodes(probe.run({**probe.values, site.name: states}))[name]

@@ -33,13 +33,11 @@ class Operations(TorchDispatchMode):
     over the dimension. Some entries of it are not, nor is what has a size that depends on values.
     """
 
-    def __init__(self, sources: Iterable[Tensor], dimensions: Sequence[tuple[int, Iterable[Tensor]]] = ()) -> None:
+    def __init__(self, dimensions: Sequence[tuple[int, Iterable[Tensor]]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # By identity, while a tensor lives: bits of the sizes that it has a multiple of, and of those that it has lost.
         self._marks: Any = WeakIdKeyDictionary()
         self._sizes = [size for size, _ in dimensions]
-        for source in sources:
-            self._mark(source, 0, 0)
         for place, (size, own) in enumerate(dimensions):
             for source in own:
                 self._mark(source, (source.numel() % size == 0) << place, 0)

@@ -527,7 +527,7 @@ class ProductScorer(Probe):
                 in_plates[plate] += (values[site] for site in node.sites)
         own = [values[site] for node in chosen for site in product.graph.nodes[node].sites]
         dimensions = [(number, own), *((int(self._frames[plate].size), inner) for plate, inner in in_plates.items())]
-        operations = Operations(own, dimensions)
+        operations = Operations(dimensions)
         with pyro.validation_enabled(False), operations:
             nodes = sample_nodes(self.run({**self.values, **values}))
         return next(filter(None, (operations.reduced_site(nodes, place) for place in range(len(dimensions)))), None)

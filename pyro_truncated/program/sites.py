@@ -125,6 +125,18 @@ def latent_nodes(trace: poutine.Trace) -> list[Any]:
     return [node for node in sample_nodes(trace).values() if not node["is_observed"]]
 
 
+def site_shapes(trace: poutine.Trace) -> dict[str, torch.Size | None]:
+    """Returns the shapes of a run's latents; ``None`` for what it observes.
+
+    Those in sequential plates of which it takes some members are left out.
+    """
+    return {
+        name: None if node["is_observed"] else node["fn"].shape()
+        for name, node in sample_nodes(trace).items()
+        if not any(is_subsampled(frame) and not frame.vectorized for frame in node["cond_indep_stack"])
+    }
+
+
 def recorded_names(nodes: Mapping[str, Any]) -> set[str]:
     """The sample sites that only record a value, as by ``pyro.deterministic``."""
     return {name for name, node in nodes.items() if node["infer"].get("_deterministic", False)}

@@ -158,7 +158,7 @@ def _crossing_site(log_joint: LogJoint, words: Tensor) -> str | None:
         return None
     try:
         # In a run of one state of each data point nothing else can be reduced.
-        return CandidateRuns(log_joint, None, "singly", ()).crossing_site(words)
+        return CandidateRuns(log_joint, None, "singly", ()).recorded_log_probs(words[:, :1])[1]
     except Exception:  # whatever a program raises where operations are recorded, such as torch of loops
         return None
 

@@ -308,3 +308,28 @@ def test_compiled_branches_that_few_values_take(prior, branch, seed):
     # One state less than there are, so that sets of states would be kept.
     loss = Truncated_ELBO(ExhaustiveSearch()).loss_and_grads(program, AutoTruncated(program, num_states=15**2 - 1, max_count=14))
     assert loss == pytest.approx(-float(exact), rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:the model does not take many states at once")
+@pytest.mark.parametrize(
+    "branch",
+    [lambda n: (n >= 14).any(), lambda n: n[0] > n[1], lambda n: (n == 0).all()],
+    ids=["the largest count", "members that differ", "the least counts"],
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_branches_of_python_reach_beyond_the_plate(branch: Callable[[Tensor], Tensor], seed: int) -> None:
+    """A factor outside of the plate that some values alone change makes its members one decision."""
+    pyro.set_rng_seed(seed)
+
+    def program(y):
+        with pyro.plate("data", 2):
+            n = pyro.sample("n", dist.Poisson(1.0))
+            pyro.sample("y", dist.Normal(n, 1.0), obs=y)
+        pyro.factor("branch", torch.tensor(3.0 if bool(branch(n)) else 0.0))
+
+    y, counts = torch.tensor([0.3, 1.2]), torch.cartesian_prod(*[torch.arange(15.0)] * 2)
+    joint = (dist.Poisson(1.0).log_prob(counts) + dist.Normal(counts, 1.0).log_prob(y)).sum(-1)
+    exact = (joint + torch.stack([torch.tensor(3.0 * bool(branch(n))) for n in counts])).logsumexp(0)
+    guide = AutoTruncated(program, num_states=225, max_count=14)
+    assert Truncated_ELBO(ExhaustiveSearch()).loss(program, guide, y) == pytest.approx(-float(exact), rel=1e-5)
+    assert guide.layout.plates == ()
