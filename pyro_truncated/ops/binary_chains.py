@@ -212,7 +212,6 @@ def select(
     return backend("binary_chains", words).select(words, unary, *transitions, size, ahead, forward)
 
 
-@torch.no_grad()
 def best_flips(words: Tensor, unary: Tensor, transitions: Transitions, sums: Messages, gain: Tensor, rows: slice, size: int) -> Flips:
     r"""Returns the states of largest mass one flip from a member.
 

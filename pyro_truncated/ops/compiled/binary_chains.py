@@ -111,6 +111,19 @@ def draw_paths(words: Tensor, forward: Tensor, log_prob: Tensor, kind: Tensor, u
     return path
 
 
+def flips(
+    words: Tensor, log_weight: Tensor, gain: Tensor, forward: Tensor, onward: Tensor, log_prob: Tensor, kind: Tensor, rows: slice, size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`pyro_truncated.ops.binary_chains.best_flips`."""
+    first, last = rows.start, rows.stop
+    member, latent = torch.zeros(2, last - first, size, dtype=torch.int64)
+    score = torch.full((last - first, size), -torch.inf, dtype=torch.float64)
+    arguments = _arrays(words, log_weight, gain, forward, onward, kind)
+    chances = as_array(torch.stack([log_prob, log_prob.mT]).double().exp())
+    _flips(*arguments, _tables(log_prob), chances, first, member.numpy(), latent.numpy(), score.numpy())
+    return member, latent, score
+
+
 def masses(words: Tensor, unary: Tensor, others: Tensor, forward: Tensor, onward: Tensor, log_prob: Tensor, kind: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.vectorised.binary_chains.masses`."""
     out = torch.empty(unary.shape, dtype=torch.float64)
@@ -691,6 +704,80 @@ def _masses(words, unary, members, forward, onward, kind, tables, out):
             _message(tables, kind[n, t + 1], False, members[n, t + 1], onward[n, t + 1], words[n, t], zero, near, scratch, right)
             for c in range(num_candidates):
                 out[n, t, c] += right[c]
+
+
+@njit
+def _ratio(on, from_off, from_on, value):
+    """By how much a sum over neighbours grows where one changes."""
+    ratio = (1.0 - on) * from_off[1 - value] / from_off[value] if from_off[value] > 0.0 else 0.0
+    return ratio + on * from_on[1 - value] / from_on[value] if from_on[value] > 0.0 else ratio
+
+
+@njit
+def _times_ratios(tables, k, is_left, near, others, state, chances, scratch, on, ratio):
+    """Multiplies ratios ``(M,)`` by what each flip changes at a neighbouring step."""
+    _share_pairs(tables, k, is_left, near, others, state, scratch)
+    # The probability that each latent of the neighbouring step is on.
+    on[:] = 0.0
+    for j in range(others.shape[0]):
+        for w in range(others.shape[1] if scratch[j] > 0.0 else 0):
+            _add_bits(on, w, others[j, w], scratch[j])
+    for m in range(ratio.shape[0]):
+        value = (state[m >> 6] >> (m & 63)) & 1
+        ratio[m] *= _ratio(on[m], chances[m, 0], chances[m, 1], value)
+
+
+@njit
+def _insert_flips(i, states, weights, gain, ratio, score, member, latent, best_states, state):
+    """Puts member ``i``'s best new flips into the sorted list."""
+    for m in range(ratio.shape[0]):
+        log_mass, j = weights[i] + gain[m] + np.log(ratio[m]) if ratio[m] > 0.0 else -np.inf, score.shape[0] - 1
+        if not log_mass > score[j]:
+            continue
+        copy(states[i], state)
+        state[m >> 6] ^= np.int64(1) << (m & 63)
+        is_new = True
+        for c in range(states.shape[0]):
+            is_new = is_new and not (weights[c] > -np.inf and _equal(states[c], state))
+        # The flip of another member to the same state makes room.
+        for c in range(score.shape[0]):
+            if score[c] > -np.inf and _equal(best_states[c], state):
+                is_new, j = is_new and log_mass > score[c], c
+        if is_new:
+            while j > 0 and score[j - 1] < log_mass:
+                score[j], member[j], latent[j] = score[j - 1], member[j - 1], latent[j - 1]
+                copy(best_states[j - 1], best_states[j])
+                j -= 1
+            score[j], member[j], latent[j] = log_mass, i, m
+            copy(state, best_states[j])
+
+
+@parallel_kernel(cost=HEAVY, has_plain=True)
+def _flips(words, log_weight, gain, forward, onward, kind, tables, chances, first, member, latent, score):
+    _, num_steps, size, num_words = words.shape
+    num_rows, num_latents, num_kept = member.shape[0], gain.shape[2], member.shape[1]
+    for row in prange(num_rows):
+        n, t = (first + row) // num_steps, (first + row) % num_steps
+        k, following = kind[n, t], kind[n, t + 1] if t + 1 < num_steps else -1
+        if k < 0:
+            continue
+        left, right, scratch = np.zeros((2, size)), np.zeros((2, size)), np.empty(size)
+        on, ratio = np.zeros(num_latents), np.ones(num_latents)
+        kept, state = np.zeros((num_kept, num_words), np.int64), np.zeros(num_words, np.int64)
+        zero_state, zero = np.zeros((1, num_words), np.int64), np.zeros(size)
+        before, message = (words[n, t - 1], forward[n, t - 1]) if t > 0 else (zero_state, zero)
+        _near(tables, k, True, before, message, left)
+        if following >= 0:
+            _near(tables, following, False, words[n, t + 1], onward[n, t + 1], right)
+        for i in range(gain.shape[1]):
+            if log_weight[n, t, i] == -np.inf:
+                continue
+            one = words[n, t, i]
+            ratio[:] = 1.0
+            _times_ratios(tables, k, True, left, before, one, chances[0, k], scratch, on, ratio)
+            if following >= 0:
+                _times_ratios(tables, following, False, right, words[n, t + 1], one, chances[1, following], scratch, on, ratio)
+            _insert_flips(i, words[n, t], log_weight[n, t], gain[row, i], ratio, score[row], member[row], latent[row], kept, state)
 
 
 @njit
