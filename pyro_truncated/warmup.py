@@ -31,7 +31,7 @@ from pyro_truncated import (
     models,
 )
 from pyro_truncated.ops.backend import compile_first
-from pyro_truncated.ops.components import component_sums, square_distances
+from pyro_truncated.ops.components import square_distances
 from pyro_truncated.ops.max_inner_products import follow_neighbours, max_inner_products_in_groups
 from pyro_truncated.ops.mixture_products import mixture_products
 from pyro_truncated.scenes import PlacementCompletion, PlacementMoves, PlacementSelection, PlaceScan, RefinedPlaces
@@ -161,7 +161,6 @@ def _mixtures(dtype: torch.dtype) -> None:
     features, group = torch.rand(9, 5, dtype=dtype), torch.arange(9)
     value, index = max_inner_products_in_groups(features, features, group, 9, group.reshape(-1, 1), 1)
     follow_neighbours(features, features, index, value, index, 1)
-    component_sums(index, value, features, 9)
     square_distances(features, group, group, features, torch.rand(9, 5, 5, dtype=dtype))
 
 

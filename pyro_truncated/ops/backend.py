@@ -176,6 +176,8 @@ def save_with_context(ctx: Any, *tensors: Tensor | None) -> None:
 def gradient(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates the backward pass of an autograd function that is differentiable once.
 
+    Autograd casts gradients to the types of inputs.
+
     Torch's own ``once_differentiable`` lets second derivatives by chosen tensors pass without the terms of this function.
     """
     run = differentiable_gradient(backward)

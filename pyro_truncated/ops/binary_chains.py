@@ -291,7 +291,7 @@ class _FreeEnergy(torch.autograd.Function):
         sums = Messages(forward, backward, log_norm)
         weights = sums.log_weights().exp() * (kind >= 0).unsqueeze(-1) * grad.double().view(-1, 1, 1)
         counts = expected_transitions(words, unary, transitions, sums, grad)
-        return None, weights.to(unary.dtype), counts.to(log_prob.dtype), None
+        return None, weights, counts, None
 
 
 def _check(words: Tensor, unary: Tensor, transitions: Transitions) -> None:

@@ -37,9 +37,10 @@ def component_sums(component: Tensor, weight: Tensor, rows: Tensor, number: int)
     """
     number = check_count("number", number)
     component = check_components(component, weight, rows, number)
-    with use_backend("vectorised") if are_differentiated(weight, rows) else contextlib.nullcontext():
-        sums: Tensor = backend("components", rows).component_sums(component, weight.double(), rows.double(), number)
-    return sums
+    rows, total = rows.double(), rows.new_zeros(number, rows.shape[1], dtype=torch.float64)
+    for own, share in zip(component.mT, weight.double().mT, strict=True):
+        total.index_add_(0, own, share.unsqueeze(-1) * rows)
+    return total
 
 
 def check_components(component: Tensor, weight: Tensor, rows: Tensor, number: int) -> Tensor:

@@ -211,13 +211,8 @@ class _MaximumError(torch.autograd.Function):
         data = value.nan_to_num(0.0)
         # The square of a maximum is that of its winner's entry.
         errors = (total * data.square()).sum(0) + (weight * (weight * wins - 2 * sums)).sum(1)
-        gradients = (
-            2 * precision * (total * data - prediction).masked_fill(value.isnan(), 0.0),
-            2 * precision.unsqueeze(-1) * (weight * wins - sums),
-            errors,
-        )
-        grad_value, grad_weight, grad_precision = (new.to(original.dtype) for new, original in zip(gradients, inputs, strict=True))
-        return None, grad_value, grad_weight, grad_precision
+        grad_value = 2 * precision * (total * data - prediction).masked_fill(value.isnan(), 0.0)
+        return None, grad_value, 2 * precision.unsqueeze(-1) * (weight * wins - sums), errors
 
 
 def maximum_score(words: Tensor, value: Tensor, natural: Tensor, partition: Tensor) -> Tensor:
@@ -258,9 +253,9 @@ class _MaximumScore(torch.autograd.Function):
     @gradient
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
         r"""Gradients: :math:`\sum_c g_{nc} \eta_d`, sums of data, and minus the wins."""
-        words, value, natural, partition = ctx.saved_tensors
+        words, value, natural, _ = ctx.saved_tensors
         _, largest, wins, sums = maximum_wins(words, grad, value, natural)
-        return None, largest.masked_fill(value.isnan(), 0.0).to(value), sums.to(natural), -wins.to(partition)
+        return None, largest.masked_fill(value.isnan(), 0.0), sums, -wins
 
 
 def _check_score(words: Tensor, value: Tensor, natural: Tensor, partition: Tensor) -> None:

@@ -55,5 +55,4 @@ class _MixtureProducts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Gradients of all factors, without dividing by one."""
         factors = ctx.saved_tensors
-        gradients = backend("mixture_products", grad).gradients(factors, ctx.num_sharp, grad)
-        return None, None, *(gradient.to(factor.dtype) for gradient, factor in zip(gradients, factors, strict=True))
+        return None, None, *backend("mixture_products", grad).gradients(factors, ctx.num_sharp, grad)

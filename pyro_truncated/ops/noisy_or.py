@@ -60,7 +60,6 @@ class _NoisyOrLogProb(torch.autograd.Function):
     def forward(ctx: Any, words: Tensor, value: Tensor, log_complement: Tensor, log_leak_complement: Tensor, linear: Tensor) -> Tensor:
         """Returns log probabilities ``(N, C)``."""
         save_with_context(ctx, words, value, log_complement, log_leak_complement)
-        ctx.linear_type = linear.dtype
         result = backend("noisy_or", words).noisy_or_log_prob(words, value, log_complement, log_leak_complement, linear)
         return result.to(log_complement.dtype)
 
@@ -74,7 +73,7 @@ class _NoisyOrLogProb(torch.autograd.Function):
         is_observed = (~value.isnan()).double()
         grad_weight = is_observed.mT @ first - ratio
         grad_leak = is_observed.mT @ grad.double().sum(1) - leak_ratio
-        return None, None, grad_weight.to(log_complement.dtype), grad_leak.to(log_leak_complement.dtype), first.to(ctx.linear_type)
+        return None, None, grad_weight, grad_leak, first
 
 
 def _check_noisy_or(words: Tensor, value: Tensor, log_complement: Tensor, log_leak_complement: Tensor) -> None:

@@ -76,17 +76,15 @@ class _PairEnergy(torch.autograd.Function):
     def forward(ctx: Any, words: Tensor, linear: Tensor, pairwise: Tensor | None) -> Tensor:
         """Returns energies ``(N, C)``."""
         save_with_context(ctx, words)
-        ctx.linear_type, ctx.num_latents = linear.dtype, linear.shape[-1]
-        ctx.pairwise = None if pairwise is None else (pairwise.dtype, pairwise.dim() == 3)
+        ctx.num_latents, ctx.per_datum = linear.shape[-1], None if pairwise is None else pairwise.dim() == 3
         return backend("quadratic", words).pair_energy(words, linear, pairwise).to(linear.dtype)
 
     @staticmethod
     @differentiable_gradient
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor | None]:
         """Gradients: the moments of the states, weighted by those of the energies."""
-        pairwise_type, per_datum = ctx.pairwise if ctx.needs_input_grad[2] else (None, None)
-        first, second = _Moments.apply(*ctx.saved_tensors, grad, ctx.num_latents, per_datum)  # type: ignore[no-untyped-call]
-        return None, first.to(ctx.linear_type), None if second is None else second.to(pairwise_type)
+        per_datum = ctx.per_datum if ctx.needs_input_grad[2] else None
+        return None, *_Moments.apply(*ctx.saved_tensors, grad, ctx.num_latents, per_datum)  # type: ignore[no-untyped-call]
 
 
 class _Moments(torch.autograd.Function):
@@ -133,9 +131,7 @@ class _SquareError(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
         """Gradients in data, dictionary and precision."""
         words, *inputs = ctx.saved_tensors
-        gradients = backend("quadratic", words).square_error_gradients(words, grad, *inputs)
-        value, weight, precision = (gradient.to(tensor.dtype) for gradient, tensor in zip(gradients, inputs, strict=True))
-        return None, value, weight, precision
+        return None, *backend("quadratic", words).square_error_gradients(words, grad, *inputs)
 
 
 def product(matrix: Tensor, vectors: Tensor) -> Tensor:

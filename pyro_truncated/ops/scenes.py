@@ -94,13 +94,7 @@ class _SceneLogProb(torch.autograd.Function):
             (sums.background[1:-1] - sums.background[0] * background) / background_variance,
             _variance_gradient(sums.background, background, background_variance),
         )
-        return (
-            None,
-            None,
-            None,
-            None,
-            *(new.to(original.dtype).reshape(original.shape) for new, original in zip(gradients, inputs, strict=True)),
-        )
+        return *(None,) * 4, *(new.reshape(original.shape) for new, original in zip(gradients, inputs, strict=True))
 
 
 def squared_errors(sums: Tensor, means: Tensor) -> Tensor:

@@ -202,8 +202,7 @@ class _LogProb(torch.autograd.Function):
             deviations = squares - 2 * mean * sum_first + mean.square() * sum_active
             slope = (sum_first - mean * sum_active) / spread.square()
             curvature = (deviations - spread.square() * sum_active) / spread**3
-        gradients = *data_gradients(value, weight, precision, grad, first, second), slope, curvature
-        return None, *(gradient.to(original.dtype) for gradient, original in zip(gradients, inputs, strict=True))
+        return None, *data_gradients(value, weight, precision, grad, first, second), slope, curvature
 
 
 def _check(words: Tensor, value: Tensor, weight: Tensor, precision: Tensor, slab_mean: Tensor, spread: Tensor) -> None:

@@ -24,7 +24,7 @@ def compute():
     return space.unpack(words), ops.pair_energy(words, linear, pairwise)
 
 def compiled():
-    return [bool(kernel.compiled.signatures) for kernel in (latent_values._unpack_bits, quadratic._tabulated_energy)]
+    return [bool(kernel.compiled.signatures) for kernel in (latent_values._unpack_fields, quadratic._tabulated_energy)]
 
 before = compute()
 """

@@ -101,5 +101,5 @@ def test_there_are_no_more_threads_than_torch_has_unless_their_number_is_given(a
 def test_the_number_of_threads_is_put_back_when_a_kernel_fails():
     before = numba.get_num_threads()
     with pytest.raises(numba.TypingError):
-        latent_values._unpack_bits(np.zeros(3), None)
+        latent_values._unpack_fields(np.zeros(3), None, None, None, None)
     assert numba.get_num_threads() == before

@@ -1,4 +1,7 @@
-"""Compiled sums over components: 1.1 to 1.5 times faster EM steps of small mixtures."""
+"""Compiled distances of data points and components of mixtures.
+
+Plain torch takes 1.4 times as long for 20000 data points in 16 dimensions, and 2 to 3 times for 2000 in 4.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,6 @@ from numba import prange
 from torch import Tensor
 
 from pyro_truncated.ops.compiled.compilation import BLOCKS, parallel_kernel
-
-
-def component_sums(component: Tensor, weight: Tensor, rows: Tensor, number: int) -> Tensor:
-    """See :func:`pyro_truncated.ops.components.component_sums`."""
-    num_blocks = max(1, min(BLOCKS, component.numel() // (2 * number)))
-    total = torch.zeros(num_blocks, number, rows.shape[1], dtype=torch.float64, device="cpu")
-    _add(component.contiguous().numpy(), weight.detach().contiguous().numpy(), rows.detach().contiguous().numpy(), total.numpy())
-    return total.sum(0)
-
-
-@parallel_kernel()
-def _add(component, weight, rows, total):
-    num_rows, num_states = component.shape
-    num_blocks, _, size = total.shape
-    for block in prange(num_blocks):
-        for n in range(num_rows * block // num_blocks, num_rows * (block + 1) // num_blocks):
-            for s in range(num_states):
-                k, share = component[n, s], weight[n, s]
-                for d in range(size):
-                    total[block, k, d] += share * rows[n, d]
 
 
 def square_distances(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, whitening: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Compiled messages along trees of variables, behind :mod:`pyro_truncated.ops.elimination`.
 
-One pass over all variables replaces some ten calls of torch for each: of a thousand small ones it takes a fifteenth of the time. Until
-it is compiled Python runs the same functions, in less time than they take to compile.
+One pass over all variables replaces some ten calls of torch for each. Gradient steps of a thousand variables of 4 states take 1.4 to 1.9
+times as long by torch. Until it is compiled Python runs the same functions, in less time than they take to compile.
 """
 
 from __future__ import annotations

