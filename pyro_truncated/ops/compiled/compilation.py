@@ -18,6 +18,7 @@ from typing import Any
 import numba
 import numpy as np
 import torch
+from llvmlite.binding import Linkage
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
@@ -44,7 +45,7 @@ def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, lat
     if function is None:
         return functools.partial(njit, cache=cache, later=later, **options)
     options |= {"no_cpython_wrapper": not cache, "no_cfunc_wrapper": True, "error_model": "numpy"}
-    options |= {} if cache else {"pipeline_class": _HelperCompiler}
+    options["pipeline_class"] = _KernelCompiler if cache else _HelperCompiler
     compiled = numba.njit(**options)(function)
     if isinstance(compiled, CPUDispatcher):
         compiled.__class__ = _Kernel if cache else _Helper
@@ -68,6 +69,26 @@ class _Kernel(CPUDispatcher):
         finally:
             if is_enabled:
                 gc.enable()
+
+
+class _KernelCode(JITCodeLibrary):
+    """Code of a kernel, which calls its own copies of helpers and loops.
+
+    Code from disk has no others. Code in memory would call the first of each name, which is optimised least.
+    """
+
+    def _finalize_final_module(self) -> None:
+        for function in self._final_module.functions:
+            if function.linkage in (Linkage.linkonce_odr, Linkage.weak_odr):
+                function.linkage = Linkage.internal
+        super()._finalize_final_module()
+
+
+class _KernelCompiler(Compiler):
+    def __init__(self, typing_context: Any, context: Any, library: Any, *others: Any) -> None:
+        library = _KernelCode(context.codegen(), "kernel")
+        library.enable_object_caching()
+        super().__init__(typing_context, context, library, *others)
 
 
 class _Helper(CPUDispatcher):
