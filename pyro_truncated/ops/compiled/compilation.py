@@ -72,7 +72,7 @@ class _Kernel(CPUDispatcher):
 
 
 class _KernelCode(JITCodeLibrary):
-    """Code of a kernel, which calls its own copies of helpers and loops.
+    """Code of a kernel, with its own copies of helpers and loops.
 
     Code from disk has no others. Code in memory would call the first of each name, which is optimised least.
     """
