@@ -27,6 +27,7 @@ from pyro_truncated import (
     Preselection,
     SampledSearch,
     Search,
+    StateSpace,
     Truncated_ELBO,
     models,
 )
@@ -86,6 +87,8 @@ def _any_model(dtype: torch.dtype) -> None:
     guide.marginals()
     guide.sample_posterior(2)
     guide.mode()
+    # Torch unpacks fewer.
+    StateSpace([2] * _LATENTS).unpack(torch.zeros(2**9, 1, dtype=torch.int64), dtype)
 
 
 def _other_latents(dtype: torch.dtype) -> None:
@@ -130,7 +133,8 @@ def _causes(kind: Callable[..., Any], *, binary: bool = False) -> Task:
 
 
 def _select(dtype: torch.dtype) -> None:
-    model = models.BinarySparseCoding(9, _LATENTS, dtype=dtype).initialize(_data(dtype))
+    # More latents than there are tables of all states for.
+    model = models.BinarySparseCoding(9, 30, dtype=dtype).initialize(_data(dtype))
     _train(model, _data(dtype), Preselection(Singletons(), 3), closed_form=True)
 
 

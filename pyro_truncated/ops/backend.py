@@ -69,22 +69,8 @@ class _Kernels:
         except NoKernelError:
             pass
         # Kernels have no gradients, and neither has what serves in their place.
-        with torch.no_grad(), _leave_core():
+        with torch.no_grad():
             return self._plain(function)(*arguments, **options)
-
-
-@contextlib.contextmanager
-def _leave_core() -> Iterator[None]:
-    """A context that leaves a core to the process that compiles.
-
-    Torch's threads wait for each other without sleep. Without a core for each, they spend most of the time so.
-    """
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, num_threads - 1))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 def backend(name: str, tensor: Tensor, *, is_small: bool = False) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
+import pkgutil
 import resource
 import subprocess
 import sys
@@ -14,10 +16,12 @@ import pytest
 import torch
 
 from pyro_truncated import ops
+from pyro_truncated.ops import compiled
 from pyro_truncated.ops.compiled import compilation
 from pyro_truncated.ops.compiled.compilation import njit
 from pyro_truncated.search.preselection import space_options
 from pyro_truncated.states import Population, StateSpace
+from pyro_truncated.warmup import warm_up
 
 TRAINING = """
 import os, sys, warnings
@@ -252,6 +256,17 @@ def test_the_library_is_imported_and_computes_where_nothing_can_be_written(tmp_p
     assert done.returncode == 0, done.stderr
     assert done.stdout == "torch.Size([1, 100, 70])\n"
     assert done.stderr.count("cannot be kept on disk") == 1
+
+
+@pytest.mark.nightly
+def test_the_warm_up_leaves_no_kernel_out():
+    warm_up(progress=False)
+    missing = set()
+    for module in pkgutil.iter_modules(compiled.__path__, f"{compiled.__name__}."):
+        for value in vars(importlib.import_module(module.name)).values():
+            if hasattr(value, "compiled") and not value.compiled.signatures:
+                missing.add(value.__name__)
+    assert not missing
 
 
 @pytest.mark.nightly

@@ -12,8 +12,7 @@ from pyro.optim import Adam
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Population, StateSpace, Truncated_ELBO, ops
 from pyro_truncated.models import BinarySparseCoding
 from pyro_truncated.ops import backend as dispatch
-from pyro_truncated.ops.compiled import evolution as compiled_evolution
-from pyro_truncated.ops.vectorised import evolution, latent_values, quadratic
+from pyro_truncated.ops.vectorised import latent_values, quadratic
 from pyro_truncated.utils.budget import DEFAULT_BUDGET, current_budget, row_slices, rows_per_block
 
 HERE = torch.zeros(1)
@@ -67,27 +66,6 @@ def test_rows_fill_the_budget():
         with ops.memory_budget(None):
             assert current_budget() == 100
     assert rows_per_block(10, 35) == 3
-
-
-def test_until_a_kernel_is_compiled_torch_leaves_a_core_free(monkeypatch):
-    def is_compiled_later(words):
-        raise dispatch.NoKernelError
-
-    def spy(words):
-        found.append(torch.get_num_threads())
-        return words == 0
-
-    found, num_threads = [], torch.get_num_threads()
-    monkeypatch.setattr(compiled_evolution, "find_duplicates", is_compiled_later)
-    monkeypatch.setattr(evolution, "find_duplicates", spy)
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            ops.find_duplicates(torch.zeros(1, 2, 1, dtype=torch.int64))
-            found.append(torch.get_num_threads())
-    finally:
-        torch.set_num_threads(num_threads)
-    assert found == [1, 1, 2, 3]
 
 
 def test_a_gradient_is_computed_as_its_value_was(monkeypatch):

@@ -121,7 +121,10 @@ def _lock_folder(folder: Path) -> Iterator[None]:
 
 def main() -> None:
     """Compiles what is asked for."""
-    if hasattr(os, "nice"):
+    # Torch's threads wait for each other without sleep. Of a core that another process has a share in, they wait for most of the time.
+    if hasattr(os, "SCHED_IDLE"):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    elif hasattr(os, "nice"):
         os.nice(19)
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read_requests, args=(requests,), daemon=True).start()

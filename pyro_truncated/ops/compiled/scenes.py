@@ -264,6 +264,14 @@ def log_prob(places: Tensor, rank: Tensor | None, images: Tensor, scene: ScenePa
     return out
 
 
+def pixel_log_prob(places: Tensor, rank: Tensor | None, images: Tensor, scene: SceneParameters, canvas: Canvas) -> Tensor:
+    """See :func:`pyro_truncated.ops.scenes.scene_pixel_log_prob`."""
+    states, model = _arguments(places, rank, scene, canvas)
+    out = torch.empty(*places.shape[:2], images.shape[1], dtype=torch.float64, device="cpu")
+    _pixel_log_prob(*states, as_array(images), *model, out.numpy())
+    return out
+
+
 def statistics(
     places: Tensor, rank: Tensor | None, weights: Tensor, images: Tensor, scene: SceneParameters, canvas: Canvas
 ) -> tuple[Tensor, ...]:
@@ -326,6 +334,47 @@ def _log_prob(places, rank, images, features, masks, variance, background, backg
                     value += memory[4][state[3][j]]
                 out[n, c] = value + _correction(count, model, memory, state, local, space)
             forget(memory)
+
+
+@parallel_kernel(cost=HEAVY, has_plain=_are_few)
+def _pixel_log_prob(places, rank, images, features, masks, variance, background, background_variance, shape, nodes, weights, out):
+    """Log densities ``(N, C, D)`` of the pixels, which :func:`_log_prob` sums."""
+    num_data, num_candidates = places.shape[:2]
+    num_blocks = min(num_data, BLOCKS)
+    constant = 0.5 * images.shape[2] * np.log(2 * np.pi)
+    for block in prange(num_blocks):
+        low, high = num_data * block // num_blocks, num_data * (block + 1) // num_blocks
+        model = features, masks, variance, shape, nodes, weights
+        memory, state, local, space = _room(places[low:high], model, images.shape[1])
+        energy = np.empty(images.shape[1])
+        for n in range(low, high):
+            background_energy(images[n], background, background_variance, energy)
+            for c in range(num_candidates):
+                for p in range(len(energy)):
+                    out[n, c, p] = -energy[p] - constant
+                count = lay_out(places[n, c], rank[n, c], images[n], energy, model, memory, state)
+                _add_ratios(count, model, memory, state, local, space, out[n, c])
+            forget(memory)
+
+
+@njit
+def _add_ratios(count, model, memory, state, local, space, out):
+    """Adds a state's log density ratios over the background to its pixels."""
+    masks, shape, nodes, weights = model[1], model[3], model[4], model[5]
+    found, top, left, slots = state
+    member, entry, alpha, ratio, share, responsibility, _, factor = local
+    for j in range(count):
+        for i in range(masks.shape[1]):
+            out[pixel_under(shape, top[j], left[j], i)] += memory[3][slots[j], i]
+    for x in range(list_shared_pixels(count, shape, state, space)):
+        pixel = space[1][x]
+        over = list_covering(
+            pixel, space[2][x], count, masks, memory[2], shape[0], shape[1], shape[3], found, top, left, slots, member, entry, alpha, ratio
+        )
+        out[pixel] += own_pixel(over, nodes, weights, alpha, ratio, share, responsibility, factor)
+        out[pixel] += np.log(factor[0])
+        for m in range(over):
+            out[pixel] -= memory[3][member[m], entry[m]]
 
 
 @njit
