@@ -39,6 +39,7 @@ _KINDS = ("compiled", "vectorised", "fused")
 # Modules of which some functions have fused kernels; all others are those of vectorised torch.
 _FUSED = ("evolution", "latent_values", "noisy_or", "quadratic", "slabs")
 _chosen: ContextVar[str] = ContextVar("pyro_truncated_ops", default="compiled")
+_leaves_core: ContextVar[bool] = ContextVar("pyro_truncated_leaves_core", default=False)
 _compiles_first: ContextVar[bool] = ContextVar("pyro_truncated_compiles_first", default=False)
 _loaded: dict[tuple[str, str], Any] = {}
 
@@ -52,7 +53,7 @@ class _Kernels:
 
     def __init__(self, kind: str, name: str) -> None:
         self._name, self._own = name, importlib.import_module(f"pyro_truncated.ops.{kind}.{name}")
-        self.__name__ = self._own.__name__
+        self.__name__, self._compiles = self._own.__name__, kind == "compiled"
 
     def __getattr__(self, function: str) -> Callable[..., Any]:
         call = functools.partial(self._call, function) if hasattr(self._own, function) else self._plain(function)
@@ -69,8 +70,31 @@ class _Kernels:
         except NoKernelError:
             pass
         # Kernels have no gradients, and neither has what serves in their place.
-        with torch.no_grad():
+        with torch.no_grad(), _leave_core() if self._compiles else contextlib.nullcontext():
             return self._plain(function)(*arguments, **options)
+
+
+@contextlib.contextmanager
+def _leave_core() -> Iterator[None]:
+    """A context that leaves a core to the process that compiles.
+
+    It holds in the thread that enters it. Torch's threads wait for each other without sleep: without a core for each, most of the time.
+    """
+    if _leaves_core.get():
+        yield
+        return
+    token = _leaves_core.set(True)
+    try:
+        with _thread_pools().limit(limits=max(1, torch.get_num_threads() - 1), user_api="openmp"):
+            yield
+    finally:
+        _leaves_core.reset(token)
+
+
+@functools.cache
+def _thread_pools() -> Any:
+    # It sets the number of one thread, where torch sets that of all to come, too.
+    return importlib.import_module("threadpoolctl").ThreadpoolController()
 
 
 def backend(name: str, tensor: Tensor, *, is_small: bool = False) -> Any:

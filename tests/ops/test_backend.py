@@ -12,7 +12,8 @@ from pyro.optim import Adam
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Population, StateSpace, Truncated_ELBO, ops
 from pyro_truncated.models import BinarySparseCoding
 from pyro_truncated.ops import backend as dispatch
-from pyro_truncated.ops.vectorised import latent_values, quadratic
+from pyro_truncated.ops.compiled import evolution as compiled_evolution
+from pyro_truncated.ops.vectorised import evolution, latent_values, quadratic
 from pyro_truncated.utils.budget import DEFAULT_BUDGET, current_budget, row_slices, rows_per_block
 
 HERE = torch.zeros(1)
@@ -66,6 +67,31 @@ def test_rows_fill_the_budget():
         with ops.memory_budget(None):
             assert current_budget() == 100
     assert rows_per_block(10, 35) == 3
+
+
+def test_until_a_kernel_is_compiled_this_thread_leaves_a_core_free(monkeypatch):
+    def is_compiled_later(words):
+        raise dispatch.NoKernelError
+
+    def spy(words):
+        found.append(torch.get_num_threads())
+        other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+        # What torch computes may call another function without a kernel.
+        return words == 0 if len(found) > 2 else ops.find_duplicates(words)
+
+    num_threads = torch.get_num_threads()
+    monkeypatch.setattr(compiled_evolution, "find_duplicates", is_compiled_later)
+    monkeypatch.setattr(evolution, "find_duplicates", spy)
+    try:
+        for threads, left in ((1, 1), (3, 2)):
+            found = []
+            torch.set_num_threads(threads)
+            ops.find_duplicates(torch.zeros(1, 2, 1, dtype=torch.int64))
+            assert [*found, torch.get_num_threads()] == [left, threads, left, threads, threads]
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def test_a_gradient_is_computed_as_its_value_was(monkeypatch):

@@ -121,7 +121,6 @@ def _lock_folder(folder: Path) -> Iterator[None]:
 
 def main() -> None:
     """Compiles what is asked for."""
-    # Torch's threads wait for each other without sleep. Of a core that another process has a share in, they wait for most of the time.
     if hasattr(os, "SCHED_IDLE"):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     elif hasattr(os, "nice"):
