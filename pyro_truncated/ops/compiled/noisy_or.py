@@ -1,6 +1,6 @@
 """Compiled CPU kernels for noisy-OR likelihoods, in float64.
 
-Plain torch takes 70 to 220 times as long for 10000 data points of 64 dimensions with 120 states of 16 latents.
+Plain torch takes 17 to 80 times as long for 10000 data points of 64 dimensions with 120 states of 16 latents.
 """
 
 from __future__ import annotations
