@@ -11,17 +11,18 @@ from typing import Any
 
 import pyro
 import torch
+from pyro.distributions.util import scale_and_mask
 from pyro.poutine.util import site_is_subsample
 from torch.distributions import constraints
 
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.provenance import FollowLatents
 from pyro_truncated.program.sites import family, latent_nodes, sample_nodes, site_shapes, unwrap
-from pyro_truncated.program.supports import HUGE, elementwise, get_support, is_discrete, value_bounds
+from pyro_truncated.program.supports import HUGE, Bounds, elementwise, get_support, is_discrete, value_bounds
 from pyro_truncated.utils.parameter_store import Assign, isolate, spare_random_numbers
 
 _LOG = logging.getLogger(__name__)
-_MAX_JOINT_VALUES = 16
+_MAX_JOINT_VALUES, _MAX_VALUES = 16, 64
 
 
 class Dependencies:
@@ -87,7 +88,7 @@ class Dependencies:
         if not self.read and all(own.values()):
             return True
         values, is_complete = {name: node["value"] for name, node in latents.items()}, True
-        num_random = 8 if self.read and not all(scope >= latents.keys() for scope in own.values()) else 0
+        num_random = 16 if self.read and not all(scope >= latents.keys() for scope in own.values()) else 0
         # All sites have values, so that a model draws its own random numbers alike, as those of dropout.
         first = self._run(values) if num_random or not self.read else {}
         changed = [latents[name] for name in latents if name in (self.read or latents)]
@@ -120,7 +121,8 @@ class Dependencies:
         each latent by itself. Of latents that nothing reads they are the lowest and the highest.
         """
         discrete = {node["name"]: node for node in nodes if is_discrete(node["fn"])}
-        levels = {name: self._levels(node) for name, node in discrete.items()}
+        most = max(_MAX_JOINT_VALUES, _MAX_VALUES // max(1, len(discrete)))
+        levels = {name: self._levels(node, most) for name, node in discrete.items()}
         chosen: Iterable[Mapping[str, int]] = ({name: own[end] for name, own in levels.items()} for end in (0, -1))
         if is_read and math.prod(map(len, levels.values())) <= _MAX_JOINT_VALUES:
             chosen = (dict(zip(levels, combination, strict=True)) for combination in itertools.product(*levels.values()))
@@ -128,23 +130,53 @@ class Dependencies:
             chosen = ({name: level} for name, own in levels.items() for level in own)
         generator = torch.Generator().manual_seed(0)
         if discrete:
-            yield from ({name: _with_levels(discrete[name], [level], generator) for name, level in alike.items()} for alike in chosen)
+            yield from ({name: self._with_level(discrete[name], level) for name, level in alike.items()} for alike in chosen)
             for _ in range(num_random):
-                yield {name: _with_levels(discrete[name], own, generator) for name, own in levels.items()}
+                yield {name: self._random_value(node, generator) for name, node in discrete.items()}
         for seed in range(4 if len(discrete) < len(nodes) else 0):
-            with spare_random_numbers():
+            drawn = {}
+            # What a distribution raises, the first use of the guide shall say.
+            with contextlib.suppress(Exception), spare_random_numbers():
                 torch.manual_seed(1 + seed)
                 drawn = {node["name"]: node["fn"].sample() for node in nodes if node["name"] not in discrete}
             yield drawn
 
-    def _levels(self, node: Mapping[str, Any]) -> list[int]:
-        """Values of a discrete latent; of counts the lowest, and the highest."""
-        low, high = (int(bound.min()) for bound in value_bounds(node["fn"]))
+    def _bounds(self, node: Mapping[str, Any]) -> Bounds:
+        """Lowest and highest kept values of a discrete latent, by entry."""
+        low, high = value_bounds(node["fn"])
         limit = self._max_count.get(node["name"]) if isinstance(self._max_count, Mapping) else self._max_count
         # What is no bound is refused with the layout.
-        high = max(low, min(high, limit)) if isinstance(limit, int) else high
-        lowest = list(range(low, min(high + 1, low + _MAX_JOINT_VALUES - 1)))
-        return lowest if high in lowest or high >= HUGE else [*lowest, high]
+        return low, torch.maximum(low, high.clamp(max=limit)) if hasattr(limit, "__index__") else high
+
+    def _levels(self, node: Mapping[str, Any], most: int) -> list[int]:
+        """Values of a discrete latent, in equal steps up to the highest."""
+        low, high = self._bounds(node)
+        first, last = int(low.min()), int(high.max())
+        if last >= HUGE:
+            return list(range(first, first + _MAX_JOINT_VALUES - 1))
+        return torch.linspace(first, last, min(most, last - first + 1), dtype=torch.float64).round().long().tolist()
+
+    def _with_level(self, node: Mapping[str, Any], level: int) -> torch.Tensor:
+        """One value for all entries, or their highest."""
+        value, (_, high) = torch.as_tensor(node["value"]), self._bounds(node)
+        if elementwise(get_support(node["fn"])) is constraints.one_hot:
+            return torch.nn.functional.one_hot(torch.tensor(level), value.shape[-1]).to(value).expand(value.shape)
+        return torch.full_like(value, level).minimum(high.to(value))
+
+    def _random_value(self, node: Mapping[str, Any], generator: torch.Generator) -> torch.Tensor:
+        """A random value: half of its entries are drawn."""
+        value, (low, high) = torch.as_tensor(node["value"]), self._bounds(node)
+        drawn = value
+        with contextlib.suppress(Exception), spare_random_numbers():
+            torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
+            drawn = node["fn"].sample()
+        if elementwise(get_support(node["fn"])) is constraints.one_hot:
+            return drawn[..., torch.randperm(value.shape[-1], generator=generator)]
+        if bool((high >= HUGE).any()):
+            return drawn.minimum(high.to(value))
+        anywhere = low + torch.randint(2**31, value.shape, generator=generator).to(value.device) % (high - low + 1)
+        is_drawn = torch.rand(value.shape, generator=generator).to(value.device) < 0.5
+        return torch.where(is_drawn, drawn.minimum(high.to(value)), anywhere.to(value))
 
     def _compare_runs(self) -> list[Any]:
         """Makes supports that differ between runs depend on all earlier latents.
@@ -218,17 +250,11 @@ def _scopes(trace: Any, latents: FollowLatents) -> dict[str, frozenset[str]]:
     return scopes
 
 
-def _with_levels(node: Mapping[str, Any], levels: Sequence[int], generator: torch.Generator) -> torch.Tensor:
-    """Returns values of a discrete latent, random ones of a few."""
-    value = torch.as_tensor(node["value"])
-    is_one_hot = elementwise(get_support(node["fn"])) is constraints.one_hot
-    chosen = torch.tensor(levels)[torch.randint(len(levels), value.shape[: value.dim() - is_one_hot], generator=generator)]
-    return torch.nn.functional.one_hot(chosen, value.shape[-1]).to(value) if is_one_hot else chosen.to(value)
-
-
 def _equal(node: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether a site has the same log density in two runs."""
-    first, second = (one["fn"].log_prob(one["value"], *one["args"], **one["kwargs"]) for one in (node, other))
+    first, second = (
+        scale_and_mask(one["fn"].log_prob(one["value"], *one["args"], **one["kwargs"]), one["scale"], one["mask"]) for one in (node, other)
+    )
     return torch.allclose(first, second, rtol=1e-5, equal_nan=True)
 
 

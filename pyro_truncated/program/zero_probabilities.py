@@ -118,11 +118,23 @@ def impossible_entries(fn: Any, value: Tensor) -> Tensor | None:
 
 
 def _impossible(fn: Any, value: Tensor) -> Tensor | None:
-    if isinstance(fn, distributions.Multinomial):
-        parameter = _Probability.from_distribution(vars(fn)["_categorical"])
-        return (parameter.certain[0] & (value > 0)).sum(-1) if parameter.may_be_certain else None
-    exact = _entry_log_prob(fn, value)
-    return None if exact is None else (exact == -math.inf).long()
+    if not isinstance(fn, _OBSERVED):
+        return None
+    if isinstance(fn, _WITH_FORMULA):
+        exact = _entry_log_prob(fn, value)
+        return None if exact is None else (exact == -math.inf).long()
+    is_one_hot = isinstance(fn, (distributions.OneHotCategorical, distributions.Multinomial))
+    parameter = _Probability.from_distribution(vars(fn)["_categorical"] if is_one_hot else fn)
+    if not parameter.may_be_certain:
+        return None
+    is_zero, is_one = parameter.certain
+    if is_one_hot:
+        return (is_zero & (value > 0)).sum(-1)
+    if isinstance(fn, distributions.Categorical):
+        shape = broadcast_shape(value.shape, fn.batch_shape)
+        return is_zero.expand(*shape, fn.param_shape[-1]).gather(-1, value.long().unsqueeze(-1).expand(*shape, 1)).squeeze(-1).long()
+    total = getattr(fn, "total_count", 1) if not isinstance(fn, distributions.NegativeBinomial) else math.inf
+    return ((is_zero & (value > 0)) | (is_one & (value < total))).long()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,6 +265,9 @@ def _either(fn: Any, value: Tensor) -> Tensor | None:
 
 # Counts have more than one way to come about, so that their least probabilities are larger.
 _OF_ONE_TRIAL = (distributions.Bernoulli, distributions.Categorical, distributions.OneHotCategorical)
+# Of these an observation is impossible where the formula says so.
+_WITH_FORMULA = (distributions.Geometric, distributions.MixtureSameFamily, ZeroInflatedDistribution, MaskedMixture)
+_OBSERVED = (*_OF_ONE_TRIAL, *_WITH_FORMULA, distributions.Binomial, distributions.NegativeBinomial, distributions.Multinomial)
 _FORMULAS: dict[Any, _Formula] = {
     distributions.Bernoulli: _bernoulli,
     distributions.Categorical: _categorical,

@@ -9,10 +9,12 @@ import copy
 import ctypes
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pyro
 import pyro.distributions as dist
+import pyro.poutine as poutine
 import pytest
 import torch
 from torch import Tensor
@@ -310,26 +312,49 @@ def test_compiled_branches_that_few_values_take(prior, branch, seed):
     assert loss == pytest.approx(-float(exact), rel=1e-5)
 
 
+BRANCHES: dict[str, tuple[Any, int | None, Callable[[Tensor], Any]]] = {
+    "the largest count": (dist.Poisson(1.0), 14, lambda n: (n >= 14).any()),
+    "a bound of NumPy": (dist.Poisson(10.0), np.int64(14), lambda n: (n >= 14).all()),
+    "members that differ": (dist.Poisson(1.0), 14, lambda n: n[0] > n[1]),
+    "the least counts": (dist.Poisson(1.0), 14, lambda n: (n == 0).all()),
+    "values in the middle": (dist.Categorical(torch.ones(24)), None, lambda n: 15 <= int(n[0]) < 22),
+    "one value": (dist.Categorical(torch.ones(24)), None, lambda n: n[0] == 19),
+    "members with other bounds": (dist.Binomial(torch.tensor([1.0, 13.0]), 0.5), None, lambda n: n[1] >= 6),
+}
+
+
 @pytest.mark.filterwarnings("ignore:the model does not take many states at once")
-@pytest.mark.parametrize(
-    "branch",
-    [lambda n: (n >= 14).any(), lambda n: n[0] > n[1], lambda n: (n == 0).all()],
-    ids=["the largest count", "members that differ", "the least counts"],
-)
+@pytest.mark.parametrize(("prior", "max_count", "branch"), BRANCHES.values(), ids=BRANCHES)
+@pytest.mark.parametrize("effect", ["factor", "mask", "scale"])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_branches_of_python_reach_beyond_the_plate(branch: Callable[[Tensor], Tensor], seed: int) -> None:
+def test_branches_of_python_reach_beyond_the_plate(
+    prior: Any, max_count: int | None, branch: Callable[[Tensor], Any], effect: str, seed: int
+) -> None:
     """A factor outside of the plate that some values alone change makes its members one decision."""
     pyro.set_rng_seed(seed)
 
     def program(y):
         with pyro.plate("data", 2):
-            n = pyro.sample("n", dist.Poisson(1.0))
-            pyro.sample("y", dist.Normal(n, 1.0), obs=y)
-        pyro.factor("branch", torch.tensor(3.0 if bool(branch(n)) else 0.0))
+            n = pyro.sample("n", prior)
+            pyro.sample("y", dist.Normal(n.float(), 1.0), obs=y)
+        is_on = bool(branch(n))
+        if effect == "factor":
+            pyro.factor("branch", torch.tensor(3.0 if is_on else 0.0))
+        else:
+            with poutine.mask(mask=is_on) if effect == "mask" else poutine.scale(scale=3.0 if is_on else 1.0):
+                pyro.sample("x", dist.Normal(0.0, 1.0), obs=torch.tensor(1.0))
 
-    y, counts = torch.tensor([0.3, 1.2]), torch.cartesian_prod(*[torch.arange(15.0)] * 2)
-    joint = (dist.Poisson(1.0).log_prob(counts) + dist.Normal(counts, 1.0).log_prob(y)).sum(-1)
-    exact = (joint + torch.stack([torch.tensor(3.0 * bool(branch(n))) for n in counts])).logsumexp(0)
-    guide = AutoTruncated(program, num_states=225, max_count=14)
+    y, values = torch.tensor([0.3, 1.2]), torch.cartesian_prod(*[torch.arange(24)] * 2)
+    most = {"Poisson": torch.tensor(14), "Categorical": torch.tensor(23), "Binomial": getattr(prior, "total_count", None)}[
+        type(prior).__name__
+    ]
+    values = values[(values <= most).all(-1)]
+    numbers = values if isinstance(prior, dist.Categorical) else values.float()
+    joint = (prior.log_prob(numbers) + dist.Normal(values.float(), 1.0).log_prob(y)).sum(-1)
+    is_on = torch.tensor([bool(branch(n)) for n in values])
+    on, off = {"factor": (3.0, 0.0), "mask": (1.0, 0.0), "scale": (3.0, 1.0)}[effect]
+    weight = 1.0 if effect == "factor" else dist.Normal(0.0, 1.0).log_prob(torch.tensor(1.0))
+    exact = (joint + weight * torch.where(is_on, on, off)).logsumexp(0)
+    guide = AutoTruncated(program, num_states=24**2, max_count=max_count)
     assert Truncated_ELBO(ExhaustiveSearch()).loss(program, guide, y) == pytest.approx(-float(exact), rel=1e-5)
     assert guide.layout.plates == ()
