@@ -22,6 +22,7 @@ from pyro_truncated.program.supports import HUGE, Bounds, elementwise, get_suppo
 from pyro_truncated.utils.parameter_store import Assign, isolate, spare_random_numbers
 
 _LOG = logging.getLogger(__name__)
+# The most joint values of what Python reads that are run, and where there are more, the most values of all latents one by one.
 _MAX_JOINT_VALUES, _MAX_VALUES = 16, 64
 
 

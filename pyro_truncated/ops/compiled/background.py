@@ -123,9 +123,6 @@ def main() -> None:
     """Compiles what is asked for."""
     if hasattr(os, "nice"):
         os.nice(19)
-    if hasattr(os, "SCHED_IDLE"):
-        with contextlib.suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read_requests, args=(requests,), daemon=True).start()
     with contextlib.suppress(queue.Empty):
